@@ -41,8 +41,10 @@ if TYPE_CHECKING:
     from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
     from jdag.lab import strategies
+    from jdag.lab.calibration import calibrate
     from jdag.lab.exploration import explore
     from jdag.lab.failures import replay
+    from jdag.lab.prediction import predict
     from jdag.lab.retiming import retime
     from jdag.lab.sweep import sweep
 
@@ -56,6 +58,7 @@ __all__ = [
     "Pipeline",
     "Ref",
     "Task",
+    "calibrate",
     "compile",
     "connect",
     "errors",
@@ -66,6 +69,7 @@ __all__ = [
     "oracle",
     "parallel",
     "pipeline",
+    "predict",
     "program",
     "replay",
     "retime",
@@ -93,6 +97,7 @@ _LATER = {
     "Pipeline": "jdag.api.pipeline",
     "Ref": "jdag.api.refs",
     "Task": "jdag.api.tasks",
+    "calibrate": "jdag.lab.calibration",
     "compile": "jdag.api.compiling",
     "connect": "jdag.api.drivers",
     "errors": "",
@@ -103,6 +108,7 @@ _LATER = {
     "oracle": "jdag.api.oracle",
     "parallel": "",
     "pipeline": "jdag.api.pipeline",
+    "predict": "jdag.lab.prediction",
     "program": "jdag.engine.functions",
     "replay": "jdag.lab.failures",
     "retime": "jdag.lab.retiming",

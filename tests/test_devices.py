@@ -3,11 +3,13 @@
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdag
 import jdag.engine.functions
+from jdag.compute.avals import aval_of
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Compute,
@@ -35,6 +37,10 @@ MODEL = DeviceModel(
     sum_ns=3,
     functions={"m:named": (1, 2), "bare": (4, 5), "m:both": (6, 7), "both": (8, 9)},
 )
+
+
+def double(x: Any) -> Any:
+    return 2 * x
 
 
 def key(name: Any) -> Key:
@@ -209,3 +215,28 @@ def test_a_roofline_is_bound_by_operations_or_by_bytes_as_xla_counts_them():
         Roofline(flops_per_s=1, bytes_per_s=1), functions={"product": (3, 4)}
     )
     assert named[:2] == [3, 4]
+
+
+def test_calls_and_jobs_take_what_processes_add():
+    model = DeviceModel(job_ns=5, call_ns=7, functions={"double": (10, 20)})
+    with jdag.simulate(["a"], seed=0, devices=model) as cluster:
+        w = cluster.put("a", jnp.ones(3))
+        with cluster.context() as ctx:
+            x = ctx.call("a", double, w)
+            assert cluster.now_ns == 7
+            loss = ctx.call("a", jnp.sum, ctx.call("a", double, x))
+            assert cluster.now_ns == 7 * 3
+            ctx.backward(loss)
+            # Jobs at 7, 22 and 37, the sum's for 5; then back: 5, 25 and 25.
+            assert cluster.now_ns == 7 + 2 * 15 + 5 + 5 + 2 * 25
+
+
+def test_an_entry_with_types_goes_before_that_of_the_name():
+    name = f"{__name__}:double"
+    costs = {f"{name}({aval_of(jnp.ones(3))})": (1, 1), name: (10, 1)}
+    model = DeviceModel(functions=costs)
+    with jdag.simulate(["a"], seed=0, devices=model) as cluster, cluster.context() as c:
+        c.call("a", double, jnp.ones(3)).fetch()
+        assert cluster.now_ns == 1
+        c.call("a", double, jnp.ones(4)).fetch()
+        assert cluster.now_ns == 1 + 10

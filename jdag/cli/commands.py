@@ -33,7 +33,7 @@ from rich.text import Text
 
 from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
-from jdag.cli import exploring, hosting, retiming, sweeping
+from jdag.cli import exploring, hosting, predicting, retiming, sweeping
 from jdag.cli.cli_errors import Exit, errors_in_one_line, no_run
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, reason, spelled, unusable
@@ -439,6 +439,8 @@ def report(
         _say(console, f"trace: {spelled(folder / name)}")
 
 
+app.command()(predicting.calibrate)
+app.command()(predicting.predict)
 app.command()(exploring.explore)
 app.command("what-if")(retiming.what_if)
 app.command("replay")(exploring.replay_file)

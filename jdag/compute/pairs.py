@@ -218,6 +218,12 @@ class _Key(tuple[Any, ...]):
     fn: Callable[..., Any]
 
 
+@lru_cache(maxsize=PAIRS_MAX)
+def typed_name(pair: Any) -> str:
+    """A pair's name with the types of its inputs: module:name(float32[8,4])."""
+    return f"{pair.name}({', '.join(map(str, pair.avals))})"
+
+
 class PairCache:
     """The pairs made so far; the least recently used are dropped first."""
 

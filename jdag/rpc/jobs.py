@@ -14,6 +14,7 @@ are held by the thread that has the loop lock. Done means ready.
 """
 
 import logging
+import statistics
 import threading
 import time
 from collections import deque
@@ -23,15 +24,19 @@ from typing import Any
 
 from jdag.compute.duals import is_array
 from jdag.compute.machine import Machine, Work, job_name
+from jdag.compute.pairs import typed_name
 from jdag.engine.protocol import (
     Apply,
     CompileSegment,
     Computed,
+    Fill,
     Forward,
     Job,
     RunSegment,
     Skip,
+    Sum,
     Vjp,
+    VjpWeights,
 )
 from jdag.rpc.loop import Loop
 from jdag.runtime.chooser import Chooser
@@ -44,6 +49,7 @@ _log = logging.getLogger(__name__)
 SHORT_NS = 400_000
 DELAY_NS = 50_000
 KNOWN_MAX = 1_024  # Each keeps its executables alive.
+RECENT_MAX = 256  # Durations of one computation that are kept.
 _RUNS = 2  # Runs on the thread before the time of a computation is trusted.
 
 Tell = Callable[[Computed], object]
@@ -75,6 +81,37 @@ class Times:
         self._known[kind] = (runs + 1, mean_ns)
 
 
+class Recent:
+    """The last durations of jobs, by function and action."""
+
+    def __init__(self) -> None:
+        self._ns: dict[tuple[Any, str], deque[int]] = {}
+
+    def note(self, job: Job, took_ns: int) -> None:
+        """Record a duration."""
+        key: tuple[Any, str] = None, "sum"
+        if isinstance(job, Forward | Vjp | VjpWeights):
+            key = job.function, job.action
+        elif not isinstance(job, Sum | Fill):
+            return
+        if key in self._ns or len(self._ns) < KNOWN_MAX:
+            self._ns.setdefault(key, deque(maxlen=RECENT_MAX)).append(took_ns)
+
+    def take(self) -> list[tuple[str, str, int, int]]:
+        """Forget all, and return (function, action, how many, median in ns) of each.
+
+        The function is its name with the types of its inputs, "" for a sum.
+        """
+        found, self._ns = self._ns, {}
+        return [
+            (
+                "" if function is None else typed_name(function),
+                *(action, len(each), round(statistics.median(each))),
+            )
+            for (function, action), each in found.items()
+        ]
+
+
 class Jobs:
     """What one node computes; `tell` is called with the loop lock held."""
 
@@ -92,6 +129,7 @@ class Jobs:
         self._machine = machine
         self._loop = loop
         self._tell = tell
+        self.recent = Recent()
         self._times = Times()
         self.due: deque[tuple[Job, Any, Work]] = deque()  # What `run` does.
         self._long = ReadyJobs(Chooser(), worker, steps)
@@ -180,6 +218,7 @@ class Jobs:
             del self.computing[threading.get_ident()]
         took_ns = time.perf_counter_ns() - began_ns
         self.busy_ns += took_ns
+        self.recent.note(job, took_ns)
         if kind is not None:
             self._times.note(kind, took_ns)
         return made, error

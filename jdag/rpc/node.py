@@ -197,6 +197,11 @@ class Node:
             for worker in self.workers
         }
 
+    def times(self) -> dict[str, Sequence[Any]]:
+        """Return durations of jobs since this was asked last; see `Recent.take`."""
+        found = self.peers.ask_all({"what": "times"}, or_raise=True)
+        return {self.name: self._apart(self._jobs.recent.take), **found}
+
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """Return the current graph of a context, by worker."""
         of = (context.number, context.counter, context.incarnation)
@@ -406,7 +411,9 @@ class Node:
                 self.peers.lose(peer, f"it broke the protocol: {said}")
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
+        answers: dict[str, Callable[[], Any]]
         answers = {"info": self._own_info, "quiet": self._quiet}
+        answers["times"] = self._jobs.recent.take
         match asked:
             case {"what": str(what)} if what in answers:
                 return answers[what]()

@@ -18,6 +18,7 @@ from jdag.errors import ScenarioError, unusable
 from jdag.runtime.tables import checked, read, wrong
 from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.changes import changed
+from jdag.scenario.costs import with_costs
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
@@ -60,7 +61,8 @@ def load(
     """
     with wrong(path):
         text, table = read(path, _FILE)
-        settings = checked(Settings, changed(table, changes or {}))
+        table = with_costs(changed(table, changes or {}), path.parent)
+        settings = checked(Settings, table)
         if seed is not None:
             settings = settings.model_copy(update={"seed": seed})
         if settings.home is not None:

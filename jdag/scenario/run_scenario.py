@@ -11,6 +11,7 @@ from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured
 from jdag.scenario.case import VIRTUAL, Figures, Run, ended
+from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raised
@@ -86,6 +87,8 @@ def run_scenario(
                 "one that keeps a cluster to report on, by "
                 "run.keep(cluster, (from_ns, until_ns))"
             )
+        if driver.virtual:
+            refuse_unmeasured(scenario.settings, run.kept.trace)
         named = [name for name in scenario.player.figures if name in figures]
         figures = {name: figures[name] for name in dict.fromkeys((*named, *figures))}
         figures |= driver.figures()

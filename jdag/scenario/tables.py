@@ -147,6 +147,7 @@ class Settings(Table):
     program: _REFERENCE
     workers: Annotated[list[str] | int, only(_WORKERS, _are_workers)]
     expect: TABLE
+    costs: TEXT | None = None
     home: TEXT | None = None
     seed: _SEED = 0
     seeds: _SEEDS = 1

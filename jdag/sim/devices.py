@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jdag.compute.pairs import typed_name
 from jdag.compute.xla_cost import xla_cost
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import (
@@ -76,6 +77,11 @@ class DeviceModel:
     `forward_ns` and `backward_ns`: other functions take as long as it says. A compiled
     step has several functions in one segment, so there each needs an entry.
 
+    An entry of a name with the types of its inputs, "module:name(float32[8,4])", goes
+    before that of the name. What processes add, as `jdag calibrate` measures it, is
+    `job_ns` to each job of a function, and `call_ns`, which a program on this worker
+    takes for each of its calls.
+
     Raises:
         ScenarioError: a time that is not an int or below 0, or a roofline that is none;
             names it. While a run goes on: a segment of a plan has a function without an
@@ -87,11 +93,13 @@ class DeviceModel:
     sum_ns: int = 0
     input_grad_ns: int | None = None
     overlap_ns: int | None = None
+    job_ns: int = 0
+    call_ns: int = 0
     functions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     roofline: Roofline | None = None
 
     def __post_init__(self) -> None:
-        for key in ("forward_ns", "backward_ns", "sum_ns"):
+        for key in ("forward_ns", "backward_ns", "sum_ns", "job_ns", "call_ns"):
             _need_ns(key, getattr(self, key))
         for key in ("input_grad_ns", "overlap_ns"):
             if getattr(self, key) is not None:
@@ -124,11 +132,16 @@ class DeviceModel:
             return 0
         if isinstance(job, RunSegment):
             parts = Counter(job.function.costs).items()
-            return sum([count * self._part_ns(*part) for part, count in parts])
+            costs_ns = [count * self._part_ns(*part) for part, count in parts]
+            return self.job_ns + sum(costs_ns)
         action = job.action if isinstance(job, Vjp | VjpWeights) else "F"
         pair = job.function
-        costs = self._costs(pair.name) or self._default(pair, action)
-        return self._cost_ns(costs, action)
+        costs = None
+        if any(["(" in name for name in self.functions]):
+            costs = self.functions.get(typed_name(pair))
+        costs = costs or self._costs(pair.name) or self._default(pair, action)
+        own_ns = 0 if pair.name == MOVED else self.job_ns
+        return own_ns + self._cost_ns(costs, action)
 
     def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
         """Return the durations of jobs that run as one, which add up to its own."""

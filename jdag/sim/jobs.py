@@ -42,12 +42,15 @@ class Device:
 
 
 class Jobs:
-    """All devices of one run; `busy_ns` is how long those of each worker computed."""
+    """All devices of one run; `busy_ns` is how long those of each worker computed.
+
+    `models` has the costs of each worker.
+    """
 
     def __init__(self, env: Environment) -> None:
         self._env = env
         self._timeline = env.timeline
-        self._models = models(env.settings.devices, env.workers)
+        self.models = models(env.settings.devices, env.workers)
         self._devices: dict[tuple[Worker, str | None], Device] = {}
         schedule = env.settings.schedule
         self._steps: Mapping[str, Sequence[Step]] = schedule.lists if schedule else {}
@@ -105,7 +108,7 @@ class Jobs:
         device.busy = True
         env, now_ns = self._env, self._timeline.now_ns
         name = device.name
-        costs = self._models[name].costs_ns([job for job, _, _ in found])
+        costs = self.models[name].costs_ns([job for job, _, _ in found])
         if env.faults.slow:
             costs = [env.faults.stretched_ns(name, cost, now_ns) for cost in costs]
         cost_ns = sum(costs)

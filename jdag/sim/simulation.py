@@ -1,10 +1,11 @@
 """The driver in virtual time: effects of all engines are carried out in one process.
 
 One engine, machine and device a worker; links between them; one timeline. Programs tell
-engines events through their `Port` and block there; user code takes no virtual time. Of
-an engine's effects, in their order: a message leaves at once (`jdag.sim.transport`); a
-job waits for its device (`jdag.sim.jobs`); what a program waits for wakes it
-(`jdag.sim.programs`) as an event of its own, so that no user code runs in between.
+engines events through their `Port` and block there; user code takes no virtual time,
+but `call_ns` of its device for each call. Of an engine's effects, in their order: a
+message leaves at once (`jdag.sim.transport`); a job waits for its device
+(`jdag.sim.jobs`); what a program waits for wakes it (`jdag.sim.programs`) as an event
+of its own, so that no user code runs in between.
 
 All choices are the chooser's (`jdag.runtime.chooser`); all that happens goes to the
 recorder (`jdag.runtime.recorder`).
@@ -22,7 +23,16 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent
 
 from jdag.engine.drawing import Drawing
-from jdag.engine.protocol import Alarm, ContextId, Event, Key, Spawn, Worker
+from jdag.engine.protocol import (
+    Alarm,
+    ContextId,
+    Event,
+    Issued,
+    Key,
+    Spawn,
+    Worker,
+    named,
+)
 from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
@@ -149,8 +159,22 @@ class Simulation:
         if self._closed:
             raise _closed()
         self._look(event, port.worker)
+        if event.__class__ is Issued:
+            self._spend(port, self._jobs.models[named(port.worker)].call_ns)
         if port.host.alive:  # Else its program has not noticed yet that it crashed.
             port.host.tell(port, event, values)
+
+    def _spend(self, port: Port, ns: int) -> None:
+        """Have a program take some time."""
+        if ns and port.host.alive:
+            waiter = port.waiter()
+            self._timeline.push(self.now_ns + ns, EVENT, (self._spent, port, waiter))
+            self.wait(port, waiter)
+            del self._given[waiter]
+
+    def _spent(self, port: Port, waiter: int) -> None:
+        self._given[waiter] = None, port.cause
+        self.wake(port.host, waiter)
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block the caller; return what the waiter was given, and its record."""

@@ -1,0 +1,98 @@
+"""The commands `jdag calibrate` and `jdag predict`: measured costs, and their use."""
+
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jdag.cli.cli_errors import errors_in_one_line
+from jdag.errors import spelled
+from jdag.lab import calibration, prediction
+from jdag.report.formatting import formatted
+
+File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
+Out = Annotated[Path, typer.Option("--out", "-o", help="The file of costs to write.")]
+Costs = Annotated[
+    Path | None,
+    typer.Option(help="What `jdag calibrate` wrote.  [default: as the file says]"),
+]
+Carrier = Annotated[str, typer.Option(help="What carries data: socket or grpc.")]
+Device = Annotated[
+    str | None, typer.Option(help="Where workers compute: cpu, gpu or gpu:1.")
+]
+Measure = Annotated[bool, typer.Option("--measure", help="Run real steps as well.")]
+Steps = Annotated[int, typer.Option(min=1, help="How many real steps.")]
+
+
+def calibrate(
+    file: File,
+    *,
+    out: Out = Path("costs.toml"),
+    carrier: Carrier = "socket",
+    device: Device = None,
+    steps: Steps = calibration.STEPS,
+) -> None:
+    """Measure functions and links of a scenario on processes of this host.
+
+    Exit codes: 0; 2 bad input.
+    """
+    with errors_in_one_line():
+        found = calibration.calibrate(
+            file, out, carrier=carrier, device=device, steps=steps
+        )
+    table = Table(title="measured", title_justify="left")
+    for column in ("", "F", "B, or I", "W"):
+        table.add_column(column, justify="left" if not column else "right")
+    devices = {**found["devices"]}
+    for name, costs in devices.pop("functions").items():
+        table.add_row(name, *[formatted("_ns", ns) for ns in costs])
+    console = Console()
+    console.print(table)
+    for key, value in {**found["network"], **devices}.items():
+        console.print(f"{key}: {formatted(key, value)}", highlight=False)
+    console.print(f"costs: {spelled(out)}", highlight=False, soft_wrap=True)
+
+
+def predict(
+    file: File,
+    *,
+    costs: Costs = None,
+    measure: Measure = False,
+    carrier: Carrier = "socket",
+    device: Device = None,
+    steps: Steps = calibration.STEPS,
+) -> None:
+    """Simulate a step of a scenario with measured costs; compare it with real ones.
+
+    Exit codes: 0; 2 bad input.
+    """
+    with errors_in_one_line():
+        found = prediction.predict(
+            file,
+            costs,
+            measure=steps if measure else 0,
+            carrier=carrier,
+            device=device,
+        )
+    table = Table(title=f"a step of {file.stem}", title_justify="left")
+    for column in ("worker", "busy", "peak activations"):
+        table.add_column(column, justify="left" if column == "worker" else "right")
+    for worker, share in found.busy.items():
+        held = formatted("peak_bytes", found.peak_activations[worker])
+        table.add_row(worker, formatted("bubble", share), held)
+    console = Console()
+    console.print(table)
+    lines = [f"predicted: {formatted('_ns', found.step_ns)}"]
+    lines.append(f"bubble: {formatted('bubble', found.bubble)}")
+    if found.ratio is not None:
+        real = found.measured_ns
+        middle, least, most = (
+            formatted("_ns", round(of(real))) for of in (statistics.median, min, max)
+        )
+        lines.append(f"measured: {middle} ({least} to {most}, {len(real)} steps)")
+        lines.append(f"predicted / measured: {found.ratio:.3f}")
+    for line in lines:
+        console.print(line, highlight=False)

@@ -1,0 +1,113 @@
+"""Prediction: what a step takes by simulation with measured costs, and in truth."""
+
+import os
+import statistics
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.lab.calibration import WARM, Steps, case_of
+from jdag.report.spans import bubble, spans_of
+from jdag.scenario import Scenario, configured, load
+from jdag.scenario.costs import refuse_unmeasured
+from jdag.scenario.driving import Virtual, driver_of
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step takes.
+
+    Attributes:
+        step_ns: by simulation.
+        busy: for each worker the share of the step in which it computes.
+        peak_activations: for each worker the most bytes that it holds for backward.
+        measured_ns: real steps, one after the other; empty if none were asked for.
+    """
+
+    step_ns: int
+    busy: Mapping[str, float]
+    peak_activations: Mapping[str, int]
+    measured_ns: tuple[int, ...] = ()
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which workers are idle, on average."""
+        return 1 - statistics.mean(self.busy.values())
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted / the median of measured steps; None without these."""
+        if not self.measured_ns:
+            return None
+        return self.step_ns / statistics.median(self.measured_ns)
+
+
+def predict(
+    file: str | os.PathLike[str],
+    costs: str | os.PathLike[str] | None = None,
+    *,
+    measure: int = 0,
+    carrier: str = "socket",
+    device: str | None = None,
+) -> Prediction:
+    """Predict a step of a scenario's program, with values as shapes if that will do.
+
+    Args:
+        file: the scenario; its program returns a `Case`.
+        costs: the file that `jdag calibrate` wrote; None: what the scenario says.
+        measure: how many real steps to run as well, on processes of this host.
+        carrier: of these, "socket" or "grpc".
+        device: where these compute, as of `jdag.launch`.
+
+    Raises:
+        ScenarioError: one line: an argument or file is unusable, the costs lack a
+            function, or a step fails.
+    """
+    if type(measure) is not int or measure < 0:
+        raise ScenarioError(unusable("measure", measure, "an integer >= 0"))
+    path = Path(file)
+    changes = {} if costs is None else {"costs": str(Path(costs).resolve())}
+    scenario = load(path, changes=changes)
+    try:
+        try:
+            found = simulated(load(path, changes={**changes, "values": "abstract"}))
+        except ScenarioError:
+            raise
+        except JdagError:  # It looks at values.
+            found = simulated(scenario)
+        real = _real(scenario, measure, carrier, device) if measure else ()
+    except ScenarioError:
+        raise
+    except JdagError as error:
+        raise ScenarioError(f"{path}: {error}") from error
+    return Prediction(*found, real)
+
+
+def simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
+    """Simulate the second step of a scenario: its time, busy shares, activations."""
+    case, settings = case_of(scenario), scenario.settings
+    with configured(settings), closing(Virtual(settings)) as driver:
+        cluster = driver.cluster(settings.seed, clean=True)
+        steps = Steps(case, cluster, planned=settings.compile)
+        _, last = steps.step(), steps.step()
+        refuse_unmeasured(settings, cluster.trace)
+        window = last.began_ns, last.ended_ns
+        idle = bubble(spans_of(cluster.trace).jobs, settings.names, window)
+        info: Mapping[str, Any] = cluster.info()
+    busy = {worker: 1 - float(share) for worker, share in idle.items()}
+    held = {worker: int(one["activation_bytes_peak"]) for worker, one in info.items()}
+    return last.ns, busy, held
+
+
+def _real(
+    scenario: Scenario, count: int, carrier: str, device: str | None
+) -> tuple[int, ...]:
+    settings = scenario.settings
+    driver = driver_of(settings, "rpc", device=device, carrier=carrier)
+    with configured(settings), closing(driver):
+        cluster = driver.cluster(settings.seed, clean=True)
+        steps = Steps(case_of(scenario), cluster, planned=settings.compile)
+        return tuple([steps.step().ns for _ in range(WARM + count)][WARM:])
