@@ -52,6 +52,7 @@ def made(
 ) -> tuple[ClusterState, Node]:
     """A node, in a place that is changed so, and its home."""
     home = ClusterState(workers, abstract=False)
+    home.schedule = changed.get("schedule")
     node = Node(
         place_of(worker, workers, allow, **changed),
         run_program=partial(run_program, home),

@@ -192,7 +192,11 @@ def test_the_command_runs_it_on_processes_and_says_what_they_held_and_sent(
     assert result["meaning"]["sent_messages"].startswith("protocol messages")
     files = sorted(path.name for path in out.glob("[!.]*"))
     assert files == ["graph.dot", "graph.json", "graph.png", *files[3:]]
-    assert "timeline.png" not in files and "trace.jsonl" not in files
+    assert "timeline.png" in files and "trace.jsonl" in files
+    formats = [f"--trace-format={name}" for name in ("perfetto", "chakra", "goal")]
+    again = CliRunner().invoke(app, ["report", str(out), *formats])
+    assert again.exit_code == 0, again.output
+    assert (out / "trace.pftrace").exists() and (out / "trace.goal").exists()
     page = (out / "index.html").read_text(encoding="utf-8")
-    assert "there is no trace, and so no timeline" in page
-    assert CliRunner().invoke(app, ["report", str(out)]).exit_code == 0
+    assert "Times of two workers compare within" in page
+    assert "virtual time" not in page

@@ -348,21 +348,6 @@ def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
     a.close()
 
 
-def test_settling_has_an_end_and_says_who_does_not_settle(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with cluster(("a", "b")) as c:
-        c.driver.settle()
-        quiet = c.nodes["b"]._quiet
-        c.nodes["b"]._quiet = lambda: {**quiet(), "idle": False}
-        with monkeypatch.context() as patched:
-            patched.setattr("jdag.rpc.node.SETTLE_S", 0.2)
-            with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
-                c.driver.settle()
-        del c.nodes["b"]._quiet
-        c.driver.settle()
-
-
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16 << 20
     monkeypatch.setattr("jdag.rpc.peers.BULK_BYTES_MAX", most)

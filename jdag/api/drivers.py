@@ -19,6 +19,7 @@ from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
+from jdag.rpc.node_trace import EVENTS_MAX
 from jdag.rpc.script import MAIN, main_script, refuse_import
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
@@ -165,6 +166,8 @@ def launch(  # noqa: PLR0913 - keyword options.
     ready_s: float = READY_S,
     resources: Any = None,
     schedule: Schedule | None = None,
+    trace: bool = False,
+    events_max: int = EVENTS_MAX,
     value_bytes_max: int = VALUE_BYTES_MAX,
 ) -> Cluster:
     """Make a cluster of processes; a context manager that ends them.
@@ -192,6 +195,11 @@ def launch(  # noqa: PLR0913 - keyword options.
         resources: with Ray, what it reserves for each, `{"CPU": 1, "GPU": 1}`, or such
             a table by worker, or a placement group of Ray. None: one CPU.
         schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
+        trace: whether each worker records what it does; `cluster.trace` collects that
+            as one trace, in the time of this process. Its settings have the error of
+            each worker's clock, and whose part is missing, such as that of a lost one.
+        events_max: how many events of its trace each worker keeps; then it says so in a
+            warning, and records no more.
         value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
     Raises:
@@ -235,6 +243,7 @@ def _launched(asked: "_Launch") -> Cluster:
             deadline_s=asked.deadline_s,
             nesting_max=asked.nesting_max,
             schedule=asked.schedule,
+            events_max=asked.events_max if asked.trace else 0,
             rejoin=asked.on is not None,
             watched=asked.on is None,
             tls=tls,
@@ -262,7 +271,13 @@ def _started(
     return started, started.tls
 
 
-def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
+def connect(
+    path: str | os.PathLike[str],
+    *,
+    name: str,
+    trace: bool = False,
+    events_max: int = EVENTS_MAX,
+) -> Cluster:
     """Join the running workers of a cluster's file; a context manager that leaves them.
 
     Waits for those that are not reached yet, for the `ready_s` of the file in all.
@@ -270,6 +285,8 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     Args:
         path: the file, which `jdag up` and `jdag worker` take as well.
         name: the worker of the file that this process is.
+        trace: as for `launch`.
+        events_max: as for `launch`.
 
     Raises:
         JdagError: the file is unusable, or has no such worker; a worker is not reached,
@@ -278,6 +295,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
     refuse_import("jdag.connect")
     if not is_path(path):
         raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
+    checked(_Traced, {"trace": trace, "events_max": events_max})
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -296,6 +314,7 @@ def connect(path: str | os.PathLike[str], *, name: str) -> Cluster:
         deadline_s=settings.deadline_s,
         ready_s=settings.ready_s,
         nesting_max=settings.nesting_max,
+        events_max=events_max if trace else 0,
         control=mine.control,
         rejoin=True,
         tls=tls,
@@ -322,6 +341,7 @@ def _joined(
     if plan.watched:
         started.on_death(session.lost)
     node.session, node.launch = session, started
+    node.sample_clocks()
     state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
     return Cluster(state, node.port)
 
@@ -349,7 +369,12 @@ class _Simulated(Table):
     nesting_max: NESTING
 
 
-class _Launch(_Simulated):
+class _Traced(Table):
+    trace: Annotated[bool, only("True or False", lambda value: type(value) is bool)]
+    events_max: COUNT
+
+
+class _Launch(_Simulated, _Traced):
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER

@@ -219,10 +219,10 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
         },
         "driver": driver,
         "window_ns": list(answer.window),
-        "digest": _digest_of(answer),
+        "digest": _digest_of(answer) if driver == "sim" else None,
         "command": f"jdag run {spelled(scenario.path.name)}"
         + f" --seed {scenario.settings.seed}"
-        + f" --driver {driver}" * (answer.cluster.trace is None),
+        + f" --driver {driver}" * (driver != "sim"),
         "versions": {
             "jdag": version("jdag"),
             "jax": version("jax"),
@@ -239,10 +239,8 @@ def _meanings(scenario: Scenario) -> dict[str, str]:
     return {**own, **scenario.player.figures}
 
 
-def _digest_of(answer: ScenarioResult) -> str | None:
-    """Return the digest of a run in virtual time, None for other runs."""
-    if answer.cluster.trace is None:
-        return None
+def _digest_of(answer: ScenarioResult) -> str:
+    """Return the digest of a run in virtual time."""
     return answer.figures.get("digest") or str(answer.cluster.trace.digest)
 
 
@@ -271,9 +269,10 @@ def _exact(value: Any) -> Any:
 def _write(made: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
     text = json.dumps(result, indent=2, allow_nan=False)
     (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
-    if answer.cluster.trace is not None:
-        answer.cluster.trace.write(made / TRACE)
-    render(made, result, answer.cluster.trace, answer.drawings, window=answer.window)
+    trace = answer.cluster.trace
+    if trace is not None:
+        trace.write(made / TRACE)
+    render(made, result, trace, answer.drawings, window=answer.window)
 
 
 def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
@@ -421,13 +420,13 @@ def report(
             keep = [RESULT, *[name for name in keep if name not in WRITTEN]]
             with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
                 result = read_result(folder)
-                is_traced = result["digest"] is not None
+                is_traced = result["digest"] is not None or (folder / TRACE).exists()
                 trace = read_trace(folder / TRACE) if is_traced else None
                 drawings = read_drawings(folder)
                 window = tuple(result["window_ns"])
                 render(made, result, trace, drawings, window=window)
                 if formats and trace is None:
-                    raise ValueError("a run on processes has no trace to write")
+                    raise ValueError("this run has no trace to write")
                 written: list[str] = []
                 if trace is not None:
                     written = write_traces(made, trace, result["workers"], formats)

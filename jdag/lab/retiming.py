@@ -212,6 +212,8 @@ def _network_of(trace: Trace) -> Network:
     held: Any = trace.settings
     if not held:
         raise refusal("its trace has no settings, as those of older versions")
+    if held.get("driver") == "rpc":
+        raise refusal("it was a run of processes, whose network is no model")
     if not held["schedule"]:
         raise refusal("it has no schedule")
     for key, allowed in (("faults", 0), ("policy", "path")):

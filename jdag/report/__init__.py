@@ -64,10 +64,13 @@ def render(
     if trace is not None:
         read = spans_of(trace)
         title = f"{name}: what each worker did"
-        draw_timeline(folder / TIMELINE, read, workers, window, title)
+        is_real = trace.settings.get("driver") == "rpc"
+        clock = "time" if is_real else "virtual time"
+        draw_timeline(folder / TIMELINE, read, workers, window, title, clock)
         _write_json(folder / PERFETTO, trace_events(read, workers))
         gantt = gantt_of(read.jobs, workers, window)
-        pictures.append((folder / TIMELINE, "Timeline", _ON_TIMELINE))
+        text = _ON_TIMELINE + (_on_clocks(trace.settings) if is_real else "")
+        pictures.append((folder / TIMELINE, "Timeline", text))
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
         _write_json(folder / GRAPH_DATA, to_builtins(graph))
@@ -140,6 +143,16 @@ def read_drawings(folder: Path) -> Graph | None:
         return convert(json_of(path), Graph)
     except ValueError as error:
         raise JdagError(f"{path} holds no graph: {error!s} is wrong") from error
+
+
+def _on_clocks(settings: Mapping[str, Any]) -> str:
+    """What the times of processes are worth, and whose are missing."""
+    errors = {name: one["error_ns"] for name, one in settings["clocks"].items()}
+    worst_us = max(errors.values()) / 1000
+    said = f" Times of two workers compare within {2 * worst_us:.0f} µs."
+    for worker, why in settings["missing"].items():
+        said += f" The trace of {worker} is missing, or ends too early: {why}."
+    return said
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -66,9 +66,10 @@ def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
             case "send":
                 found[record.index] = _send(record, here)
                 stands = (record.index,)
-            case "deliver":
+            case "deliver" if record.causes:
                 sent = found[record.causes[0]]
-                found[sent.id] = sent._replace(end_ns=record.time_ns)
+                end_ns = max(sent.start_ns, record.time_ns)
+                found[sent.id] = sent._replace(end_ns=end_ns)
                 found[record.index] = _receive(record, sent)
                 stands = (record.index,)
             case "crash":

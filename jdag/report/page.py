@@ -61,6 +61,7 @@ def write_page(
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
         plan=plan,
+        is_traced="Timeline" in [heading for _, heading, _ in pictures],
         gantt=gantt,
         # Within a script nothing is escaped; only "</" could end it.
         gantt_data=Markup(json.dumps(gantt).replace("<", "\\u003c")),

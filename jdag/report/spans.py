@@ -109,8 +109,11 @@ def spans_of(records: Iterable[Record]) -> Spans:
             case "finish":
                 jobs.append(_job(began.pop(record.causes[0]), record.time_ns))
             case "deliver":
-                sent = began.pop(record.causes[0])
-                transfers.append(_transfer(sent, record.time_ns))
+                # Of processes it may be missing, and their clocks differ a little.
+                if record.causes:
+                    sent = began.pop(record.causes[0])
+                    end_ns = max(sent.time_ns, record.time_ns)
+                    transfers.append(_transfer(sent, end_ns))
             case kind if kind in MARKS:
                 said = record.named
                 peer = said.get("peer", said.get("destination", ""))

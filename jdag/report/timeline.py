@@ -63,6 +63,7 @@ def draw_timeline(
     workers: Sequence[str],
     window_ns: tuple[int, int],
     title: str,
+    clock: str = "virtual time",
 ) -> None:
     """Write the picture, a PNG, of what happened in a window of time.
 
@@ -89,7 +90,7 @@ def draw_timeline(
         _draw_rows(view, workers, inside)
     _draw_marks(view, workers, inside)
     since = formatted("start_ns", window_ns[0]) if window_ns[0] else "its beginning"
-    _frame(axes, workers, view.length, f"virtual time since {since}, in {unit}")
+    _frame(axes, workers, view.length, f"{clock} since {since}, in {unit}")
     if is_raster:
         axes.grid(visible=False)
     axes.set_title(title, loc="left", fontsize=11, pad=10, parse_math=False)

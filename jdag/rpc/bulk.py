@@ -151,11 +151,13 @@ class BulkQueue:
 class Delivery(Struct):
     """A message from a peer with its values, `missing` of which have not arrived.
 
-    The values are in the order of `landing(message)`.
+    The values are in the order of `landing(message)`. It is the peer's message with
+    this number.
     """
 
     message: Any
     values: list[Any]
+    number: int
     missing: int = 0
 
 
@@ -189,6 +191,7 @@ class Assembler:
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
         self._order: Order = Order()
+        self.messages = 0  # That came.
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """Take a message with its inline values; return the deliveries now complete."""
@@ -199,7 +202,8 @@ class Assembler:
                 f" {len(landing(message))}"
             )
         values: list[Any] = []
-        delivery = Delivery(message, values)
+        self.messages = number = self.messages + 1
+        delivery = Delivery(message, values, number)
         if kinds:
             offset = self._take_values(delivery, kinds, payload, offset)
         if offset != len(payload):

@@ -81,6 +81,7 @@ SILENT = 90
 _log = logging.getLogger(__name__)
 
 Handle = Callable[["Connection", Sequence[Event]], None]
+Sends = Callable[[str, Message, tuple[int, int], tuple[int, ...]], None]
 
 
 class Connection:
@@ -91,9 +92,11 @@ class Connection:
         deadline_ns: a peer that is silent for this long is given up.
         value_bytes_max: the largest value that is accepted.
         handle: receives the events.
+        sends: called with each message that leaves, if it is set: the peer, the
+            message, the bytes of its values and of all, its causes in the trace.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword options.
         self,
         name: str,
         incarnation: int,
@@ -104,6 +107,7 @@ class Connection:
         deadline_ns: int,
         value_bytes_max: int,
         handle: Handle,
+        sends: Sends | None = None,
     ) -> None:
         self.name = name
         self.incarnation = incarnation
@@ -118,6 +122,7 @@ class Connection:
         self._loop = loop
         self._codec = codec
         self._handle = handle
+        self._sends = sends
         self._flushing = False  # Whether the loop knows that there is more to send.
         self._waits_to_write = False
         self._send_error: OSError | None = None  # Why nothing can be sent any more.
@@ -126,6 +131,7 @@ class Connection:
         self._out: deque[Any] = deque()  # Bytes for the stream.
         # They leave as one before the next other message, or at the next flush.
         self._acknowledgements: list[Acknowledge] = []
+        self._causes: dict[int, None] = {}  # Of these, in the trace.
         self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
         self._borrowed = BorrowedMemory(
@@ -202,8 +208,10 @@ class Connection:
         waiting = self._acknowledgements or self._queue or self._out
         return not (waiting or self.bulk.values)
 
-    def send(self, message: Message, values: Sequence[Any]) -> None:
-        """Send a message with its values.
+    def send(
+        self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()
+    ) -> None:
+        """Send a message with its values; `causes` are its causes in the trace.
 
         Raises:
             ProtocolError: it contains something that cannot be encoded.
@@ -212,19 +220,25 @@ class Connection:
             return
         if message.__class__ is Acknowledge:
             self._acknowledgements.append(message)
+            if causes:
+                self._causes[causes[0]] = None
             self._has_more()
             return
         if self._acknowledgements:
             self._acknowledge()
-        self._write(message, values)
+        self._write(message, values, causes)
 
     def _acknowledge(self) -> None:
         held, self._acknowledgements = self._acknowledgements, []
+        causes, self._causes = tuple(self._causes), {}
         for message in acknowledged_at_once(held):
-            self._write(message, ())
+            self._write(message, (), causes)
 
-    def _write(self, message: Message, values: Sequence[Any]) -> None:
+    def _write(
+        self, message: Message, values: Sequence[Any], causes: tuple[int, ...]
+    ) -> None:
         sent = self.sent
+        before_bytes = sent.payload_bytes
         kinds = list(map(type_of, values))
         head = self._codec.encode(message, kinds)
         views: list[Any] = [head]
@@ -238,6 +252,10 @@ class Connection:
                 inline_bytes += nbytes
             sent.payload_bytes += nbytes
         sent.messages += 1
+        if self._sends is not None:
+            payload_bytes = sent.payload_bytes - before_bytes
+            wire_bytes = FRAME_BYTES + len(head) + payload_bytes
+            self._sends(self.worker, message, (payload_bytes, wire_bytes), causes)
         self._add(FrameKind.MESSAGE, views, len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:

@@ -1,7 +1,8 @@
 """Jobs of one node: short ones on the loop, long ones on a separate thread.
 
 Inputs:  `add(job)`; `run()`, at the end of a turn, runs the short jobs that are due.
-Outputs: `Computed` for each job, when its results are ready and held.
+Outputs: `Computed` for each job, when its results are ready and held; before it, if
+         there is a trace, when the job ran (`jdag.rpc.node_trace`).
 
 A job is short if earlier runs of the same computation were. It runs on the thread that
 drives the loop, as handing it to another thread would cost more than most jobs take.
@@ -16,11 +17,10 @@ are held by the thread that has the loop lock. Done means ready.
 import logging
 import statistics
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from jdag.compute.duals import is_array
 from jdag.compute.machine import Machine, Work, job_name
@@ -38,10 +38,12 @@ from jdag.engine.protocol import (
     Vjp,
     VjpWeights,
 )
-from jdag.rpc.loop import Loop
+from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.node_trace import Asked, Recording
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs
+from jdag.runtime.recorder import NO_CAUSE
 from jdag.schedules.actions import Step
 
 _log = logging.getLogger(__name__)
@@ -112,6 +114,20 @@ class Recent:
         ]
 
 
+class _Item(NamedTuple):
+    job: Job
+    kind: Any
+    work: Work
+    asked: Asked | None
+
+
+class _Outcome(NamedTuple):
+    made: Any
+    error: BaseException | None
+    began_ns: int
+    ended_ns: int
+
+
 class Jobs:
     """What one node computes; `tell` is called with the loop lock held."""
 
@@ -122,6 +138,7 @@ class Jobs:
         loop: Loop,
         tell: Tell,
         steps: Sequence[Step] = (),
+        recording: Recording | None = None,
     ) -> None:
         self.busy_ns = 0
         self.computing: dict[int, None] = {}  # Threads that run a user's function.
@@ -131,7 +148,8 @@ class Jobs:
         self._tell = tell
         self.recent = Recent()
         self._times = Times()
-        self.due: deque[tuple[Job, Any, Work]] = deque()  # What `run` does.
+        self._recording = recording
+        self.due: deque[_Item] = deque()  # What `run` does.
         self._long = ReadyJobs(Chooser(), worker, steps)
         self._under_way = 0
         self._changed = threading.Condition()
@@ -154,24 +172,28 @@ class Jobs:
         """Whether this thread is in the middle of a user's function."""
         return threading.get_ident() in self.computing
 
-    def add(self, job: Job) -> None:
-        """Begin a job."""
-        kind = _kind(job)
+    def add(self, job: Job, cause: int = NO_CAUSE) -> None:
+        """Begin a job; `cause` is the record of what asked for it."""
+        kind, asked = _kind(job), None
+        if self._recording is not None:
+            asked = self._recording.asked(job, cause)
         try:
             work = self._machine.begin(job)
         except Exception as error:  # A message named values that are not here.
             _log.exception("%s cannot begin on %s", type(job).__name__, self._worker)
-            failure = failure_of(error, self._worker, job.path, job_name(job))
-            self._loop.soon(partial(self._tell, Computed(job.id, failure)))
+            item = _Item(job, kind, Work(_nothing, None), asked)
+            outcome = _Outcome(None, error, clock_ns(), clock_ns())
+            self._loop.soon(partial(self._finish, item, outcome, False))
             return
+        item = _Item(job, kind, work, asked)
         short = kind is not None and self._times.is_short(kind)
         if short and not self._long.lists(job):
-            self.due.append((job, kind, work))
+            self.due.append(item)
             self._loop.dirty = True
             return
         self._under_way += 1
         with self._changed:
-            self._long.add(job, (job, kind, work))
+            self._long.add(job, item)
             if self._thread is None:
                 name = f"jobs of {self._worker}"
                 self._thread = threading.Thread(
@@ -191,8 +213,8 @@ class Jobs:
         for _ in range(len(self.due)):
             if not self.due:
                 return
-            job, kind, work = self.due.popleft()
-            self._finish(job, work, *self._computed(job, kind, work))
+            item = self.due.popleft()
+            self._finish(item, self._computed(item), False)
 
     def close(self) -> None:
         """Begin no more jobs; the results of running ones are dropped."""
@@ -202,13 +224,13 @@ class Jobs:
             self._long.clear()
             self._changed.notify()
 
-    def _computed(self, job: Job, kind: Any, work: Work) -> tuple[Any, Any]:
+    def _computed(self, item: _Item) -> _Outcome:
         """Compute, and wait until the results are ready."""
-        began_ns = time.perf_counter_ns()
+        began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         made = error = None
         try:
-            made = work.compute()
+            made = item.work.compute()
             _await(made)
         except BaseException as raised:
             # Whatever a user's function raises is a result, even SystemExit: what waits
@@ -216,19 +238,23 @@ class Jobs:
             error = raised
         finally:
             del self.computing[threading.get_ident()]
-        took_ns = time.perf_counter_ns() - began_ns
-        self.busy_ns += took_ns
-        self.recent.note(job, took_ns)
-        if kind is not None:
-            self._times.note(kind, took_ns)
-        return made, error
+        ended_ns = clock_ns()
+        self.busy_ns += ended_ns - began_ns
+        self.recent.note(item.job, ended_ns - began_ns)
+        if item.kind is not None:
+            self._times.note(item.kind, ended_ns - began_ns)
+        return _Outcome(made, error, began_ns, ended_ns)
 
-    def _finish(self, job: Job, work: Work, made: Any, error: Any) -> None:
+    def _finish(self, item: _Item, outcome: _Outcome, beside: bool) -> None:
+        job, _, work, asked = item
+        made, error, *took_ns = outcome
         failure = None
         if error is None:
             self._machine.hold(job, work, made)
         else:
             failure = failure_of(error, self._worker, job.path, job_name(job))
+        if self._recording is not None:
+            self._recording.ran(job, asked, took_ns, beside)
         self._tell(Computed(job.id, failure))
 
     def _work(self) -> None:
@@ -238,16 +264,19 @@ class Jobs:
                     self._changed.wait()
                 if not self._open:
                     return
-            for job, kind, work in found:
-                made, error = self._computed(job, kind, work)
-                self._loop.post(partial(self._over, job, work, made, error))
-                del work, made, error
+            for item in found:
+                self._loop.post(partial(self._over, item, self._computed(item)))
+                del item
             del found
 
-    def _over(self, job: Job, work: Work, made: Any, error: Any) -> None:
+    def _over(self, item: _Item, outcome: _Outcome) -> None:
         if self._open:
             self._under_way -= 1
-            self._finish(job, work, made, error)
+            self._finish(item, outcome, True)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _kind(job: Job) -> Any:

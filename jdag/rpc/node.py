@@ -24,12 +24,10 @@ from typing import Any, NoReturn, assert_never
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
-from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import (
     Acknowledge,
     Alarm,
     Arrived,
-    ContextId,
     Event,
     Job,
     Key,
@@ -41,7 +39,7 @@ from jdag.engine.protocol import (
     Spawn,
     incarnated,
 )
-from jdag.errors import JdagError, ProtocolError, other_thread
+from jdag.errors import JdagError, other_thread
 from jdag.rpc.authorization import check
 from jdag.rpc.bulk import Delivery
 from jdag.rpc.connection import Connection
@@ -49,20 +47,20 @@ from jdag.rpc.function_decoder import BOUND, FunctionDecoder
 from jdag.rpc.function_encoder import NAMING, check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.node_trace import Collector, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke
 from jdag.rpc.programs import Over, ended_by
+from jdag.rpc.questions import Questions
 from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX
 from jdag.runtime.host import Host, Port, RunProgram, run_program
-from jdag.runtime.stats import info, total
+from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
-from jdag.wire.encoding import encoded
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
-SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 LAST_INFO_S = 1.0  # How long `close` waits for the statistics of other workers.
 FLUSH_NS = 100_000  # Batch the events that a program tells within this time.
 SWEEP_NS = 10**9  # Receive buffers unused for this long are freed.
@@ -93,7 +91,6 @@ class Node:
         self.workers = session.workers
         self.incarnation = incarnation = session.members.incarnation
         self.worker = worker = incarnated(name, incarnation)
-        self.trace = None
         self._session = session
         self._began_ns = clock_ns()
         self._run_program = run_program
@@ -102,31 +99,15 @@ class Node:
         self._codec = Codec(self.workers)
         self._buffers = Buffers()
         gone: dict[str, str] = {}
+        self._recording = recording = recording_of(session, self._record_no_more)
         self._waiters = Waiters()
-        self._host = host = Host(
-            worker,
-            Engine(name, self.workers, incarnation),
-            Machine("real", leaving_bytes_max=value_bytes_max),
-            driver=self,
-            waiters=self._waiters,
-            lost=gone,
-            value_bytes_max=value_bytes_max,
-        )
-        connect = partial(
-            Connection,
-            loop=self._loop,
-            codec=self._codec,
-            buffers=self._buffers,
-            deadline_ns=round(session.deadline_s * 1e9),
-            value_bytes_max=value_bytes_max,
-            handle=self._received,
-        )
+        self._host = host = self._make_host(gone, value_bytes_max)
         self.peers = peers = PeerTable(
             session,
             loop=self._loop,
             codec=self._codec,
             gone=gone,
-            connect=connect,
+            connect=self._connector(value_bytes_max),
             tell=self._host.handle,
             answer=self._answer,
         )
@@ -137,7 +118,23 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        self._jobs = Jobs(worker, host.machine, self._loop, host.handle, session.steps)
+        self._jobs = Jobs(
+            worker, host.machine, self._loop, host.handle, session.steps, recording
+        )
+        self._questions = asks = Questions(
+            self.workers,
+            host,
+            peers,
+            self._jobs,
+            loop=self._loop,
+            codec=self._codec,
+            check_open=self._check_open,
+            recording=recording,
+        )
+        self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
+        self._collector: Collector | None = None
+        if recording is not None and name == session.main:
+            self._collector = Collector(recording, peers, self._began_ns)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None
@@ -145,11 +142,39 @@ class Node:
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
+        self._trace: Trace | None = None
         self._congested = False  # Whether so much waits to leave that programs wait.
         self._hurries = False  # More than acknowledgements wait for the next flush.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
+
+    def _make_host(self, gone: Mapping[str, str], value_bytes_max: int) -> Host:
+        return Host(
+            self.worker,
+            Engine(self.name, self.workers, self.incarnation),
+            Machine("real", leaving_bytes_max=value_bytes_max),
+            driver=self,
+            waiters=self._waiters,
+            lost=gone,
+            value_bytes_max=value_bytes_max,
+            recorder=None if self._recording is None else self._recording.recorder,
+        )
+
+    def _connector(self, value_bytes_max: int) -> Callable[[str, int], Connection]:
+        return partial(
+            Connection,
+            loop=self._loop,
+            codec=self._codec,
+            buffers=self._buffers,
+            deadline_ns=round(self._session.deadline_s * 1e9),
+            value_bytes_max=value_bytes_max,
+            handle=self._received,
+            sends=None if self._recording is None else self._recording.sent,
+        )
+
+    def _answer(self, asked: Mapping[str, Any]) -> Any:
+        return self._questions.answer(asked)
 
     def __repr__(self) -> str:
         return f"Node({self.worker!r}, incarnation {self.incarnation})"
@@ -184,59 +209,22 @@ class Node:
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
         """Return what each worker holds, and what it has sent and computed so far."""
-        return self._info(None) if self._counted is None else self._counted
+        return self._counted or self._questions.info(None)
 
-    def _info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
-        """The same; without `within_s` peers are waited for until they are lost."""
-        found = self.peers.ask_all({"what": "info"}, within_s)
-        found[self.name] = own = self._apart(self._own_info)
-        nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
-        living = [peer.name for peer in self.peers.living]
-        return {
-            worker: found.get(worker) or {**nothing, "lost": worker not in living}
-            for worker in self.workers
-        }
+    @property
+    def trace(self) -> Trace | None:
+        """The trace of all nodes so far, on main; None if there is none."""
+        if self._collector is not None and not self._closed:
+            self._trace = self._collector.trace()
+        return self._trace
 
-    def times(self) -> dict[str, Sequence[Any]]:
-        """Return durations of jobs since this was asked last; see `Recent.take`."""
-        found = self.peers.ask_all({"what": "times"}, or_raise=True)
-        return {self.name: self._apart(self._jobs.recent.take), **found}
+    def sample_clocks(self) -> None:
+        """Compare the clocks of all nodes, for a trace, when they are connected."""
+        if self._collector is not None:
+            self._collector.sample()
 
-    def graph(self, context: ContextId) -> dict[str, Drawing]:
-        """Return the current graph of a context, by worker."""
-        of = (context.number, context.counter, context.incarnation)
-        answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
-        drawn: dict[str, Any] = {
-            self.name: self._apart(self._host.engine.graph, context)
-        }
-        for worker, data in answers.items():
-            drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
-        return {w: drawn[w] for w in self.workers if drawn.get(w) is not None}
-
-    def settle(self) -> None:
-        """Wait until everything is sent, received and computed on all workers.
-
-        Raises:
-            JdagError: something still goes on after `SETTLE_S`.
-        """
-        before: object = None
-        due_ns = clock_ns() + round(SETTLE_S * 1e9)
-        now: list[tuple[str, dict[str, Any]]] = []
-        while clock_ns() < due_ns:
-            self._check_open()
-            asked = self.peers.ask_all({"what": "quiet"})
-            now = sorted({**asked, "": self._apart(self._quiet)}.items())
-            under_way = sum(one["sent"] - one["got"] for _, one in now)
-            idle = all(one["idle"] for _, one in now)
-            if idle and now == before and (self.peers.gone or not under_way):
-                return
-            self.peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
-            before = now
-        busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
-        raise JdagError(
-            f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or "
-            f"is under way, on {', '.join(busy) or 'its connections'}"
-        )
+    def _record_no_more(self) -> None:
+        self._host.recorder = None
 
     # ------------------------------------------------------------------ for programs
 
@@ -294,13 +282,16 @@ class Node:
             return  # The peer has been sent the loss of this worker.
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
+        causes: tuple[int, ...] = ()
+        if self._recording is not None:
+            causes = self._recording.causes(cause, values[0])
         try:
             if message.__class__ in NAMING:
                 encoder = self._functions.encoder
                 message, needed = encoder.outgoing(message, peer.allowed)
                 for definition in needed:
                     peer.define(definition.digest, definition.data)
-            peer.send(message, values[1])
+            peer.send(message, values[1], causes)
         except Exception as error:  # A waiting program must see any error.
             ended = ended_by(error, message, self.worker)
             if isinstance(message, Return):
@@ -312,7 +303,7 @@ class Node:
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Compute a job, here or on a thread beside the loop."""
-        self._jobs.add(job)
+        self._jobs.add(job, cause)
 
     def skip(self, host: Host, skip: Skip) -> None:
         """Have the list of a schedule wait no more for jobs that will not come."""
@@ -320,7 +311,7 @@ class Node:
 
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""
-        port = Port(host)
+        port = Port(host, cause)
         name = f"program on {self.worker}"
         run = partial(self._program, port, spawn)
         thread = threading.Thread(target=run, name=name, daemon=True)
@@ -330,7 +321,8 @@ class Node:
     def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
         """Have the engine handle the event of an alarm when it is due."""
         when_ns = clock_ns() + alarm.after_ns
-        return self._loop.at(when_ns, partial(host.handle, alarm.event)).cancel
+        go_off = partial(host.handle, alarm.event, (cause,))
+        return self._loop.at(when_ns, go_off).cancel
 
     def wake(self, host: Host, waiter: int) -> None:
         """Wake the threads that wait."""
@@ -389,7 +381,8 @@ class Node:
                         check(message, worker, self.worker, names, known)
                         if message.__class__ in BOUND:
                             message = self._functions.bind(message, worker)
-                        self._host.arrived(worker, message, event.values)
+                        number = (event.number,)
+                        self._host.arrived(worker, message, event.values, number)
                     case Definition(digest, data):
                         self._functions.define(digest, data)
                     case Control(what):
@@ -409,40 +402,6 @@ class Node:
                 what = getattr(event, "message", event)
                 said = f"a {type(what).__name__} that makes no sense: {error!r}"
                 self.peers.lose(peer, f"it broke the protocol: {said}")
-
-    def _answer(self, asked: Mapping[str, Any]) -> Any:
-        answers: dict[str, Callable[[], Any]]
-        answers = {"info": self._own_info, "quiet": self._quiet}
-        answers["times"] = self._jobs.recent.take
-        match asked:
-            case {"what": str(what)} if what in answers:
-                return answers[what]()
-            case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
-                drawing = self._host.engine.graph(
-                    ContextId(number, counter, incarnation)
-                )
-                return encoded(drawing).hex()
-            case _:
-                raise ProtocolError(f"{asked!r} is no question for a node")
-
-    def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with the loop lock held."""
-        with self._loop:
-            return look(*args)
-
-    def _quiet(self) -> dict[str, Any]:
-        living = self.peers.living
-        return {
-            "idle": self._jobs.idle and all(peer.idle for peer in living),
-            "sent": sum(peer.sent.messages for peer in living),
-            "got": sum(peer.reader.messages for peer in living),
-        }
-
-    def _own_info(self) -> dict[str, Any]:
-        sent = total(peer.sent for peer in self.peers.connections.values())
-        jobs = self._jobs
-        waits_for = jobs.waits_for
-        return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)
 
     # ------------------------------------------------------------------ the session's
 
@@ -469,7 +428,7 @@ class Node:
         """Finish pending work, say goodbye, and end `run`; from any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
-            if self._apart(self._quiet)["idle"] and not self._running:
+            if self._questions.quiet()["idle"] and not self._running:
                 break
             self.peers.stopping.wait(DRAIN_LOOK_S)
         self.close("it was told to stop")
@@ -479,7 +438,8 @@ class Node:
         if self._closed:
             return
         if self.name == self._session.main and self._broken is None:
-            self._counted = self._info(LAST_INFO_S)
+            self._counted = self._questions.info(LAST_INFO_S)
+            self._trace = self.trace
         self.peers.end()
         with self._loop:
             if self._closed:

@@ -17,7 +17,7 @@ and, if possible, to the lost peer. Messages of former incarnations are ignored.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -320,9 +320,12 @@ class PeerTable:
         what: dict[str, Any],
         within_s: float | None = None,
         *,
+        of: Sequence[Connection] | None = None,
         or_raise: bool = False,
     ) -> dict[str, Any]:
         """Ask the nodes of all peers; return the answers of live peers, by name.
+
+        With `of` only these are asked.
 
         Raises:
             WorkerLost: with `or_raise`, if a peer is lost before it answers.
@@ -331,7 +334,7 @@ class PeerTable:
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         asked: dict[int, Connection] = {}
         with loop:
-            for peer in self.living:
+            for peer in self.living if of is None else of:
                 self._asks += 1
                 asked[self._asks] = peer
                 self._answers[self._asks] = None

@@ -106,7 +106,6 @@ class FrameReader:
         pool: SharedMemoryPool,
         borrowed: BorrowedMemory,
     ) -> None:
-        self.messages = 0
         self.nbytes = 0  # Of the payloads of numbered frames that came, ever.
         self.pinged = False  # Whether the peer wants a sign of life.
         self.paused = False  # After a control frame, until `read` is called again.
@@ -121,6 +120,11 @@ class FrameReader:
         # The rest of a frame that is read in place; and its header and payload.
         self._direct: memoryview | None = None
         self._direct_frame: tuple[Header, memoryview] | None = None
+
+    @property
+    def messages(self) -> int:
+        """How many messages have come."""
+        return self._assembler.messages
 
     def interrupt(self) -> None:
         """Drop incomplete frames."""
@@ -218,7 +222,6 @@ class FrameReader:
             numbers.received = sequence
             self.nbytes += length
         if kind is FrameKind.MESSAGE:
-            self.messages += 1
             events += self._assembler.message(bytes(payload))
         elif kind is FrameKind.CHUNK:
             events += self._assembler.received(len(payload))

@@ -52,7 +52,8 @@ class AttachWorker(Request, frozen=True):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `watched`, `nesting_max`: see `jdag.rpc.session_info.SessionInfo`.
+    it does. `watched`, `nesting_max`, `events_max`: see
+    `jdag.rpc.session_info.SessionInfo`.
     """
 
     ASKER = "main"
@@ -70,6 +71,7 @@ class AttachWorker(Request, frozen=True):
     watched: bool = False
     nesting_max: Annotated[int, Meta(ge=1)] = NESTING_MAX
     schedule: Listed | None = None
+    events_max: Annotated[int, Meta(ge=0)] = 0
 
 
 class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):

@@ -64,7 +64,7 @@ class SessionPlan:
     the others. `control` is main's own address, which is bound while the session lasts
     so that no other process can use the name; None if that is impossible. With
     `rejoin`, a new process at the address of a lost worker joins. Workers that have not
-    started are waited for, for `ready_s` in all. `watched`: see
+    started are waited for, for `ready_s` in all. `watched`, `events_max`: see
     `jdag.rpc.session_info.SessionInfo`.
     """
 
@@ -79,6 +79,7 @@ class SessionPlan:
     ready_s: float = 0.0
     nesting_max: int = NESTING_MAX
     schedule: Schedule | None = None
+    events_max: int = 0
     rejoin: bool = False
     watched: bool = False
     control: Address | None = None
@@ -124,6 +125,7 @@ class Session:
             watched=plan.watched,
             nesting_max=plan.nesting_max,
             schedule=plan.schedule,
+            events_max=plan.events_max,
         )
         self.node = plan.make_node(info)
         atexit.register(self._goodbye)
@@ -213,6 +215,7 @@ class Session:
             watched=plan.watched,
             nesting_max=plan.nesting_max,
             schedule=_listed(plan.schedule),
+            events_max=plan.events_max,
             handshake=dict(plan.handshake),
         )
         control = plan.controls[peer]

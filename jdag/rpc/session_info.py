@@ -30,7 +30,8 @@ class SessionInfo:
     that is not reached any more is then lost by that report, which says why.
 
     `nesting_max`: how deep programs may call each other. `schedule`: the order of the
-    work of pipelines, if there is one.
+    work of pipelines, if there is one. `events_max`: how many events of its trace the
+    node keeps; 0: it has none.
     """
 
     worker: str
@@ -43,6 +44,7 @@ class SessionInfo:
     watched: bool = False
     nesting_max: int = NESTING_MAX
     schedule: Schedule | None = None
+    events_max: int = 0
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -97,6 +97,7 @@ class CallerLease:
                 watched=asked.watched,
                 nesting_max=asked.nesting_max,
                 schedule=schedule,
+                events_max=asked.events_max,
             )
         )
         self.node.joined(main, where.incarnation)

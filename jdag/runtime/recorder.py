@@ -9,7 +9,7 @@ Invariants: what made a value is known from the record that says so until the va
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from jdag.compute.machine import job_name, kept, used_up
@@ -38,6 +38,9 @@ from jdag.engine.protocol import (
 )
 from jdag.runtime.trace import Trace
 
+# The record of a job's start, its detail, the job, and when it has ended if it has.
+_Running = tuple[int, tuple[Any, ...], Job, int | None]
+
 NO_CAUSE = -1
 RECORDED = frozenset((Drop, Resume, Spawn))  # Drivers record the other effects.
 
@@ -51,7 +54,7 @@ class Recorder:
         # By worker: the record that made each value; the jobs that run, with the record
         # and the detail of their start.
         self._made: dict[str, dict[Key, int]] = defaultdict(dict)
-        self._running: dict[tuple[str, int], tuple[int, tuple[Any, ...], Job]] = {}
+        self._running: dict[tuple[str, int], _Running] = {}
         self._asked: dict[int, str] = {}  # By waiter, the event that named it.
 
     def watch(self, look: Callable[[int], None]) -> None:
@@ -94,10 +97,13 @@ class Recorder:
         return record
 
     def _computed(self, worker: str, event: Computed) -> int:
-        start, detail, job = self._running.pop((worker, event.job))
+        start, detail, job, ended_ns = self._running.pop((worker, event.job))
         failure = event.failure
         detail = (*detail, "" if failure is None else failure.error)
-        record = self.note("finish", worker, detail, (start,))
+        if ended_ns is None or self.trace is None:
+            record = self.note("finish", worker, detail, (start,))
+        else:
+            record = self.trace.add(ended_ns, "finish", worker, detail, (start,))
         if failure is None:
             self._made[worker].update(dict.fromkeys(made_by(job), record))
         return record
@@ -132,28 +138,52 @@ class Recorder:
         made = self._made[worker]
         return tuple(dict.fromkeys((cause, *[made.get(key, cause) for key in keys])))
 
-    def started(
-        self, worker: str, job: Job, cost_ns: int, *, asked: int, behind: int
-    ) -> None:
-        """Record that a job runs from now on; what it reads for the last time is gone.
+    def needs(self, worker: str, job: Job, asked: int) -> dict[int, None]:
+        """Return the causes of a job; what it reads for the last time is gone.
 
-        `cost_ns` is how long it takes, `asked` the record of what made the engine ask
-        for it, `behind` that of the job that it waited for; -1 if for none.
+        `asked` is the record of what made the engine ask for it.
         """
         made, gone = self._made[worker], used_up(job)
         causes = {asked: None}
         for key in (*kept(job), *gone):
             causes[made.get(key, asked)] = None
-        if behind >= 0:
-            causes[behind] = None
         for key in gone:
             made.pop(key, None)
-        kind = job.__class__.__name__.lower()
-        context = "" if job.context is None else str(job.context)
-        action = acted(job)
-        detail = (kind, context, job.phase, job.path, job_name(job), action, cost_ns)
+        return causes
+
+    def started(
+        self, worker: str, job: Job, cost_ns: int, *, asked: int, behind: int
+    ) -> None:
+        """Record that a job runs from now on, and reads its inputs.
+
+        `cost_ns` is how long it takes, `asked` as for `needs`, `behind` the record of
+        the job that it waited for; -1 if for none.
+        """
+        causes = self.needs(worker, job, asked)
+        if behind >= 0:
+            causes[behind] = None
+        detail = _said_of(job, cost_ns)
         record = self.note("start", worker, detail, tuple(causes))
-        self._running[worker, job.id] = (record, detail, job)
+        self._running[worker, job.id] = (record, detail, job, None)
+
+    def ran(
+        self, worker: str, job: Job, causes: Iterable[int], began_ns: int, ended_ns: int
+    ) -> int:
+        """Record that a job has run, at these times, before its Computed is handled.
+
+        The record of its end will be the next one; returns its index.
+        """
+        assert self.trace is not None, job
+        detail = _said_of(job, ended_ns - began_ns)
+        record = self.trace.add(began_ns, "start", worker, detail, tuple(causes))
+        self._running[worker, job.id] = (record, detail, job, ended_ns)
+        return record + 1
+
+
+def _said_of(job: Job, cost_ns: int) -> tuple[Any, ...]:
+    kind = job.__class__.__name__.lower()
+    context = "" if job.context is None else str(job.context)
+    return (kind, context, job.phase, job.path, job_name(job), acted(job), cost_ns)
 
 
 def acted(job: Job) -> str:

@@ -92,7 +92,7 @@ class Record:
 # note(kind, worker, detail, causes) -> the record's index.
 Note = Callable[[str, str, tuple[Any, ...], tuple[int, ...]], int]
 
-_FIELDS = tuple(field.name for field in fields(Record))
+FIELDS = tuple(field.name for field in fields(Record))
 
 
 class Trace:
@@ -174,7 +174,7 @@ class Trace:
                 head = {"settings": self.settings}
                 file.write(json.dumps(head, separators=(",", ":")) + "\n")
             for record in self:
-                held = {name: getattr(record, name) for name in _FIELDS}
+                held = {name: getattr(record, name) for name in FIELDS}
                 file.write(json.dumps(held, separators=(",", ":")) + "\n")
 
 
@@ -196,7 +196,7 @@ def read_trace(path: str | Path) -> Trace:
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise JdagError(
                     f"{path}, line {number}: {error!s} is wrong;"
-                    f" a trace has one JSON object a line, with {', '.join(_FIELDS)}"
+                    f" a trace has one JSON object a line, with {', '.join(FIELDS)}"
                 ) from error
     return trace
 
@@ -205,14 +205,24 @@ def _row(line: str, index: int) -> _Row:
     held = json.loads(line)
     if held["index"] != index:
         raise ValueError(f"index {held['index']} in place of {index}")
-    if held["kind"] not in DETAIL:
-        raise ValueError(f"kind {held['kind']!r}")
-    detail, causes = _tupled(held["detail"]), _tupled(held["causes"])
-    if len(detail) != len(DETAIL[held["kind"]]):
+    row = row_of(*[held[name] for name in FIELDS[1:]])
+    if not all(type(cause) is int and 0 <= cause < index for cause in row[4]):
+        raise ValueError(f"causes {row[4]}")
+    return row
+
+
+def row_of(time_ns: Any, kind: Any, worker: Any, detail: Any, causes: Any) -> _Row:
+    """Return a row of JSON with tuples in place of lists.
+
+    Raises:
+        ValueError: the kind is unknown, or has another detail.
+    """
+    if kind not in DETAIL:
+        raise ValueError(f"kind {kind!r}")
+    detail = _tupled(detail)
+    if len(detail) != len(DETAIL[kind]):
         raise ValueError(f"a detail of {len(detail)} parts")
-    if not all(type(cause) is int and 0 <= cause < index for cause in causes):
-        raise ValueError(f"causes {causes}")
-    return held["time_ns"], held["kind"], held["worker"], detail, causes
+    return time_ns, kind, worker, detail, _tupled(causes)
 
 
 def _tupled(value: Any) -> Any:

@@ -44,6 +44,7 @@ from jdag.errors import (
     unusable,
 )
 from jdag.runtime.tables import is_ns
+from jdag.sim.simulation import Simulation
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
@@ -59,8 +60,7 @@ class Run:
         seeds: the seeds to play with; the first is the one that is reported.
         abstract: whether values are shapes alone.
         troubled: whether the scenario has faults or jitter.
-        virtual: whether time is virtual; on processes there is no trace, and seeds
-            change nothing.
+        virtual: whether time is virtual; on processes seeds change nothing.
         driver: makes the clusters.
         compile: whether steps are to be those of plans, by `jdag.compile`.
         show: called with the progress of the run.
@@ -181,14 +181,14 @@ VIRTUAL = (
 
 @dataclass(slots=True)
 class Traces:
-    """Digests and orders of arrival of the runs of several seeds that have traces."""
+    """Digests and orders of arrival of the runs of several seeds in virtual time."""
 
     digests: list[str] = field(default_factory=list)
     orders: dict[str, None] = field(default_factory=dict)
 
     def add(self, cluster: Cluster) -> None:
         """Add the trace of a run."""
-        if cluster.trace is not None:
+        if isinstance(cluster.driver, Simulation) and cluster.trace is not None:
             self.orders[arrivals(cluster)] = None
             self.digests.append(cluster.trace.digest)
 

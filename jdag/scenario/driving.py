@@ -108,6 +108,7 @@ class Real:
                     allow=[settings.program.partition(":")[0]],
                     nesting_max=settings.nesting_max,
                     schedule=schedule_of(settings),
+                    trace=True,
                 )
             except JdagError as error:
                 raise ScenarioError(f"--driver rpc: {error}") from error

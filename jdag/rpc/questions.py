@@ -1,0 +1,153 @@
+"""What the nodes of a session ask each other beside their engines.
+
+Inputs:  of users, on a node whose program runs: `info`, `graph`, `settle`; of other
+         nodes, `answer`.
+Outputs: what this node and all others have answered.
+Invariants: what is asked changes nothing; a node answers with the loop lock held, so
+    between two events of its engine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jdag.engine.drawing import Drawing
+from jdag.engine.protocol import ContextId, named
+from jdag.errors import JdagError, ProtocolError
+from jdag.rpc.jobs import Jobs
+from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.node_trace import Recording
+from jdag.rpc.peers import PeerTable
+from jdag.runtime.host import Host
+from jdag.runtime.stats import info, total
+from jdag.wire.encoding import encoded
+from jdag.wire.messages import Codec
+
+SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
+
+
+class Questions:
+    """The questions and answers of one node.
+
+    Args:
+        workers: the names of all.
+        check_open: raises JdagError once the node is closed.
+        recording: what it records, if it does.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        host: Host,
+        peers: PeerTable,
+        jobs: Jobs,
+        *,
+        loop: Loop,
+        codec: Codec,
+        check_open: Callable[[], None],
+        recording: Recording | None,
+    ) -> None:
+        self._name = named(host.worker)
+        self._workers = workers
+        self._host = host
+        self._peers = peers
+        self._jobs = jobs
+        self._loop = loop
+        self._codec = codec
+        self._check_open = check_open
+        self._recording = recording
+
+    def info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
+        """Return what each worker holds, and what it has sent and computed so far.
+
+        Without `within_s` peers are waited for until they are lost.
+        """
+        found = self._peers.ask_all({"what": "info"}, within_s)
+        found[self._name] = own = self._apart(self._own_info)
+        nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
+        living = [peer.name for peer in self._peers.living]
+        return {
+            worker: found.get(worker) or {**nothing, "lost": worker not in living}
+            for worker in self._workers
+        }
+
+    def times(self) -> dict[str, Sequence[Any]]:
+        """Return durations of jobs since this was asked last; see `Recent.take`."""
+        found = self._peers.ask_all({"what": "times"}, or_raise=True)
+        return {self._name: self._apart(self._jobs.recent.take), **found}
+
+    def graph(self, context: ContextId) -> dict[str, Drawing]:
+        """Return the current graph of a context, by worker."""
+        of = (context.number, context.counter, context.incarnation)
+        answers = self._peers.ask_all({"what": "graph", "of": of}, or_raise=True)
+        drawn: dict[str, Any] = {
+            self._name: self._apart(self._host.engine.graph, context)
+        }
+        for worker, data in answers.items():
+            drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
+        return {w: drawn[w] for w in self._workers if drawn.get(w) is not None}
+
+    def settle(self) -> None:
+        """Wait until everything is sent, received and computed on all workers.
+
+        Raises:
+            JdagError: something still goes on after `SETTLE_S`.
+        """
+        before: object = None
+        due_ns = clock_ns() + round(SETTLE_S * 1e9)
+        now: list[tuple[str, dict[str, Any]]] = []
+        while clock_ns() < due_ns:
+            self._check_open()
+            asked = self._peers.ask_all({"what": "quiet"})
+            now = sorted({**asked, "": self.quiet()}.items())
+            under_way = sum(one["sent"] - one["got"] for _, one in now)
+            idle = all(one["idle"] for _, one in now)
+            if idle and now == before and (self._peers.gone or not under_way):
+                return
+            self._peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
+            before = now
+        busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
+        raise JdagError(
+            f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or "
+            f"is under way, on {', '.join(busy) or 'its connections'}"
+        )
+
+    def quiet(self) -> dict[str, Any]:
+        """Return whether this node is idle, and its counts of messages."""
+        with self._loop:
+            return self._quiet()
+
+    def answer(self, asked: Mapping[str, Any]) -> Any:
+        """Answer another node; raises ProtocolError if that is no question."""
+        answers: dict[str, Callable[[], Any]]
+        answers = {"info": self._own_info, "quiet": self._quiet, "clock": clock_ns}
+        answers["times"] = self._jobs.recent.take
+        match asked:
+            case {"what": str(what)} if what in answers:
+                return answers[what]()
+            case {"what": "trace", "from": int(start)} if self._recording is not None:
+                return self._recording.rows(start)
+            case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
+                drawing = self._host.engine.graph(
+                    ContextId(number, counter, incarnation)
+                )
+                return encoded(drawing).hex()
+            case _:
+                raise ProtocolError(f"{asked!r} is no question for a node")
+
+    def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the loop lock held."""
+        with self._loop:
+            return look(*args)
+
+    def _quiet(self) -> dict[str, Any]:
+        living = self._peers.living
+        return {
+            "idle": self._jobs.idle and all(peer.idle for peer in living),
+            "sent": sum(peer.sent.messages for peer in living),
+            "got": sum(peer.reader.messages for peer in living),
+        }
+
+    def _own_info(self) -> dict[str, Any]:
+        sent = total(peer.sent for peer in self._peers.connections.values())
+        jobs, waits_for = self._jobs, self._jobs.waits_for
+        return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)
