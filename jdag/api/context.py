@@ -16,7 +16,7 @@ from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.python_calls import is_waited_for, run_python
 from jdag.api.refs import Hold, Ref
 from jdag.api.roots import check_hook, seeded, unreached
-from jdag.api.tags import Tagged, tagged
+from jdag.api.tags import Tagged, move_shared, tagged
 from jdag.api.tasks import Task
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
@@ -167,6 +167,7 @@ class Context(Exchanges):
         elif is_program(fn):
             task = frame.start(there, fn, parts)
         else:
+            move_shared(frame, self.move, there, fn, parts)
             return frame.issue(there, device, fn, parts)
         if task.end is None:  # In the oracle it has ended.
             frame.join([task])

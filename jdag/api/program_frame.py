@@ -106,7 +106,11 @@ class ProgramFrame:
         self.serves = False  # It calls objects alone: no values, so a loss is no error.
         self.tasks: dict[Path, Task] = {}  # Running, or not collected.
         self._taken = 0  # News of these.
-        self.acted: dict[Action, str] = {}  # What a schedule lists, with the function.
+        # What a schedule lists, with the function; by path, its micro-batch; what was
+        # moved to a worker since several of these read it.
+        self.acted: dict[Action, str] = {}
+        self.batches: dict[Path, int] = {}
+        self.apart: dict[tuple[Key, Worker], None] = {}
 
     def __repr__(self) -> str:
         if self.prefix:

@@ -3,16 +3,20 @@
 Inputs:  numbers of stage and micro-batch; the schedule of the cluster, if there is one.
 Outputs: the tag of each call that is made under them; whether a plan can follow.
 Invariants: under a schedule, a program calls each stage of each micro-batch once, on
-    the worker that has the stage.
+    the worker that has the stage. What several micro-batches read, such as weights of
+    another worker's, comes by a transfer of its own: one transfer brings back all its
+    cotangents at once, so a micro-batch's backward would wait there for the others'.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
 from jdag.compute.cutting import Cut
+from jdag.compute.pytrees import Split
+from jdag.compute.refs import is_ref
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.names import U32_MAX
 from jdag.engine.protocol import Tag, named
@@ -46,6 +50,29 @@ def tagged(frame: Any, stage: int, micro_batch: int) -> Iterator[None]:
         frame.tag = before
 
 
+def move_shared(
+    frame: Any, move: Callable[..., Any], worker: str, fn: Any, parts: Split
+) -> None:
+    """Move first what a listed call shares with those of other micro-batches.
+
+    That is what is tracked, on another worker, and no result of this micro-batch.
+    """
+    tag: Tag | None = frame.tag
+    if fn is transferred or tag is None or not tag.listed or frame.state.recording:
+        return  # Plans send each value by itself.
+    found = {
+        (ref.key, worker): ref
+        for _, ref in parts.refs
+        if is_ref(ref)
+        and (ref.tracked and ref.owner != worker)
+        and frame.batches.get(ref.key.name) != tag.micro_batch
+        and (ref.key, worker) not in frame.apart
+    }
+    if found:
+        frame.apart.update(dict.fromkeys(found))
+        move(named(worker), list(found.values()))
+
+
 def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
     """Return the tag of a call; that of a move is none.
 
@@ -72,6 +99,7 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
             "function; make one of both, or call the other one outside of ctx.tag"
         )
     frame.acted[forward] = name_of(fn)
+    frame.batches[(*frame.prefix, frame.calls + 1)] = tag.micro_batch
     return tag
 
 
