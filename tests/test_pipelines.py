@@ -103,7 +103,7 @@ def test_the_published_pipelines_take_their_time_to_the_nanosecond(row):
         )
 
 
-@pytest.mark.parametrize("p", [1, 3])
+@pytest.mark.parametrize("p", [2, 3])
 def test_no_schedule_changes_a_bit(p):
     for number, schedule in enumerate(every_schedule(p, 3)):
         found = []
@@ -158,9 +158,7 @@ def test_activations_at_the_peak_are_those_of_the_schedule():
             step(cluster, schedule, fetched=False, stage=wave)
             info = cluster.info()
         one = 2 * ROWS * WIDTH * 4
-        found = [
-            info[name]["activation_bytes_peak"] / one for name in schedule.workers
-        ]
+        found = [info[name]["activation_bytes_peak"] / one for name in schedule.workers]
         wanted = list(schedule.peak_activations().values())
         # The last stage has the loss. The first one needs no cotangent of its input: it
         # keeps half, and of one micro-batch the cotangent until W.
