@@ -1,25 +1,24 @@
 """Exploration: every order of a program's events, held to a property."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import jdag
-from jdag.cli.commands import app
 from jdag.engine import share
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError
-from jdag.lab import campaign as campaigns
-from jdag.lab.campaign import campaign
 from jdag.lab.exploration import order_of, sound
+from jdag.lab.failures import said_of
 from jdag.lab.strategies import (
     PCT,
     Exhaustive,
@@ -59,6 +58,11 @@ def two_calls(ctx, params):
     return ctx.call("a", total, inner)
 
 
+def three_calls(cluster):
+    with cluster.context() as ctx:
+        ctx.call("b", total, PARAMS["w"]).fetch()
+
+
 TERMS = Case(three_terms, PARAMS, {"w": "b"})
 ONE = Case(one_call, PARAMS, {"w": "b"})
 TWO = Case(two_calls, PARAMS, {"w": "b"})
@@ -92,6 +96,76 @@ def test_sums_in_the_order_of_arrival_are_found_shrunk_and_replayed(tmp_path):
         run, steps = jdag.replay(tmp_path / "bug.json", TERMS)
         assert run.trace.digest == small.digest and steps == small.steps
     assert jdag.explore(TERMS, [*"abcd"], runs=60).failure is None
+
+
+def test_a_failure_says_what_comes_before_which_other_step_in_one_line():
+    def calm(run):
+        running = {}
+        for record in run.trace:
+            if record.kind == "start":
+                running[record.worker] = record
+            elif record.kind == "finish":
+                del running[record.worker]
+            elif record.kind == "deliver" and record.worker in running:
+                return False
+        return True
+
+    found: Any = jdag.explore(TWO, [*"ab"], calm, runs=50).failure
+    failure = found.shrink()
+    off = [number for number, choice in enumerate(failure.choices) if choice]
+    assert failure.held or f"at step {off[0]}: {failure.picked(off[0])}" in str(failure)
+    vjp, message = Step("begin", "a", "Vjp 1:3"), Step("deliver", "a", "b", 4)
+    said = said_of(message, vjp)
+    assert said == f"{message} before a's vjp of call 3"
+    assert said_of(vjp._replace(kind="finish"), Step("main", "a")) == (
+        "the end of a's vjp of call 3 before the main program goes on"
+    )
+
+
+CHILD = """
+import sys, jdag
+from tests.test_explore import TERMS
+run, steps = jdag.replay(sys.argv[1], TERMS)
+print(run.trace.digest, *run.result[0].tolist())
+"""
+
+
+def test_a_run_replays_bit_for_bit_in_another_process_with_another_hash_seed(tmp_path):
+    seen: list[Any] = []
+
+    def third(run):
+        seen.append(run)
+        return len(seen) < 3
+
+    path = tmp_path / "bug.json"
+    failure: Any = jdag.explore(TERMS, [*"abcd"], third, runs=3).failure
+    failure.save(path)
+    assert failure.run == 2 and any(failure.choices)
+    said = subprocess.run(
+        [sys.executable, "-c", CHILD, str(path)],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    bits = seen[2].result[0].tolist()
+    assert said.split() == [failure.digest, *map(str, bits)]
+
+
+def test_an_error_that_is_not_jdags_is_a_violation_unless_it_is_in_every_order():
+    def fails(cluster):
+        raise KeyError("in every order")
+
+    with pytest.raises(KeyError, match="in every order"):
+        jdag.explore(fails, [*"ab"], runs=2)
+    count: list[int] = []
+
+    def second(cluster):
+        count.append(1)
+        three_calls(cluster)
+        if len(count) == 3:
+            raise KeyError("now")
+
+    failure: Any = jdag.explore(second, [*"ab"], runs=5).failure
+    assert failure.run == 1 and failure.why.startswith("KeyError: 'now'")
 
 
 def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
@@ -337,139 +411,3 @@ def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
         jdag.replay(path, ONE)
     with pytest.raises(ScenarioError, match=r"bug\.jso: No such file"):
         jdag.replay(str(path)[:-1], ONE)
-
-
-# -------------------------------------------------------------------------- the command
-
-
-CHAIN = "scenarios/chain.toml"
-
-
-def command(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.output
-
-
-def test_the_command_explores_a_scenario():
-    code, said = command("explore", CHAIN, "--runs", 5, "--strategy", "pct:2")
-    assert code == 0 and "5 runs, 5 orders" in said and "all of them are right" in said
-    assert "a bug of depth 2 is found by one run in" in said
-
-
-def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
-    bug, file = tmp_path / "bug.json", fan_out(tmp_path)
-    with mock.patch.object(share, "sorted", list, create=True):
-        options = "--runs", 100, "--out", bug
-        code, said = command("explore", file, *options)
-        assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
-        code, said = command("replay", bug, file)
-        assert code == 1 and "wrong: the result has other bits" in said
-    code, said = command("replay", bug, file)
-    assert code == 0 and "it is right" in said
-    assert any(line.startswith("> ") for line in said.splitlines())
-
-
-WANTED = {"values": "abstract", "strategy": "pct:2", "faults": {"drop": 1}}
-
-
-def shape(report):
-    return str(report), [*report.seen], report.reached
-
-
-def test_a_report_is_the_same_for_any_number_of_processes_and_after_an_end(tmp_path):
-    whole = campaign(Path(CHAIN), WANTED, runs=60)
-    spread = campaign(Path(CHAIN), WANTED, runs=60, jobs=3)
-    assert shape(spread) == shape(whole) and whole.runs == 60
-
-    def end(runs):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        campaign(Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=end)
-    shown: list[int] = []
-    with mock.patch.object(campaigns, "attempt", wraps=campaigns.attempt) as attempt:
-        after = campaign(
-            Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=shown.append
-        )
-    assert shape(after) == shape(whole)
-    assert attempt.call_count == 2 and shown == [25, 50, 60]
-
-
-def test_an_exhaustive_search_goes_on_where_it_was_interrupted(tmp_path):
-    wanted = {"values": "abstract", "strategy": "exhaustive", "faults": {}}
-    whole = campaign(Path(CHAIN), wanted, runs=60)
-    file = tmp_path / "runs.jsonl"
-    campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)
-    about, first, *_ = file.read_text().splitlines()
-    file.write_text(f"{about}\n{first}\n")
-    assert shape(campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)) == shape(
-        whole
-    )
-    assert whole.orders == whole.runs
-
-
-def fan_out(folder):
-    """A scenario of six workers and five terms."""
-    text = Path("scenarios/fan_out_24.toml").read_text()
-    text = text.replace("workers = 25", "workers = 6").replace(
-        "calls = 24", "calls = 5"
-    )
-    path = folder / "fan_out.toml"
-    path.write_text(text)
-    return path
-
-
-def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_end(
-    tmp_path,
-):
-    def backwards(attempt, path, chunks, jobs):
-        for at, chunk in reversed([*enumerate(chunks)]):
-            yield at, attempt(path, chunk)
-
-    wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
-    with (
-        mock.patch.object(share, "sorted", list, create=True),
-        mock.patch.object(campaigns, "CHUNK", 2),
-    ):
-        first: Any = campaign(fan_out(tmp_path), wanted, runs=8)
-        with mock.patch.object(campaigns, "replies", backwards):
-            report: Any = campaign(fan_out(tmp_path), wanted, runs=8)
-    assert first.failure.run + 1 == first.runs < 8
-    assert shape(report) == shape(first)
-
-
-def test_a_folder_of_another_exploration_is_refused(tmp_path):
-    options = "--runs", 1, "--values", "abstract", "--resume", tmp_path
-    code, _ = command("explore", CHAIN, *options)
-    assert code == 0
-    code, said = command("explore", CHAIN, *options, "--strategy", "pct")
-    assert code == 2 and "this one has another strategy" in said
-    assert said.startswith("jdag: --resume = ") and said.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': allowed is an integer >= 1"),
-        (
-            ["explore", CHAIN, "--jobs", "2", "--strategy", "exhaustive"],
-            "--jobs = 2: allowed is 1 with exhaustive",
-        ),
-        (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
-        (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
-        (
-            ["explore", CHAIN, "--strategy", "dfs"],
-            "strategy = 'dfs': allowed is",
-        ),
-        (["explore", CHAIN, "--fault", "crash"], "--fault crash = '': allowed is an"),
-        (["explore", CHAIN, "--values", "x"], "values = 'x'"),
-        (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
-        (["explore", "nowhere.toml"], "nowhere.toml"),
-        (["replay", "nowhere.json", CHAIN], "nowhere.json: No such file"),
-        (["replay", CHAIN, CHAIN], "chain.toml is no file of Failure.save"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(words, said):
-    code, output = command(*words)
-    assert code == 2 and said in output and output.count("\n") == 1

@@ -1,17 +1,20 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from jdag.api.progress import Bar
 from jdag.cli.cli_errors import errors_in_one_line
+from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report, sound
-from jdag.lab.failures import read_failure, replay
+from jdag.lab.failures import read_failure, replayed, said_of
+from jdag.lab.subject import Played
 from jdag.scenario import configured, load
 
 BUG = "bug.json"
@@ -75,7 +78,7 @@ def explore(
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()
             try:
-                report.failure.save(out)
+                report.failure.save(out, str(file))
             except OSError as error:
                 raise ScenarioError(f"{out}: {reason(error)}") from error
         counts = f"{report.runs:,} runs, {report.orders:,} orders"
@@ -93,38 +96,71 @@ def _say(console: Console, report: Report, file: Path, out: Path) -> None:
         console.print("all of them are right")
         return
     console.print(f"wrong: {report.failure}", highlight=False, soft_wrap=True)
-    console.print(
-        f"repeat it: jdag replay {out} {file}", highlight=False, soft_wrap=True
-    )
+    console.print(f"repeat it: jdag replay {out}", highlight=False, soft_wrap=True)
 
 
 Bug = Annotated[Path, typer.Argument(help=f"What jdag explore wrote, such as {BUG}.")]
 
 
-def replay_file(bug: Bug, file: File) -> None:
+Recorded = Annotated[
+    Path | None, typer.Argument(help="The scenario.  [default: the file explored]")
+]
+TraceOut = Annotated[
+    Path | None, typer.Option("--trace", help="Write the trace of the run here.")
+]
+
+
+def replay_file(bug: Bug, file: Recorded = None, trace: TraceOut = None) -> None:
     """Repeat a run that `jdag explore` found wrong, step by step.
+
+    A line is a step, with a lane for each worker. Those that differ from the order of
+    first choices are marked, and say what they come before.
 
     Exit codes: 0 it is right now; 1 it is wrong as before; 2 bad input, or the run is
     another one than was saved.
     """
     with errors_in_one_line():
-        scenario = load(file)
         held = read_failure(bug)
+        if file is None and not held["scenario"]:
+            raise ScenarioError(f"{bug} is of no scenario: use jdag.replay, in Python")
+        scenario = load(file or Path(held["scenario"]))
         case = case_of(scenario)
         with configured(scenario.settings):
-            run, steps = replay(bug, case)
+            played = replayed(held, bug, case)
+        run = played.explored
+        assert run is not None
+        if trace is not None:
+            try:
+                run.trace.write(trace)
+            except OSError as error:
+                raise ScenarioError(f"{trace}: {reason(error)}") from error
         console = Console()
-        width = len(str(len(steps)))
-        choices = [*held["choices"], *[0] * (len(steps) - len(held["choices"]))]
-        for number, (step, choice) in enumerate(zip(steps, choices, strict=True)):
-            mark = ">" if choice else " "
-            console.print(f"{mark} {number:{width}} {step}", highlight=False)
+        for line in _timeline(held, played):
+            console.print(line, highlight=False, soft_wrap=True)
         try:
             sound(run)
         except AssertionError as error:
             console.print(f"wrong: {error}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
         console.print("it is right")
+
+
+def _timeline(held: Mapping[str, Any], played: Played) -> Iterator[str]:
+    """Yield a line for each step of a run, with a lane for each worker."""
+    workers, waited = held["workers"], held["held"]
+    width = len(str(len(played.steps)))
+    yield f"  {'':{width}} {' '.join(workers)}"
+    for number, step in enumerate(played.steps):
+        lanes = [
+            ("*" if name == named(step.worker) else ".").center(len(name))
+            for name in workers
+        ]
+        is_off = played.choices[number] and not waited
+        waits = str(step) in waited
+        said = said_of(step, played.firsts[number]) if is_off else str(step)
+        more = " (waited until nothing else could happen)" if waits else ""
+        mark = ">" if is_off or waits else " "
+        yield f"{mark} {number:{width}} {' '.join(lanes)} {said}{more}"
 
 
 def _fault(text: str) -> tuple[str, int]:

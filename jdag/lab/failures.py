@@ -8,7 +8,7 @@ property too, and has no more choices that are not the first.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -25,9 +25,9 @@ from jdag.sim.untimed import Step
 FORMAT = 1
 SHOWN_MAX = 4
 _KEYS = {
-    **{"jdag": str, "program": str, "workers": list, "values": str, "faults": dict},
+    **{"jdag": str, "program": str, "scenario": str, "workers": list, "values": str},
     **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
-    "digest": str,
+    **{"faults": dict, "digest": str},
 }
 
 Property = Callable[[Explored], object]
@@ -43,6 +43,7 @@ class Failure:
         choices: for each step the index that was picked; after these, 0.
         steps: what was picked.
         options: of how many steps each was picked.
+        firsts: the first one of these.
         digest: of its trace.
         held: steps that waited until nothing else could happen, where these are all
             that the order has beside first choices.
@@ -53,6 +54,7 @@ class Failure:
     choices: tuple[int, ...]
     steps: tuple[Step, ...]
     options: tuple[int, ...]
+    firsts: tuple[Step, ...]
     digest: str
     subject: Subject
     property: Property
@@ -65,10 +67,14 @@ class Failure:
             said = [f"{step} waits until nothing else can happen" for step in self.held]
             where += f", but {', '.join(said)}"
         elif off:
-            said = [f"step {number}: {self.steps[number]}" for number in off]
+            said = [f"at step {n}: {self.picked(n)}" for n in off[:SHOWN_MAX]]
             more = f" and {len(off) - SHOWN_MAX} more" if len(off) > SHOWN_MAX else ""
-            where += f" but {', '.join(said[:SHOWN_MAX])}{more}"
+            where += f" but {', '.join(said)}{more}"
         return f"run {self.run}: {self.why} ({where})"
+
+    def picked(self, number: int) -> str:
+        """What was picked at a step, and before which other one, in words."""
+        return said_of(self.steps[number], self.firsts[number])
 
     def shrink(self, runs: int = 1_000) -> "Failure":
         """A failure that is as simple as `runs` runs find.
@@ -112,8 +118,12 @@ class Failure:
             return best
         return found
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | Path, scenario: str = "") -> None:
         """Write what `jdag.replay` repeats this run from, as JSON.
+
+        Args:
+            path: the file.
+            scenario: the file of the scenario, if it is one.
 
         Raises:
             OSError: the file cannot be written.
@@ -123,6 +133,7 @@ class Failure:
             "format": FORMAT,
             "jdag": version("jdag"),
             "program": subject.name,
+            "scenario": scenario,
             "workers": [*subject.workers],
             "values": subject.values,
             "faults": subject.faults,
@@ -152,10 +163,17 @@ def replay(
         ScenarioError: the file is no such one, or the run is another than it was; names
             the first step that differs.
     """
-    held = read_failure(path)
+    played = replayed(read_failure(path), path, program)
+    assert played.explored is not None
+    return played.explored, tuple(played.steps)
+
+
+def replayed(
+    held: Mapping[str, Any], path: str | Path, program: Case | Callable[[Cluster], Any]
+) -> Played:
+    """As `replay`, of what was read from the file."""
     subject = Subject(program, held["workers"], held["values"], held["faults"])
     played = repeated(subject, held["choices"])
-    assert played.explored is not None
     steps = [str(step) for step in played.steps]
     for number, (now, then) in enumerate(zip(steps, held["steps"], strict=False)):
         if now != then:
@@ -164,7 +182,7 @@ def replay(
                 f"{now!r}, and was {then!r}; {held['program']} has changed since, or "
                 f"jdag, which was {held['jdag']}"
             )
-    return played.explored, tuple(played.steps)
+    return played
 
 
 def read_failure(path: str | Path) -> dict[str, Any]:
@@ -218,10 +236,27 @@ def failure_of(
         choices=tuple(played.choices[: last + 1]),
         steps=tuple(played.steps),
         options=tuple(played.options),
+        firsts=tuple(played.firsts),
         digest=explored.trace.digest,
         subject=subject,
         property=property,
     )
+
+
+def said_of(step: Step, first: Step) -> str:
+    """A step in words, and the first choice that it comes before."""
+    return f"{_worded(step)} before {_worded(first)}"
+
+
+def _worded(step: Step) -> str:
+    name, _, where = step.of.partition(" ")
+    path = where.partition(":")[2]
+    if step.kind == "main":
+        return "the main program goes on"
+    if step.kind not in ("begin", "finish") or not path:
+        return str(step)
+    said = f"{step.worker}'s {name.lower()} of call {path}"
+    return said if step.kind == "begin" else f"the end of {said}"
 
 
 def _first(steps: Sequence[Step]) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
 from jdag.api.refs import Ref, fetch
-from jdag.engine.functions import name_of
+from jdag.engine.functions import name_of, outermost
 from jdag.engine.phases import Triple
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, Redundant
@@ -33,7 +33,8 @@ class Explored:
     """One run, as a property sees it.
 
     Attributes:
-        error: what the program or a pass raised; None if it finished.
+        error: what the program or a pass raised; None if it finished. One that is not
+            jdag's is there only if the run of first choices has none like that.
         result: of a `Case`, the gradients of its parameters, in the order of
             `jax.tree.leaves`, None for one that no root depends on; of a function, the
             leaves of what it returned, fetched. None if it failed.
@@ -46,7 +47,7 @@ class Explored:
         left: how many values are held afterwards that are no leaves.
     """
 
-    error: JdagError | None
+    error: Exception | None
     result: tuple[Any, ...] | None
     expected: tuple[Any, ...] | None
     same_bits: bool
@@ -60,6 +61,7 @@ class Explored:
 class Played:
     """What was picked in a run, out of how many steps, and what came of it.
 
+    `firsts` has the first of the steps at each pick.
     `explored` is None if it was given up, as its order had been seen; `reached` has
     role, phase and event of what came to engines.
     """
@@ -67,6 +69,7 @@ class Played:
     choices: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     options: list[int] = field(default_factory=list)
+    firsts: list[Step] = field(default_factory=list)
     reached: dict[Triple, None] = field(default_factory=dict)
     explored: Explored | None = None
 
@@ -122,6 +125,7 @@ class Subject:
         program = self.program
         return name_of(program.program if isinstance(program, Case) else program)
 
+    @outermost  # So that the trace does not depend on who runs it.
     def play(self, pick: Callable[[tuple[Step, ...]], int]) -> Played:
         """Run once, with the steps that are picked."""
         played = Played()
@@ -131,6 +135,7 @@ class Subject:
             played.choices.append(index)
             played.steps.append(steps[index])
             played.options.append(len(steps))
+            played.firsts.append(steps[0])
             return index
 
         chooser = StepChooser(noted, self.faults.items())
@@ -145,13 +150,18 @@ class Subject:
         return played
 
     def _explored(self, cluster: Cluster) -> Explored:
-        error: JdagError | None = None
+        error: Exception | None = None
         result: tuple[Any, ...] | None = None
         try:
-            result = self._run(cluster)
-        except JdagError as raised:
-            error = raised
-        cluster.driver.settle()
+            try:
+                result = self._run(cluster)
+            except JdagError as raised:
+                error = raised
+            cluster.driver.settle()
+        except Exception as raised:
+            if self._first is None or not self._first.steps:
+                raise  # In every order.
+            error, result = raised, None
         expected, same = None, True
         if result is not None and self.values == "real":
             said = bits(result)

@@ -1,0 +1,150 @@
+"""The command `jdag explore`: over processes, interrupted; failures repeated."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from typer.testing import CliRunner
+
+from jdag.cli.commands import app
+from jdag.engine import share
+from jdag.lab import campaign as campaigns
+from jdag.lab.campaign import campaign
+from jdag.runtime.trace import read_trace
+
+CHAIN = "scenarios/chain.toml"
+
+
+def command(*words):
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.exit_code, done.output
+
+
+def test_the_command_explores_a_scenario():
+    code, said = command("explore", CHAIN, "--runs", 5, "--strategy", "pct:2")
+    assert code == 0 and "5 runs, 5 orders" in said and "all of them are right" in said
+    assert "a bug of depth 2 is found by one run in" in said
+
+
+def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
+    bug, file = tmp_path / "bug.json", fan_out(tmp_path)
+    with mock.patch.object(share, "sorted", list, create=True):
+        options = "--runs", 100, "--out", bug
+        code, said = command("explore", file, *options)
+        assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
+        code, said = command("replay", bug, "--trace", tmp_path / "trace.jsonl")
+        assert len(read_trace(tmp_path / "trace.jsonl")) > 20
+        assert code == 1 and "wrong: the result has other bits" in said
+    code, said = command("replay", bug, file)
+    assert code == 0 and "it is right" in said
+    assert any(line.startswith("> ") for line in said.splitlines())
+    assert "waited until nothing else could happen" in said
+    assert said.split("\n")[0].split() == ["w0", "w1", "w2", "w3", "w4", "w5"]
+
+
+WANTED = {"values": "abstract", "strategy": "pct:2", "faults": {"drop": 1}}
+
+
+def shape(report):
+    return str(report), [*report.seen], report.reached
+
+
+def test_a_report_is_the_same_for_any_number_of_processes_and_after_an_end(tmp_path):
+    whole = campaign(Path(CHAIN), WANTED, runs=60)
+    spread = campaign(Path(CHAIN), WANTED, runs=60, jobs=3)
+    assert shape(spread) == shape(whole) and whole.runs == 60
+
+    def end(runs):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        campaign(Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=end)
+    shown: list[int] = []
+    with mock.patch.object(campaigns, "attempt", wraps=campaigns.attempt) as attempt:
+        after = campaign(
+            Path(CHAIN), WANTED, runs=60, folder=tmp_path, show=shown.append
+        )
+    assert shape(after) == shape(whole)
+    assert attempt.call_count == 2 and shown == [25, 50, 60]
+
+
+def test_an_exhaustive_search_goes_on_where_it_was_interrupted(tmp_path):
+    wanted = {"values": "abstract", "strategy": "exhaustive", "faults": {}}
+    whole = campaign(Path(CHAIN), wanted, runs=60)
+    file = tmp_path / "runs.jsonl"
+    campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)
+    about, first, *_ = file.read_text().splitlines()
+    file.write_text(f"{about}\n{first}\n")
+    assert shape(campaign(Path(CHAIN), wanted, runs=60, folder=tmp_path)) == shape(
+        whole
+    )
+    assert whole.orders == whole.runs
+
+
+def fan_out(folder):
+    """A scenario of six workers and five terms."""
+    text = Path("scenarios/fan_out_24.toml").read_text()
+    text = text.replace("workers = 25", "workers = 6").replace(
+        "calls = 24", "calls = 5"
+    )
+    path = folder / "fan_out.toml"
+    path.write_text(text)
+    return path
+
+
+def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_end(
+    tmp_path,
+):
+    def backwards(attempt, path, chunks, jobs):
+        for at, chunk in reversed([*enumerate(chunks)]):
+            yield at, attempt(path, chunk)
+
+    wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
+    with (
+        mock.patch.object(share, "sorted", list, create=True),
+        mock.patch.object(campaigns, "CHUNK", 2),
+    ):
+        first: Any = campaign(fan_out(tmp_path), wanted, runs=8)
+        with mock.patch.object(campaigns, "replies", backwards):
+            report: Any = campaign(fan_out(tmp_path), wanted, runs=8)
+    assert first.failure.run + 1 == first.runs < 8
+    assert shape(report) == shape(first)
+
+
+def test_a_folder_of_another_exploration_is_refused(tmp_path):
+    options = "--runs", 1, "--values", "abstract", "--resume", tmp_path
+    code, _ = command("explore", CHAIN, *options)
+    assert code == 0
+    code, said = command("explore", CHAIN, *options, "--strategy", "pct")
+    assert code == 2 and "this one has another strategy" in said
+    assert said.startswith("jdag: --resume = ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': allowed is an integer >= 1"),
+        (
+            ["explore", CHAIN, "--jobs", "2", "--strategy", "exhaustive"],
+            "--jobs = 2: allowed is 1 with exhaustive",
+        ),
+        (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
+        (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
+        (
+            ["explore", CHAIN, "--strategy", "dfs"],
+            "strategy = 'dfs': allowed is",
+        ),
+        (["explore", CHAIN, "--fault", "crash"], "--fault crash = '': allowed is an"),
+        (["explore", CHAIN, "--values", "x"], "values = 'x'"),
+        (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
+        (["explore", "nowhere.toml"], "nowhere.toml"),
+        (["replay", "nowhere.json"], "nowhere.json: No such file"),
+        (["replay", "nowhere.json", CHAIN], "nowhere.json: No such file"),
+        (["replay", CHAIN, CHAIN], "chain.toml is no file of Failure.save"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words, said):
+    code, output = command(*words)
+    assert code == 2 and said in output and output.count("\n") == 1
