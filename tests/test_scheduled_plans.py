@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import jdag
 from jdag import schedules
 from jdag.compute.segments import _fused
-from jdag.errors import RemoteError, ScheduleError
+from jdag.errors import RemoteError, ScheduleError, WorkerLost
 from jdag.schedules.actions import Action
-from jdag.sim import DeviceModel, LinkModel, Network
+from jdag.sim import Crash, DeviceModel, LinkModel, Network
 from tests.pipeline_cases import (
     ROWS,
     WIDTH,
@@ -89,24 +91,32 @@ def loss(params: Any, xs: Any) -> Any:
     return sum([square(reduce(through, params, x), x) for x in xs])
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_each_step_follows_the_lists_anew_and_takes_the_time_of_the_schedule(name):
-    schedule, costs, comm = built(name, 3, 4), (37, 31, 17), 5 * (name in ONE_STAGE)
-    devices = DeviceModel(functions={"layer": costs, "last_stage": costs})
+cost = st.integers(1, 50)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(ALL), st.integers(1, 3), st.integers(1, 4), cost, cost, cost)
+@example("zb_h1", 3, 4, 37, 31, 17)
+@example("dualpipe_v", 2, 3, 37, 31, 17)
+def test_each_step_follows_the_lists_anew_and_takes_the_time_of_the_schedule(
+    name, p, m, f, i, w
+):
+    schedule, comm = built(name, p, m), 5 * (name in ONE_STAGE)
+    devices = DeviceModel(functions={"layer": (f, i, w), "last_stage": (f, i, w)})
     network = Network(LinkModel(comm), control_lane=LinkModel())
-    settings = {"values": "abstract", "devices": devices, "network": network}
-    with simulated(schedule, schedule.workers, **settings) as cluster:
+    options = {"values": "abstract", "devices": devices, "network": network}
+    with simulated(schedule, schedule.workers, **options) as cluster:
         params, given = put(cluster, schedule), batches(schedule.micro_batches)
-        step = jdag.compile(piped(schedule.stages), cluster)
-        for _ in range(3):
+        compiled = jdag.compile(piped(schedule.stages), cluster)
+        for _ in range(2):
             first = len(cluster.trace)
-            step.value_and_grad(params, given)
+            compiled.value_and_grad(params, given)
             cluster.driver.settle()
             records = list(cluster.trace)[first:]
             assert acted(records, schedule) == listed(schedule)
             times = [one.time_ns for one in records if one.named.get("action")]
             assert max(times) - min(times) == schedule.makespan_ns(
-                forward=37, input_grad=31, weight_grad=17, comm=comm
+                forward=f, input_grad=i, weight_grad=w, comm=comm
             )
 
 
@@ -298,6 +308,21 @@ def test_a_step_that_fails_holds_nothing_up(exact):
             assert bits(right.value_and_grad(params, given)) == wanted
         assert [one["waits_for"] for one in cluster.info().values()] == ["", ""]
         assert cluster.info()["w1"]["values_held"] == 1
+
+
+def test_a_worker_that_is_lost_in_a_step_holds_no_list_up():
+    devices = DeviceModel(functions={"layer": (9, 9, 9), "last_stage": (9, 9, 9)})
+    crash = Crash("w1", detect_ns=1_000, at_ns=60, restart_ns=2_000)
+    options = {"devices": devices, "faults": (crash,)}
+    with simulated(HALVES, HALVES.workers, **options) as cluster:
+        lost = jdag.compile(piped(3), cluster)
+        with pytest.raises(WorkerLost):
+            lost.value_and_grad(put(cluster, HALVES), batches(4))
+        cluster.driver.settle()
+        again = jdag.compile(piped(3), cluster, exact=True)
+        _, found = again.value_and_grad(put(cluster, HALVES), batches(4))
+    with simulated(HALVES, HALVES.workers) as cluster:
+        assert bits(found) == bits(step(cluster, HALVES))
 
 
 def backwards(ctx: Any, params: Any, xs: Any) -> Any:

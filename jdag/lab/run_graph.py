@@ -25,7 +25,6 @@ _FRAMES = ("send", "resend", "ack")
 # Messages of these kinds are ordered with no others on their link, or with all.
 _FREE = ("Reading", "Hop", "Stepped")
 _BARRIER = ("Assign", "Forget", "Step", "Settle")
-_ACTION = {"forward": "F", "vjp": "B", "vjpinputs": "I", "vjpweights": "W"}
 Link = tuple[str, str]
 
 
@@ -85,7 +84,8 @@ class RunGraph:
         self._lanes: dict[Link, dict[str, int]] = {}
         self._devices: dict[str, _Device] = {}
         self._asked: dict[tuple[str, str, Any], list[int]] = {}
-        self._pass_ends: list[int] = []  # Of jobs since the last pass ended.
+        # Of jobs, and arrivals of values in steps of plans, since the last pass ended.
+        self._pass_ends: list[int] = []
         self._answers: dict[tuple[str, str, int], int] = {}
         self._loose: dict[int, None] = {}  # Records of jobs that no device orders.
         self._running: dict[
@@ -125,7 +125,7 @@ class RunGraph:
 
     def _resume(self, record: Record) -> int:
         waits = self._waits(record.causes)
-        if record.named["event"] == "Differentiated":  # It waits for all of the pass.
+        if record.named["event"] in ("Differentiated", "Stepping"):  # All is done.
             waits += [(node, FREE) for node in self._pass_ends]
             self._pass_ends.clear()
             self._since.clear()
@@ -191,8 +191,8 @@ class RunGraph:
         node = self._node(*waits)
         if kind == "Answer":
             self._answers[of] = node
-        if kind == "Reading":
-            self._readings.append(node)
+        if kind in ("Reading", "Hop"):
+            (self._readings if kind == "Reading" else self._pass_ends).append(node)
         if kind in _BARRIER:
             lanes.clear()
             lanes["all"] = node
@@ -222,7 +222,7 @@ class RunGraph:
             waits.append((self._at[device.starts[0]], FREE))
         node = self._node(*waits)
         device.starts.append(record.index)
-        key = worker, said["function"], _ACTION[said["job"]]
+        key = worker, said["function"], _kind(said)
         cost_ns = said["cost_ns"]
         if self.costs.setdefault(key, cost_ns) != cost_ns:
             raise refusal(
@@ -256,7 +256,7 @@ class RunGraph:
             for index in device.starts:
                 self.checked.append((self._at[device.starts[-1]], self._records[index]))
                 job = self._records[index].named
-                key = worker, job["function"], _ACTION[job["job"]]
+                key = worker, job["function"], _kind(job)
                 node = self._node((node, Cost("job", key)))
             device.starts.clear()
             device.end = node
@@ -265,6 +265,12 @@ class RunGraph:
         self.ends.append(node)
         self._pass_ends.append(node)
         return node
+
+
+def _kind(said: Mapping[str, Any]) -> str:
+    """The kind of an action such as 0F3, which may be a segment of a plan."""
+    kind: str = said["action"].strip("0123456789")
+    return kind
 
 
 def _pass(said: Mapping[str, Any]) -> tuple[str, int]:
