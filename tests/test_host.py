@@ -135,10 +135,10 @@ def test_a_recorder_is_told_of_each_event_and_then_of_each_effect_before_it():
     driver.spawn = spawn  # type: ignore[method-assign]
     key = ReceivedKey(CONTEXT, ((0,), "b"), 0)
     message = Primal(CONTEXT, (0,), "b", (None,))
-    driver.host.arrived("b", message, [X], (3,))
+    driver.host.arrived("b", message, [X], (3,), ("said of it",))
     first, second = effects
     assert told == [
-        ("a", Arrived("b", message), (3,), (key,)),
+        ("a", Arrived("b", message), (3,), (key,), ("said of it",)),
         ("a", first, 5),
         ("a", second, 5),
     ]
@@ -152,7 +152,7 @@ def test_a_recorder_is_told_what_caused_what_a_program_tells():
     event = Fetched(1, ())
     Port(driver.host, 4).tell(event, [(key, X)])
     Port(driver.host).tell(event)
-    assert told == [("a", event, (4,), (key,)), ("a", event, (), ())]
+    assert told == [("a", event, (4,), (key,), ()), ("a", event, (), (), ())]
 
 
 def test_a_worker_that_dies_as_an_event_is_recorded_handles_it_no_more():

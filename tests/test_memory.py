@@ -210,8 +210,8 @@ def test_what_only_the_collector_of_cycles_finds_lives_until_its_context_ends(
 
 def test_when_python_looks_for_cycles_does_not_change_the_trace():
     def digest(threshold: int) -> str:
-        gc.set_threshold(threshold)
         with simulate(("a", "b"), seed=0) as cluster, cluster.context() as ctx:
+            gc.set_threshold(threshold)
             h = ctx.call("b", first)
             for number in range(30):
                 cycle: list[Any] = [h]

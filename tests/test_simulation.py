@@ -23,7 +23,7 @@ from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash, Slow
 from jdag.sim.network import LinkModel
 from jdag.sim.settings import SimSettings
-from jdag.sim.simulation import Simulation
+from jdag.sim.simulation import GARBAGE_MIN, Collector, Simulation
 from tests.sim_cases import (
     WORKERS,
     Work,
@@ -439,19 +439,26 @@ def test_a_closed_cluster_says_so_and_what_it_counted_stays(monkeypatch):
             refused()
 
 
-def test_the_collectors_thresholds_are_as_they_were_after_a_wait(monkeypatch):
+def test_the_collectors_thresholds_are_as_they_were_after_all_clusters(monkeypatch):
     inside = []
 
     def react(engine, event):
         inside.append(gc.get_threshold()[0])
         return [send("b", 1)] if engine.worker == "a" else None
 
+    # Those that other tests left open do not count.
+    monkeypatch.setattr("jdag.sim.simulation.COLLECTOR", Collector())
     before = gc.get_threshold()
-    played = play(monkeypatch, react)
+    gc.set_threshold(700, 10, 10)
+    other, played = play(monkeypatch, react), play(monkeypatch, react)
     with pytest.raises(JdagError):
         played.run()
-    assert gc.get_threshold() == before
-    assert inside[-1] > before[0]
+    played.simulation.close()
+    played.simulation.close()
+    assert gc.get_threshold() == (inside[-1], 10, 10) == (GARBAGE_MIN, 10, 10)
+    other.simulation.close()
+    assert gc.get_threshold() == (700, 10, 10)
+    gc.set_threshold(*before)
 
 
 def test_an_engine_that_breaks_in_the_loop_breaks_the_wait_and_not_the_cluster(

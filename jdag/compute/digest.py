@@ -15,6 +15,9 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import parts
 
+_ABSTRACT = (Aval, jax.ShapeDtypeStruct)
+_NUMBERS = (int, float, complex)
+
 
 def fingerprint(value: Any) -> int:
     """Return 32 bits for dtype, shape and raw bytes of an array or scalar.
@@ -22,11 +25,11 @@ def fingerprint(value: Any) -> int:
     An abstract value is identified by shape and dtype alone, a dual by both its arrays.
     Nothing is copied if the array is in this process's memory and contiguous.
     """
-    aval = aval_of(value)
+    aval = value if value.__class__ is Aval else aval_of(value)
     found = _start(aval.shape, aval.dtype)
-    if isinstance(value, Aval | jax.ShapeDtypeStruct):
+    if isinstance(value, _ABSTRACT):
         return found
-    if isinstance(value, int | float | complex) and not isinstance(value, np.generic):
+    if isinstance(value, _NUMBERS) and not isinstance(value, np.generic):
         return zlib.crc32(repr((type(value).__name__, value)).encode(), found)
     for elements in parts(value):
         found = zlib.crc32(elements, found)

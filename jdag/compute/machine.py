@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
 from operator import itemgetter
-from typing import Any, NamedTuple, assert_never
+from typing import Any, assert_never
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
@@ -45,9 +46,12 @@ from jdag.engine.share import ADDENDS_MAX
 from jdag.errors import ScenarioError
 
 KINDS = ("real", "abstract")
+_OF_PAIRS = (Forward, Vjp, VjpWeights)  # Jobs whose function is a pair.
+_OF_SEGMENTS = (RunSegment, CompileSegment)
+_TRAVELLING = (Primal, Reading)  # Messages with values that jobs have made.
 
 
-class Work(NamedTuple):
+class Work(Struct):
     """The computation of a job, with its inputs, and its device."""
 
     compute: Callable[[], Any]
@@ -119,7 +123,8 @@ class Machine:
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
-        self.values.drop(used_up(job))
+        if gone := used_up(job):
+            self.values.drop(gone)
         return work
 
     def _half(self, job: VjpInputs | VjpWeights) -> Callable[[], Any]:
@@ -219,7 +224,9 @@ class Machine:
         """
         held = self.values
         values = tuple(map(held.get if held.all_default else self.leaving, keys))
-        if not isinstance(message, Primal | Reading):
+        most = self._leaving_bytes_max
+        stays = self.abstract and (most is None or held.bytes_peak <= most)
+        if stays or not isinstance(message, _TRAVELLING):
             return message, keys, values
         staying = [
             self._why_not(value, key, worker)
@@ -268,9 +275,13 @@ class Machine:
         arrays: Sequence[Any],
         devices: Sequence[str | None] | None,
     ) -> None:
-        where = devices or (None,) * len(keys)
-        for key, array, device in zip(keys, arrays, where, strict=True):
-            self.values.put(key, array, device)
+        put = self.values.put
+        if devices is None:
+            for key, array in zip(keys, arrays, strict=True):
+                put(key, array)
+            return
+        for key, array, device in zip(keys, arrays, devices, strict=True):
+            put(key, array, device)
 
 
 def _activation_bytes(job: Forward) -> int:
@@ -375,6 +386,8 @@ def _filled(job: Fill, abstract: bool) -> Any:
 def used_up(job: Job) -> tuple[Key, ...]:
     """The values that a job reads and that are dropped afterwards."""
     match job:
+        case Forward():
+            return ()
         case Vjp():
             addends = tuple([key for keys in job.cotangents for key in keys])
             return (*addends, job.residuals) if job.last else addends
@@ -414,11 +427,11 @@ def job_name(job: Job) -> str:
 
     With a named device: `function@cpu:1`.
     """
-    if isinstance(job, Forward | Vjp | VjpWeights):
+    if isinstance(job, _OF_PAIRS):
         return name_on(job.function)
     if isinstance(job, Apply):
         return name_of(job.function)
-    if isinstance(job, RunSegment | CompileSegment):
+    if isinstance(job, _OF_SEGMENTS):
         name: str = job.function.name
         return name
     return type(job).__name__.lower()

@@ -123,16 +123,16 @@ class Engine:
             ContextError: the phase of the context does not allow a program's event.
             WorkerLost: a program's event involves a lost worker.
         """
-        state = self._state
+        state, kind = self._state, event.__class__
         if isinstance(event, protocol.Computed):
             done, _, job = state.jobs.pop(event.job)
             done(event.failure, job)
             if event.job in state.after:
                 state.computed(event.job)
         elif not isinstance(event, protocol.Arrived):
-            if self._plans.staged and event.__class__ not in _KEEPING:
+            if self._plans.staged and kind not in _KEEPING:
                 self._plans.commit(event)
-            self._events[event.__class__](event)
+            self._events[kind](event)
         elif event.sender in state.lost:
             state.drop(landing(event.message))
         else:

@@ -172,18 +172,28 @@ class Host:
         message: Message,
         values: Sequence[Any],
         causes: tuple[int, ...] = (),
+        said: tuple[Any, ...] = (),
     ) -> None:
-        """Handle a message, whose values are held from now on."""
-        keys = landing(message) if values else ()
-        for key, value in zip(keys, values, strict=True):
-            if key.__class__ is ReadingKey:
-                self._read[key] = value
-            else:
-                self.machine.values.put(key, value)
-        self.handle(Arrived(sender, message), causes, keys)
+        """Handle a message, whose values are held from now on.
+
+        `said` is what traces tell of it, if it is known.
+        """
+        keys: tuple[Key, ...] = ()
+        if values:
+            keys = landing(message)
+            for key, value in zip(keys, values, strict=True):
+                if key.__class__ is ReadingKey:
+                    self._read[key] = value
+                else:
+                    self.machine.values.put(key, value)
+        self.handle(Arrived(sender, message), causes, keys, said)
 
     def handle(
-        self, event: Event, causes: tuple[int, ...] = (), keys: Sequence[Key] = ()
+        self,
+        event: Event,
+        causes: tuple[int, ...] = (),
+        keys: Sequence[Key] = (),
+        said: tuple[Any, ...] = (),
     ) -> int:
         """Handle an event and carry out all its effects; then raise what one raised.
 
@@ -193,7 +203,7 @@ class Host:
         recorder = self.recorder
         record = NO_CAUSE
         if recorder is not None:
-            record = recorder.input(self.worker, event, causes, keys)
+            record = recorder.input(self.worker, event, causes, keys, said)
             if not self.alive:
                 return record  # It crashes when there are so many records.
         failed: Exception | None = None

@@ -57,11 +57,12 @@ class ReadyJobs:
         self._runs: dict[_Run, dict[Action, tuple[Any, Any] | None]] = {}
 
     def __len__(self) -> int:
-        return len(self._jobs) + sum([len(self._held(run)) for run in self._runs])
+        held = [len(self._held(run)) for run in self._runs] if self._runs else ()
+        return len(self._jobs) + sum(held)
 
     def add(self, job: Any, item: Any) -> None:
         """Add a job that is ready; `item` is what `take` returns for it."""
-        action = self._action(job)
+        action = self._action(job) if self._steps else None
         if action is not None:
             self._left = ""
             number = job.phase if isinstance(job, RunSegment) else 0

@@ -10,6 +10,7 @@ Invariants: what made a value is known from the record that says so until the va
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, get_args
 
 from jdag.compute.machine import job_name, kept, used_up
@@ -17,10 +18,10 @@ from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
     Arrived,
     Computed,
+    ContextId,
     Drop,
     Effect,
     Event,
-    Forward,
     Job,
     Joined,
     Key,
@@ -29,10 +30,8 @@ from jdag.engine.protocol import (
     Path,
     ReadingKey,
     Resume,
-    RunSegment,
     Spawn,
-    Vjp,
-    VjpWeights,
+    Tag,
     incarnated,
     made_by,
 )
@@ -73,15 +72,23 @@ class Recorder:
     # ---------------------------------------------------- events and effects of engines
 
     def input(
-        self, worker: str, event: Any, causes: tuple[int, ...], keys: Sequence[Key]
+        self,
+        worker: str,
+        event: Any,
+        causes: tuple[int, ...],
+        keys: Sequence[Key],
+        told: tuple[Any, ...],
     ) -> int:
-        """Record an event of an engine, and values held with it; return the index."""
+        """Record an event of an engine, and values held with it; return the index.
+
+        Of a message `told` is what was `said` of it when it left, if it is known.
+        """
         kind = event.__class__
         detail: tuple[Any, ...]
         if kind is Computed:
             return self._computed(worker, event)
         if kind is Arrived:
-            what, detail = "deliver", (event.sender, *said(event.message))
+            what, detail = "deliver", (event.sender, *(told or said(event.message)))
         elif kind is Lost:
             what, detail = "lost", (event.worker,)
         elif kind is Joined:
@@ -112,9 +119,9 @@ class Recorder:
         """Record one of `RECORDED`; return the cause of what it brings about."""
         kind = effect.__class__
         if kind is Drop:
-            made = self._made[worker]
+            pop = self._made[worker].pop
             for key in effect.keys:
-                made.pop(key, None)
+                pop(key, None)
             return cause
         if kind is Resume:
             return self._resume(worker, effect, cause)
@@ -136,19 +143,22 @@ class Recorder:
     def causes(self, worker: str, cause: int, keys: Sequence[Key]) -> tuple[int, ...]:
         """Return the causes of a message that carries values: what made each counts."""
         made = self._made[worker]
-        return tuple(dict.fromkeys((cause, *[made.get(key, cause) for key in keys])))
+        causes = {cause: None}
+        for key in keys:
+            causes[made.get(key, cause)] = None
+        return tuple(causes)
 
     def needs(self, worker: str, job: Job, asked: int) -> dict[int, None]:
         """Return the causes of a job; what it reads for the last time is gone.
 
         `asked` is the record of what made the engine ask for it.
         """
-        made, gone = self._made[worker], used_up(job)
+        made = self._made[worker]
         causes = {asked: None}
-        for key in (*kept(job), *gone):
+        for key in kept(job):
             causes[made.get(key, asked)] = None
-        for key in gone:
-            made.pop(key, None)
+        for key in used_up(job):
+            causes[made.pop(key, asked)] = None
         return causes
 
     def started(
@@ -182,15 +192,16 @@ class Recorder:
 
 def _said_of(job: Job, cost_ns: int) -> tuple[Any, ...]:
     kind = job.__class__.__name__.lower()
-    context = "" if job.context is None else str(job.context)
-    return (kind, context, job.phase, job.path, job_name(job), acted(job), cost_ns)
+    of = (kind, _label(job.context), job.phase, job.path)
+    return (*of, job_name(job), acted(job), cost_ns)
 
 
-def acted(job: Job) -> str:
+def acted(job: Any) -> str:
     """The action of a pipeline that a job is, such as 0F3; "" for none."""
-    if not isinstance(job, Forward | Vjp | VjpWeights | RunSegment) or job.tag is None:
+    tag: Tag | None = getattr(job, "tag", None)
+    if tag is None:
         return ""
-    return f"{job.tag.stage}{job.action}{job.tag.micro_batch}"
+    return f"{tag.stage}{job.action}{tag.micro_batch}"
 
 
 def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
@@ -198,14 +209,14 @@ def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     kind: Any = thing.__class__
     has_context, has_number, has_path = _HAS[kind]
     given: Any = thing
-    context = given.context if has_context else None
-    label = ""
-    if context is not None:  # Not by a call, as this is done for every message.
-        label = f"{context.number}.{context.counter}"
-        if context.incarnation:
-            label = str(context)
+    label = _label(given.context) if has_context else ""
     number = given.number if has_number else 0
     return (kind.__name__, label, number, given.path if has_path else ())
+
+
+@lru_cache(4096)
+def _label(context: ContextId | None) -> str:
+    return "" if context is None else str(context)
 
 
 # Of each class of messages, events and effects: whether it has context, pass and path.

@@ -11,9 +11,19 @@ unless its worker dies; `busy_ns` is the total cost of started jobs.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jdag.compute.machine import job_name
-from jdag.engine.protocol import Computed, Job, Skip, Worker, named
+from jdag.engine.protocol import (
+    Computed,
+    Forward,
+    Job,
+    Skip,
+    Vjp,
+    VjpWeights,
+    Worker,
+    named,
+)
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host
@@ -23,6 +33,8 @@ from jdag.schedules.actions import Step
 from jdag.sim.devices import models
 from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
+
+_OF_PAIRS = (Forward, Vjp, VjpWeights)
 
 
 class Device:
@@ -54,6 +66,8 @@ class Jobs:
         self._devices: dict[tuple[Worker, str | None], Device] = {}
         schedule = env.settings.schedule
         self._steps: Mapping[str, Sequence[Step]] = schedule.lists if schedule else {}
+        # By worker, pair and action, as far as jobs have asked for them.
+        self._costs: dict[tuple[str, Any, str], int] = {}
         self.busy_ns = dict.fromkeys(env.workers, 0)
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
@@ -108,7 +122,7 @@ class Jobs:
         device.busy = True
         env, now_ns = self._env, self._timeline.now_ns
         name = device.name
-        costs = self.models[name].costs_ns([job for job, _, _ in found])
+        costs = self._costs_ns(name, [job for job, _, _ in found])
         if env.faults.slow:
             costs = [env.faults.stretched_ns(name, cost, now_ns) for cost in costs]
         cost_ns = sum(costs)
@@ -138,6 +152,17 @@ class Jobs:
             self._timeline.push(now_ns + cost_ns, EVENT, finish)
         else:
             self._finish(host, device, computed)
+
+    def _costs_ns(self, name: str, jobs: Sequence[Job]) -> Sequence[int]:
+        """How long jobs that run as one take on a device of a worker."""
+        job, model = jobs[0], self.models[name]
+        if len(jobs) > 1 or not isinstance(job, _OF_PAIRS):
+            return model.costs_ns(jobs)
+        of = (name, job.function, job.action)
+        cost_ns = self._costs.get(of)
+        if cost_ns is None:
+            cost_ns = self._costs[of] = model.cost_ns(job)
+        return (cost_ns,)
 
     def _finish(self, host: Host, device: Device, computed: list[Computed]) -> None:
         """The jobs that a device ran as one have ended."""

@@ -224,6 +224,11 @@ class Lane:
     busy_until_ns: int = 0
     arrived_ns: int = 0
     record: int = -1
+    flight_ns: int = field(init=False)
+    pause_ns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.flight_ns, self.pause_ns = self.model.flight_ns, self.model.pause_ns
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame that is ready to leave now; return its time of arrival.
@@ -239,11 +244,11 @@ class Lane:
             transfer_ns = max(transfer_ns, passing_ns)
         self.start_ns = start_ns
         left_ns = start_ns + transfer_ns
-        self.busy_until_ns = left_ns + model.pause_ns
+        self.busy_until_ns = left_ns + self.pause_ns
         self.busy_ns += transfer_ns
         self.bytes += size_bytes
         self.frames += 1
-        arrival_ns = left_ns + model.flight_ns
+        arrival_ns = left_ns + self.flight_ns
         if model.jitter_ns:
             arrival_ns += chooser.amount(0, model.jitter_ns)
         if self.into is not None:  # It passes while it arrives.
@@ -272,8 +277,7 @@ class Lane:
     @property
     def drained_ns(self) -> int:
         """When all that was transmitted so far has arrived, jitter at its worst."""
-        model = self.model
-        latest_ns = self.busy_until_ns + model.flight_ns + model.jitter_ns
+        latest_ns = self.busy_until_ns + self.flight_ns + self.model.jitter_ns
         return max(latest_ns, self.arrived_ns)
 
 

@@ -19,6 +19,7 @@ import gc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import finalize
 
 from greenlet import GreenletExit, getcurrent
 
@@ -47,6 +48,30 @@ from jdag.sim.timeline import EVENT
 # A graph is many small tuples that live long. Python looks for cycles whenever 700 more
 # objects are alive, which took half of the time of a long run; there are few cycles.
 GARBAGE_MIN = 50_000
+
+
+class Collector:
+    """Python's collector of cycles; it looks less often while simulations are open."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._thresholds = gc.get_threshold()
+
+    def opened(self, simulation: object) -> Callable[[], object]:
+        """One more is open; return what says, once, that it is not."""
+        if not self._open:
+            self._thresholds = gc.get_threshold()
+            gc.set_threshold(GARBAGE_MIN, *self._thresholds[1:])
+        self._open += 1
+        return finalize(simulation, self._closed)
+
+    def _closed(self) -> None:
+        self._open -= 1
+        if not self._open:
+            gc.set_threshold(*self._thresholds)
+
+
+COLLECTOR = Collector()
 
 _NOBODY = -1  # No waiter has this number.
 
@@ -89,6 +114,7 @@ class Simulation:
         self._closed = False
         self._counted: dict[str, dict[str, Any]] | None = None
         self._outages.plan()
+        self._collect_again = COLLECTOR.opened(self)
 
     # ------------------------------------------------------------------ what users see
 
@@ -144,6 +170,7 @@ class Simulation:
             host.alive = False
         self._programs.kill(None)
         self._closed = True
+        self._collect_again()
         for host in hosts:
             host.clear()
         self._env.waiters.clear()
@@ -191,14 +218,11 @@ class Simulation:
 
     def _loop(self, waiter: int) -> None:
         """Carry out what happens next until `waiter` is given something."""
-        thresholds = gc.get_threshold()
         assert self._programs.hub is None, waiter
         self._programs.hub = getcurrent()
-        gc.set_threshold(GARBAGE_MIN, *thresholds[1:])
         try:
             self._timeline.run(self._env.chooser, self._given, waiter)
         finally:
-            gc.set_threshold(*thresholds)
             self._programs.hub = None
         if waiter not in self._given and waiter != _NOBODY:
             why = "no engine will ever resume them"

@@ -57,22 +57,21 @@ class Timeline:
         Raises:
             JdagError: this is one event more than `events_max`.
         """
-        entry = self.entry(time_ns, priority, action)
+        assert time_ns >= self.now_ns, (time_ns, self.now_ns)
+        if self._pushed >= self.events_max:
+            raise self._too_many()
+        self._pushed = sequence = self._pushed + 1
+        entry = [time_ns, priority, sequence, action]
         heappush(self._heap, entry)
         return entry
 
-    def entry(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
-        """What `push` queues, counted."""
-        assert time_ns >= self.now_ns, (time_ns, self.now_ns)
-        if self._pushed >= self.events_max:
-            names = " and ".join(map(name_of, self.programs)) or "none but main's"
-            raise JdagError(
-                f"the run needs more than events_max = {self.events_max} events"
-                f" (reached at {self.now_ns} ns, {len(self)} still waiting;"
-                f" programs that began last: {names}); a longer run must ask for more"
-            )
-        self._pushed = sequence = self._pushed + 1
-        return [time_ns, priority, sequence, action]
+    def _too_many(self) -> JdagError:
+        names = " and ".join(map(name_of, self.programs)) or "none but main's"
+        return JdagError(
+            f"the run needs more than events_max = {self.events_max} events"
+            f" (reached at {self.now_ns} ns, {len(self)} still waiting;"
+            f" programs that began last: {names}); a longer run must ask for more"
+        )
 
     def cancel(self, entry: Entry) -> None:
         """Have `entry` not happen, if it has not; it stays queued, empty."""

@@ -23,13 +23,17 @@ end has at most one timer that counts.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from jdag.compute.digest import fingerprint
 from jdag.engine.protocol import (
     Acknowledge,
     Key,
     Message,
+    Path,
     Send,
     Worker,
     acknowledged_at_once,
@@ -50,14 +54,16 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class Parcel(NamedTuple):
-    """One message with its values; a tuple, as one is made for each message.
+class Parcel(Struct, frozen=True):
+    """One message with its values.
 
-    `wire_bytes` travel in its frame, `value_bytes` on the data lane beside a control
-    lane, where they have arrived at `whole_ns`. `record` is that of its send.
+    `said` is what traces tell of it. `wire_bytes` travel in its frame, `value_bytes` on
+    the data lane beside a control lane, where they have arrived at `whole_ns`. `record`
+    is that of its send.
     """
 
     message: Message
+    said: tuple[str, str, int, Path]
     values: tuple[Any, ...]
     wire_bytes: int
     record: int
@@ -108,6 +114,13 @@ class LinkEnd:
     zero_bytes: int = 0  # Of zeros that were not sent.
     # Acknowledgements that leave as one, and their causes.
     waiting: list[tuple[Acknowledge, int]] = field(default_factory=list)
+
+    def passed(self, record: int, value_bytes: int) -> None:
+        """Note the trace record of the last frame that left here."""
+        self.record = record
+        self.out.passed(record)
+        if value_bytes and self.data is not None:
+            self.data.passed(record)
 
 
 class SimTransport:
@@ -215,41 +228,42 @@ class SimTransport:
         arrays: tuple[Any, ...],
         causes: tuple[int, ...],
     ) -> None:
-        recorder, now_ns, worker = self._recorder, self._timeline.now_ns, end.worker
-        payload_bytes, wire_bytes = size(message, arrays)
-        wire_bytes += FRAME_BYTES
+        recorder, timeline, worker = self._recorder, self._timeline, end.worker
+        payload_bytes, frame_bytes = size(message, arrays)
+        wire_bytes = frame_bytes = frame_bytes + FRAME_BYTES
         end.payload_bytes += payload_bytes
         if not end.open:
             recorder.note("drop", worker, (end.peer, "lost"), causes)
             return
-        link = end.link
-        value_bytes = 0 if end.data is None else payload_bytes
-        frame_bytes = wire_bytes - value_bytes
+        link, now_ns, value_bytes = end.link, timeline.now_ns, 0
+        if end.data is not None:
+            value_bytes = payload_bytes
+            frame_bytes -= value_bytes
         arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
         if before:
             causes = (*causes, *before)
         prints: tuple[int, ...] = ()
         if arrays and recorder.trace is not None:
             prints = tuple(map(fingerprint, arrays))
-        detail = (end.peer, *said(message), payload_bytes, wire_bytes, prints)
+        what = said(message)
+        detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
         record = recorder.note("send", worker, detail, causes)
-        _passed(end, record, value_bytes)
-        parcel = Parcel(message, arrays, frame_bytes, record, value_bytes, whole_ns)
+        end.passed(record, value_bytes)
+        parcel = Parcel(
+            message, what, arrays, frame_bytes, record, value_bytes, whole_ns
+        )
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
         else:
-            action = (self.frame, end.twin, frame, record)
-            self._timeline.push(arrival_ns, EVENT, action)
+            timeline.push(arrival_ns, EVENT, (self.frame, end.twin, frame, record))
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         """Receive a frame at an end; its host handles the messages now in order."""
-        host, link = self._hosts[end.worker], end.link
-        if not host.alive:
-            return
-        if not end.open:
+        link = end.link
+        if not (self._hosts[end.worker].alive and end.open):
             return
         before = link.duplicates
         parcels: tuple[Parcel, ...] = link.receive(frame, self._timeline.now_ns)
@@ -258,20 +272,22 @@ class SimTransport:
             if link.duplicates != before:
                 detail = (end.peer, "link")
                 self._recorder.note("duplicate", end.worker, detail, (sent,))
-        if end.data is None:
-            self._hand_on(end, parcels, sent)
-        else:
-            self._split(end, parcels, sent)
+            if end.data is None:
+                self._hand_on(end, parcels, sent)
+            else:
+                self._split(end, parcels, sent)
         # After the answers, as an acknowledgement rides on them.
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
     def _hand_on(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
         host = self._hosts[end.worker]
-        for message, values, _, record, _, _ in parcels:
+        for parcel in parcels:
             if host.alive:  # It may have crashed over the message before.
+                record = parcel.record
                 causes = (record,) if record == sent else (record, sent)
-                host.arrived(end.peer, message, values, causes)
+                message = parcel.message
+                host.arrived(end.peer, message, parcel.values, causes, parcel.said)
 
     def _split(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
         """Hand on messages that came over a control lane, as their values allow."""
@@ -328,9 +344,10 @@ class SimTransport:
         """Send a frame without a new message: a resend or an acknowledgement."""
         value_bytes = 0
         if frame.sequence:
-            message, _, wire_bytes, sent, value_bytes, _ = frame.payload
-            kind, causes = "resend", [sent]
-            detail: tuple[Any, ...] = (end.peer, *said(message), wire_bytes)
+            parcel: Parcel = frame.payload
+            wire_bytes, value_bytes = parcel.wire_bytes, parcel.value_bytes
+            kind, causes = "resend", [parcel.record]
+            detail: tuple[Any, ...] = (end.peer, *parcel.said, wire_bytes)
         else:
             wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
@@ -338,9 +355,9 @@ class SimTransport:
         arrival_ns, whole_ns, before = self._transmit(end, wire_bytes, value_bytes)
         causes += [record for record in before if record not in causes]
         if value_bytes:
-            frame = frame._replace(payload=frame.payload._replace(whole_ns=whole_ns))
+            frame = replace(frame, payload=replace(parcel, whole_ns=whole_ns))
         record = self._recorder.note(kind, end.worker, detail, tuple(causes))
-        _passed(end, record, value_bytes)
+        end.passed(record, value_bytes)
         self._deliver(end, frame, arrival_ns)
 
     def _deliver(self, end: LinkEnd, frame: Frame, arrival_ns: int) -> None:
@@ -359,17 +376,9 @@ class SimTransport:
         for extra_ns in copies:
             if extra_ns and end.data is not None and frame.sequence:
                 whole_ns = frame.payload.whole_ns + extra_ns
-                payload = frame.payload._replace(whole_ns=whole_ns)
-                late = frame._replace(payload=payload)
+                payload = replace(frame.payload, whole_ns=whole_ns)
+                late = replace(frame, payload=payload)
             else:
                 late = frame
             action = (self.frame, end.twin, late, record)
             timeline.push(arrival_ns + extra_ns, EVENT, action)
-
-
-def _passed(end: LinkEnd, record: int, value_bytes: int) -> None:
-    """Note the trace record of the last frame that left at an end."""
-    end.record = record
-    end.out.passed(record)
-    if value_bytes and end.data is not None:
-        end.data.passed(record)

@@ -135,7 +135,10 @@ class UntimedTimeline(Timeline):
         """Queue `action`; see `Timeline.push`."""
         if time_ns > self.now_ns or priority not in (EVENT, BEGIN):
             return super().push(time_ns, priority, action)
-        entry = self.entry(time_ns, priority, action)
+        if self._pushed >= self.events_max:
+            raise self._too_many()
+        self._pushed = sequence = self._pushed + 1
+        entry = [time_ns, priority, sequence, action]
         step = self._step(action)
         self._chains.setdefault(step.chain, deque()).append((entry, step))
         return entry
@@ -145,8 +148,8 @@ class UntimedTimeline(Timeline):
         if kind == "frame":
             link = at.peer, at.worker
             self._delivered[link] = number = self._delivered.get(link, 0) + 1
-            parcel = action[2].payload
-            said = ("acknowledgement", ()) if parcel is None else _message(parcel[0])
+            of = action[2].payload
+            said = _message(of.message) if of is not None else ("acknowledgement", ())
             return Step("deliver", at.worker, at.peer, number, said)
         if kind == "begin":
             return Step(kind, at.worker)

@@ -32,7 +32,9 @@ never delivered again. A restarted peer needs a new link.
 
 from collections import deque
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
+
+from msgspec import Struct
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 
@@ -42,8 +44,8 @@ FRAME_BYTES = 3 * 8
 NEVER = 1 << 128  # Later than any time.
 
 
-class Frame(NamedTuple):
-    """One frame; a tuple, as two are made for nearly every message.
+class Frame(Struct, frozen=True):
+    """One frame.
 
     `sequence` is 0 for a pure acknowledgement; `acknowledged` is the highest number up
     to which its sender has received everything.
@@ -179,9 +181,9 @@ class Link:
         """
         if self.lost:
             return ()  # Lost is final: later frames are ignored.
-        sequence, acknowledged, payload = frame
-        if acknowledged > self.acknowledged:
-            self._acknowledge(acknowledged)
+        sequence, payload = frame.sequence, frame.payload
+        if frame.acknowledged > self.acknowledged:
+            self._acknowledge(frame.acknowledged)
         ready: tuple[Any, ...] = ()
         if sequence:
             if sequence == self.received + 1 and not self._early:
@@ -191,7 +193,8 @@ class Link:
                 ready = self._reorder(sequence, payload)
             if self._ack_due_ns == NEVER:
                 self._ack_due_ns = now_ns + self._settings.ack_delay_ns
-        self.deadline_ns = min(self._resend_due_ns, self._ack_due_ns)
+        resend_ns, ack_ns = self._resend_due_ns, self._ack_due_ns
+        self.deadline_ns = resend_ns if resend_ns < ack_ns else ack_ns
         return ready
 
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:

@@ -184,6 +184,8 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
         beside += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
         return b""
 
+    if not values:
+        return 0, COUNT_BYTES + len(_sealed(message, (), measured)) + beside
     kinds = [type_of(value) for value in values]
     envelope = len(_sealed(message, kinds, measured)) + beside
     elements = sum([kind.nbytes for kind in kinds])
