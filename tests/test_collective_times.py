@@ -97,7 +97,11 @@ def test_without_a_ring_each_level_of_the_tree_is_a_step_if_all_links_differ(
     def reduce(ctx: Any, refs: Any) -> None:
         ctx.all_reduce(refs, how)
 
+    def broadcast(ctx: Any, refs: Any) -> None:
+        ctx.replicate(list(refs), refs["r0"], how)
+
     kind, step = "fully_connected", step_ns(GIB // 8)
+    assert timed(kind, 7, GIB // 8, broadcast) == steps * step
     assert timed(kind, 7, GIB // 8, reduce) == 2 * steps * step
     for program in (gather, scatter):  # Routes of other workers share links.
         took_ns = timed(kind, 7, GIB // 8, program)

@@ -341,6 +341,17 @@ def test_a_wrong_argument_is_an_error_of_its_caller_and_no_call(made, text):
     assert [total, found["t1"], found["t2"]] == [3.0] * 3
 
 
+def test_another_number_of_shares_than_of_members_is_refused(made):
+    def program(cluster):
+        texts = [said(cluster.all_to_all, [1.0]), said(cluster.reduce_scatter, [1.0])]
+        return texts, float(cluster.all_reduce(1.0))
+
+    for texts, total in together(made, program, ("t0", "t1", "t2")).values():
+        assert total == 3
+        for text in texts:
+            assert "a list of 3 pytrees, one for each worker in order, and" in text
+
+
 def test_what_cannot_be_added_or_is_no_array_is_refused(made):
     def program(cluster):
         return (

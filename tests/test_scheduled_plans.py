@@ -102,7 +102,8 @@ def test_each_step_follows_the_lists_anew_and_takes_the_time_of_the_schedule(
     name, p, m, f, i, w
 ):
     schedule, comm = built(name, p, m), 5 * (name in ONE_STAGE)
-    devices = DeviceModel(functions={"layer": (f, i, w), "last_stage": (f, i, w)})
+    costs, overlap_ns = {"layer": (f, i, w), "last_stage": (f, i, w)}, f + i
+    devices = DeviceModel(functions=costs, overlap_ns=overlap_ns)  # Of OVERLAP_F_B.
     network = Network(LinkModel(comm), control_lane=LinkModel())
     options = {"values": "abstract", "devices": devices, "network": network}
     with simulated(schedule, schedule.workers, **options) as cluster:
@@ -116,7 +117,11 @@ def test_each_step_follows_the_lists_anew_and_takes_the_time_of_the_schedule(
             assert acted(records, schedule) == listed(schedule)
             times = [one.time_ns for one in records if one.named.get("action")]
             assert max(times) - min(times) == schedule.makespan_ns(
-                forward=f, input_grad=i, weight_grad=w, comm=comm
+                forward=f,
+                input_grad=i,
+                weight_grad=w,
+                comm=comm,
+                overlap_ns=overlap_ns,
             )
 
 
