@@ -169,7 +169,9 @@ class Context(Exchanges):
         else:
             move_shared(frame, self.move, there, fn, parts)
             return frame.issue(there, device, fn, parts)
-        return task.called()
+        if task.end is None:  # In the oracle it has ended.
+            frame.join([task])
+        return task.collect()
 
     def start(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -459,4 +461,4 @@ class Context(Exchanges):
         frame.check("ctx.graph")
         if not frame.prefix:
             frame.wait("ctx.graph", Awaited, frame.id)
-        return ContextGraph(frame.state.graph(frame.id))
+        return ContextGraph(frame.state.driver.graph(frame.id))

@@ -9,7 +9,6 @@ from rich.console import Console
 
 from jdag.api.progress import Bar
 from jdag.cli.cli_errors import errors_in_one_line
-from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
@@ -48,7 +47,7 @@ Resume = Annotated[
 ]
 
 
-def explore(  # noqa: PLR0913 - options of a command.
+def explore(
     file: File,
     *,
     runs: Runs = "1000",
@@ -56,7 +55,6 @@ def explore(  # noqa: PLR0913 - options of a command.
     values: Values = None,
     fault: Faults = None,
     jobs: Jobs = "1",
-    on: On = None,
     resume: Resume = None,
     out: Out = Path(BUG),
 ) -> None:
@@ -73,8 +71,9 @@ def explore(  # noqa: PLR0913 - options of a command.
         scenario = load(file)
         console = Console()
         with Bar(scenario.settings.name, most) as bar:
-            at: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
-            report = campaign(file, wanted, runs=most, show=bar.show, **at)
+            report = campaign(
+                *(file, wanted), runs=most, jobs=processes, folder=resume, show=bar.show
+            )
         if report.failure is not None:
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()

@@ -428,7 +428,8 @@ def job_name(job: Job) -> str:
     With a named device: `function@cpu:1`.
     """
     if isinstance(job, _OF_PAIRS):
-        return name_on(job.function)
+        pair = job.function
+        return pair.name if pair.device is None else name_on(pair)
     if isinstance(job, Apply):
         return name_of(job.function)
     if isinstance(job, _OF_SEGMENTS):

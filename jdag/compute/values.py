@@ -109,9 +109,14 @@ class Values:
     def drop(self, keys: Iterable[Hashable]) -> None:
         """Drop the values under these keys; one that is not held is no error."""
         held, devices, activations = self._held, self._devices, self._activations
+        buffers = self._buffers
         for key in keys:
             if key in held:
-                self._let_go(key, held.pop(key))
+                value = held.pop(key)
+                if value.__class__ is Aval and key not in buffers:
+                    self.bytes_held -= value.nbytes
+                else:
+                    self._let_go(key, value)
                 if key in activations:
                     self._activations_held -= activations.pop(key)
                 if devices:

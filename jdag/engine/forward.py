@@ -208,10 +208,8 @@ class Forwarding(Struct, eq=False):
         for value in values:
             value.users += 1
         if True in message.tracked:
-            inputs = tuple(
-                value if tracked else None
-                for value, tracked in zip(values, message.tracked, strict=True)
-            )
+            slots = zip(values, message.tracked, strict=True)
+            inputs = tuple([value if tracked else None for value, tracked in slots])
             fragment.sends[message.path] = SendEnd(
                 message.path,
                 message.destination,
@@ -229,7 +227,7 @@ class Forwarding(Struct, eq=False):
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]
     ) -> None:
         state = self._state
-        failures = tuple(value.failure for value in values)
+        failures = tuple([value.failure for value in values])
         if fragment.gone:
             if fragment.owner not in state.lost:
                 return  # The abort also reaches the receiver.

@@ -170,7 +170,7 @@ class Subject:
         info = cluster.info()
         held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
         leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
-        crashed = any(True for _ in cluster.trace.of_kind("crash"))
+        crashed = cluster.driver.crashed
         return Explored(
             *(error, result, expected, same, cluster.trace),
             *(info, crashed, held - leaves),

@@ -124,7 +124,6 @@ def sweep(
     values: Mapping[str, Sequence[Any]],
     *,
     jobs: int | None = None,
-    on: str | None = None,
     out: str | os.PathLike[str] | None = None,
     show: Callable[[int, int, Row], None] = lambda done, total, row: None,
 ) -> list[Row]:
@@ -140,8 +139,6 @@ def sweep(
             `{"seed,settings.size": [1, 2]}` changes both together. `schedule` is short
             for `schedule.kind`, and `faults[0].probability` is a key, too.
         jobs: how many processes run at once; None: one for each core; 1: this one.
-        on: "ray": on the nodes of Ray, which see the file at the same path; so many at
-            once as `jobs` says, or as Ray has CPUs.
         out: the folder of the table; None: runs/NAME-sweep.
         show: called after each run with the numbers done and wanted, and its row.
 
@@ -151,8 +148,7 @@ def sweep(
             error that is not jdag's; what has ended is kept.
     """
     path, runs = Path(file), combinations(values)
-    if jobs is None:  # Ray itself runs no more at once than it has CPUs.
-        jobs = len(os.sched_getaffinity(0) if on is None else runs)
+    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
     if type(jobs) is not int or jobs < 1:
         raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
     scenario, *_ = [load(path, changes=changes) for changes in runs]
@@ -162,7 +158,7 @@ def sweep(
     with journal("out", folder, about) as (file_of_runs, done):
         written = 0
         try:
-            for number, row in _played(path, runs, done, jobs, on):
+            for number, row in _played(path, runs, done, jobs):
                 file_of_runs.write(f"{json.dumps([number, row])}\n")
                 file_of_runs.flush()
                 done[number] = row
@@ -176,16 +172,12 @@ def sweep(
 
 
 def _played(
-    path: Path,
-    runs: Sequence[Row],
-    done: Mapping[int, Row],
-    jobs: int,
-    on: str | None,
+    path: Path, runs: Sequence[Row], done: Mapping[int, Row], jobs: int
 ) -> Iterator[tuple[int, Row]]:
     """Run what is missing; yield rows as they come, with the numbers of their runs."""
     missing = [number for number in range(len(runs)) if number not in done]
     wanted = [runs[number] for number in missing]
-    with closing(replies(attempt, path, wanted, jobs, on)) as played:
+    with closing(replies(attempt, path, wanted, jobs)) as played:
         for at, reply in played:
             if "error" in reply:
                 said = [f"{k} = {repr_of(v)}" for k, v in wanted[at].items()]

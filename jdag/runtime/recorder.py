@@ -190,18 +190,13 @@ class Recorder:
         return record + 1
 
 
-def _said_of(job: Job, cost_ns: int) -> tuple[Any, ...]:
+def _said_of(job: Any, cost_ns: int) -> tuple[Any, ...]:
     kind = job.__class__.__name__.lower()
-    of = (kind, _label(job.context), job.phase, job.path)
-    return (*of, job_name(job), acted(job), cost_ns)
-
-
-def acted(job: Any) -> str:
-    """The action of a pipeline that a job is, such as 0F3; "" for none."""
     tag: Tag | None = getattr(job, "tag", None)
-    if tag is None:
-        return ""
-    return f"{tag.stage}{job.action}{tag.micro_batch}"
+    # The action of a pipeline that it is, such as 0F3.
+    action = f"{tag.stage}{job.action}{tag.micro_batch}" if tag is not None else ""
+    of = (kind, _label(job.context), job.phase, job.path)
+    return (*of, job_name(job), action, cost_ns)
 
 
 def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:

@@ -35,6 +35,7 @@ from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
 
 _OF_PAIRS = (Forward, Vjp, VjpWeights)
+_Ready = tuple[Any, int, int]  # A job, the record that asked for it, and when it did.
 
 
 class Device:
@@ -122,7 +123,7 @@ class Jobs:
         device.busy = True
         env, now_ns = self._env, self._timeline.now_ns
         name = device.name
-        costs = self._costs_ns(name, [job for job, _, _ in found])
+        costs = self._costs_ns(name, found)
         if env.faults.slow:
             costs = [env.faults.stretched_ns(name, cost, now_ns) for cost in costs]
         cost_ns = sum(costs)
@@ -153,11 +154,11 @@ class Jobs:
         else:
             self._finish(host, device, computed)
 
-    def _costs_ns(self, name: str, jobs: Sequence[Job]) -> Sequence[int]:
+    def _costs_ns(self, name: str, found: Sequence[_Ready]) -> Sequence[int]:
         """How long jobs that run as one take on a device of a worker."""
-        job, model = jobs[0], self.models[name]
-        if len(jobs) > 1 or not isinstance(job, _OF_PAIRS):
-            return model.costs_ns(jobs)
+        job, model = found[0][0], self.models[name]
+        if len(found) > 1 or not isinstance(job, _OF_PAIRS):
+            return model.costs_ns([job for job, _, _ in found])
         of = (name, job.function, job.action)
         cost_ns = self._costs.get(of)
         if cost_ns is None:

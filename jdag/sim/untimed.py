@@ -25,7 +25,6 @@ from jdag.sim.timeline import (
     CRASH,
     EVENT,
     PRIORITY,
-    SEQUENCE,
     TIME,
     Entry,
     Timeline,
@@ -125,8 +124,9 @@ class UntimedTimeline(Timeline):
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
         self._home = home
-        # By chain, what is due now, in its order, with its step (jobs have several).
-        self._chains: dict[tuple[str, ...], deque[tuple[Entry, Step]]] = {}
+        # By chain, what is due now, in its order: its sequence, which is unique, its
+        # entry and its step (jobs have several).
+        self._chains: dict[tuple[str, ...], deque[tuple[int, Entry, Step]]] = {}
         self._delivered: dict[tuple[str, ...], int] = {}
         self._running: dict[str, str] = {}  # By worker, the job begun last.
         self.faults: Callable[[], list[Fault]] = list
@@ -140,7 +140,7 @@ class UntimedTimeline(Timeline):
         self._pushed = sequence = self._pushed + 1
         entry = [time_ns, priority, sequence, action]
         step = self._step(action)
-        self._chains.setdefault(step.chain, deque()).append((entry, step))
+        self._chains.setdefault(step.chain, deque()).append((sequence, entry, step))
         return entry
 
     def _step(self, action: tuple[Any, ...]) -> Step:
@@ -171,9 +171,9 @@ class UntimedTimeline(Timeline):
                 self._carry_out(heappop(heap))
                 continue
             found = self._enabled(waiter in given)
-            faults = self._faults(chooser) if found else []
+            faults = self._faults(chooser) if found and chooser.budget else []
             if found:
-                steps = tuple([one[0] for one in found]) + tuple([f[0] for f in faults])
+                steps = tuple([one[0] for one in (*found, *faults)])
                 index = chooser.pick_step(steps)
                 if index >= len(found):
                     step, action = faults[index - len(found)]
@@ -205,17 +205,17 @@ class UntimedTimeline(Timeline):
         """What may happen next, in the order in which it was queued; main first."""
         heads = []
         for chain, queue in [*self._chains.items()]:
-            while queue and queue[0][0][ACTION] is None:
+            while queue and queue[0][1][ACTION] is None:
                 queue.popleft()  # It was cancelled.
             if queue:
                 heads.append(queue[0])
             else:
                 del self._chains[chain]
-        heads.sort(key=_sequence)
+        heads.sort()
         found: list[tuple[Step, Entry | None, int]] = []
         if main:
             found.append((Step(MAIN, self._home), None, 0))
-        for entry, step in heads:
+        for _, entry, step in heads:
             if step.kind != "begin":
                 found.append((step, entry, 0))
                 continue
@@ -227,13 +227,13 @@ class UntimedTimeline(Timeline):
         return found
 
     def _faults(self, chooser: Any) -> list[Fault]:
-        left = {kind: number for kind, number in chooser.budget.items() if number > 0}
+        left = [kind for kind, number in chooser.budget.items() if number > 0]
         if not left:
             return []
         found = [fault for fault in self.faults() if fault[0].kind in left]
         for kind in ("drop", "duplicate"):
             for queue in self._chains.values() if kind in left else ():
-                entry, step = queue[0]
+                _, entry, step = queue[0]
                 if step.kind == "deliver":
                     fault = step._replace(kind=kind)
                     found.append((fault, (self._befall, kind, step, entry)))
@@ -256,11 +256,6 @@ class UntimedTimeline(Timeline):
         """Drop all queued actions."""
         super().clear()
         self._chains.clear()
-
-
-def _sequence(head: tuple[Entry, Step]) -> int:
-    sequence: int = head[0][SEQUENCE]
-    return sequence
 
 
 def _message(message: Any) -> tuple[str, tuple[int, ...]]:

@@ -168,6 +168,10 @@ def _sealed(
     return whole if len(whole) <= CHECKED_BYTES else bounded(_decoder, whole)
 
 
+# Of an envelope without types, and its length, beside those of its message.
+_AROUND_BYTES = COUNT_BYTES + 2
+
+
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     """Bytes of the values, and of message, headers and values together.
 
@@ -175,6 +179,10 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
         message: any of `jdag.engine.messages`.
         values: the values it carries: arrays, abstract values, Python numbers.
     """
+    if not values and message.__class__ not in _CLOSED:
+        nbytes = len(encoded(message, _encode))
+        if nbytes <= CHECKED_BYTES:
+            return 0, _AROUND_BYTES + nbytes
     beside = 0
 
     def measured(tree: Any) -> bytes:
@@ -184,8 +192,6 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
         beside += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
         return b""
 
-    if not values:
-        return 0, COUNT_BYTES + len(_sealed(message, (), measured)) + beside
     kinds = [type_of(value) for value in values]
     envelope = len(_sealed(message, kinds, measured)) + beside
     elements = sum([kind.nbytes for kind in kinds])
