@@ -3,12 +3,14 @@
 #   PYTHON   which Python makes the environment (3.11 or newer)
 #   VENV     where that environment lives
 #   N        how many random programs `make test-long` draws
+#   MINUTES  how long `make chaos` hurts workers
 #   TIER     how much `make suite` runs: first (every fact once) or all
 #   MARKS    which tests `make suite` runs, by their marks
 
 PYTHON ?= python3
 VENV ?= .venv
 N ?= 3000
+MINUTES ?= 60
 TIER ?= all
 MARKS ?= not long
 
@@ -17,7 +19,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-long suite lint mutants bench install install-test clean
+.PHONY: demo test test-all test-long suite lint mutants bench chaos install install-test clean
 
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
@@ -53,6 +55,10 @@ bench: install
 	$(BIN)/python -m paper.replicas
 	$(BIN)/python -m paper.retiming
 	$(BIN)/python -m paper.data_parallel
+
+# Workers hurt in every way, by seed; on loopback.
+chaos: install-test
+	$(BIN)/python -W ignore -m paper.chaos --minutes $(MINUTES)
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test

@@ -1,0 +1,386 @@
+"""Chaos: programs of scenarios on real workers that are hurt in every way, by seed.
+
+    python -m paper.chaos                      an hour, and 10,000 steps
+    python -m paper.chaos --minutes 8 --seed 3 --modes tls
+
+A round joins three workers, runs a program again and again, and meanwhile hurts up to
+three times: it kills or freezes a process, has its files full, cuts, slows, holds or
+refuses its streams, or dials it as a stranger. Faults that pass within the deadline
+must change nothing: the bits are those of a quiet run, and there is no error. Other
+faults may end the program with an error of jdag that names a worker, within the
+deadline. Then everything is mended, and in the same session the program has to end in
+the right bits, with no context or pass left on any worker, and with no shared memory or
+descriptor of it left. In some rounds with TLS a worker has a certificate that nobody
+trusts, and joining has to be refused.
+
+`paper/results/chaos.json` has each round, `chaos.md` the table. A round that hangs ends
+the campaign with the stacks of all threads.
+"""
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import re
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdag.errors import JdagError, JoinError, text_of
+from paper.chaos_pool import DEADLINE_S, LONG, MODES, NAMES, Pool
+from paper.chaos_programs import PROGRAMS, Program, bits_of, fresh, programs_in, train
+from paper.failures import children
+from paper.figures import RESULTS, machine
+
+SOCKET = "socket:[N]"
+# Both ends that a proxy has of a connection, for each of three pairs of workers.
+SOCKETS_MAX = {"grpc": 6}
+HURT_S = 2.0
+SLACK_S = 10.0  # Of a busy machine.
+HEALED_S = 60.0
+LEFT_S = 20.0  # A dial of a worker that is under way takes until its deadline.
+HANGS_S = 240.0
+STRANGE_SHARE = 0.1
+BLOCK, GROWTH_MIB_MAX = 100, 8.0
+
+
+class Trouble(threading.Thread):
+    """Hurts the workers at some moments of a round; `done` says when and how."""
+
+    def __init__(self, pool: Pool, rng: Random, faults: Sequence[str], count: int):
+        super().__init__(daemon=True)
+        self._pool, self._rng = pool, rng
+        moments = sorted(rng.uniform(0, HURT_S) for _ in range(count))
+        self._plan = [(at, rng.choice(faults), rng.choice(NAMES[1:])) for at in moments]
+        self._over = threading.Event()
+        self.done: list[dict[str, Any]] = []
+        self.failed: list[str] = []
+        self.begun = time.monotonic()
+        self.start()
+
+    def run(self) -> None:
+        """Do it."""
+        try:
+            for at, fault, victim in self._plan:
+                if self._over.wait(max(0.0, self.begun + at - time.monotonic())):
+                    return
+                at_s = time.monotonic() - self.begun
+                lasts_s = self._pool.faults[fault](victim, self._rng)
+                is_long = lasts_s == LONG
+                one = {"fault": fault, "victim": victim, "at_s": at_s, "long": is_long}
+                self.done.append(one)
+                if not is_long and lasts_s:
+                    self._over.wait(lasts_s)
+                    self._pool.mend(fault, victim)
+        except ProcessLookupError:  # It has been killed before.
+            pass
+        except Exception as error:
+            self.failed.append(f"the campaign itself: {error!r}")
+
+    def end(self) -> None:
+        """Hurt no more."""
+        self._over.set()
+        self.join()
+
+
+def hurt(cluster: Any, program: Program, bits: str, trouble: Trouble) -> dict[str, Any]:
+    """Run a program again and again while it is hurt; say how that ended."""
+    found: dict[str, Any] = {"outcome": "finished", "wrong": [], "runs": 0}
+    try:
+        while trouble.is_alive() or not found["runs"]:
+            found["runs"] += 1
+            if program(cluster) != bits:
+                found["wrong"].append("other bits")
+    except JdagError as error:
+        found |= {"outcome": type(error).__name__, "said": text_of(error)[:1000]}
+    except Exception as error:
+        found |= {"outcome": type(error).__name__, "said": text_of(error)[:1000]}
+        found["wrong"].append("an error that is not jdag's")
+    ended_s = time.monotonic() - trouble.begun
+    trouble.end()
+    found["wrong"] += trouble.failed
+    lasting = [one for one in trouble.done if one["long"]]
+    if found["outcome"] != "finished":
+        if not lasting:
+            found["wrong"].append("an error by faults that pass")
+        else:
+            found["seconds"] = ended_s - lasting[0]["at_s"]
+            if found["seconds"] > DEADLINE_S + SLACK_S:
+                found["wrong"].append("an error after the deadline")
+        victims = [f"'{one['victim']}'" for one in lasting if one["fault"] != "fill"]
+        has_full = len(victims) < len(lasting)
+        if not has_full and not any(name in found["said"] for name in victims):
+            found["wrong"].append("an error that names no worker that was hurt")
+    return found | {"faults": trouble.done}
+
+
+def healed(cluster: Any, program: Program, bits: str) -> list[str]:
+    """What is wrong once all is mended; lost workers join again meanwhile."""
+    due = time.monotonic() + HEALED_S
+    while True:
+        try:
+            if program(cluster) != bits:
+                return ["other bits after it was mended"]
+            break
+        except JdagError as error:
+            if time.monotonic() > due:
+                return [f"not well after it was mended: {text_of(error)[:1000]}"]
+            time.sleep(0.2)
+    held: dict[str, Any] = {}
+    while time.monotonic() < due:  # What ends takes a moment.
+        info = cluster.info()
+        held = {
+            f"{worker}: {what} {one[what]}": one[what]
+            for worker, one in info.items()
+            for what in ("live_contexts", "live_passes")
+        }
+        if not any(held.values()):
+            return []
+        time.sleep(0.1)
+    return [text for text, count in held.items() if count]
+
+
+def segments() -> list[str]:
+    """Shared memory of jdag that is left."""
+    return sorted(str(path) for path in Path("/dev/shm").glob("*jdag*"))
+
+
+def opened() -> list[str]:
+    """What the descriptors of this process are."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # The one of the folder itself.
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [re.sub(r"[0-9]+", "N", one) for one in found]
+
+
+def left(before: list[str], *, sockets: int) -> list[str]:
+    """What sessions have left in this process and on this host.
+
+    Of `sockets` no more may have been opened: workers that were hurt may keep a
+    connection of gRPC to another one, through a proxy here, until their next session.
+    """
+    due = time.monotonic() + LEFT_S
+    while True:
+        gc.collect()  # Arrays that JAX has let go of, and the memory that they were in.
+        more = Counter(opened())
+        more.subtract(before)
+        more[SOCKET] -= sockets
+        found = segments() + [f"{n} more {what}" for what, n in more.items() if n > 0]
+        if not found or time.monotonic() > due:
+            return found
+        time.sleep(0.05)
+
+
+def strange_round(pool: Pool, rng: Random) -> dict[str, Any]:
+    """Join while a worker has a certificate that nobody trusts."""
+    victim = rng.choice(NAMES[1:])
+    pool.start(victim, strange=True)
+    begun, wrong = time.monotonic(), []
+    try:
+        pool.connect().close()
+        wrong.append("joined with a stranger")
+        said = ""
+    except JoinError as error:
+        said = text_of(error)
+        if f"'{victim}'" not in said or "TLS" not in said:
+            wrong.append("the error names neither the worker nor TLS")
+    seconds = time.monotonic() - begun
+    if seconds > DEADLINE_S + SLACK_S:
+        wrong.append("an error after the deadline")
+    pool.start(victim)
+    fault = {"fault": "certificate", "victim": victim, "at_s": 0.0, "long": True}
+    return {
+        **{"program": "connect", "outcome": "JoinError", "said": said},
+        **{"seconds": seconds, "faults": [fault], "wrong": wrong, "runs": 1},
+    }
+
+
+def one_round(
+    pool: Pool,
+    rng: Random,
+    programs: dict[str, Program],
+    quiet: dict[str, str],
+    before: list[str],
+) -> dict[str, Any]:
+    """One session: hurt, mended, closed; `before`: see `left`."""
+    if pool.mode == "tls" and rng.random() < STRANGE_SHARE:
+        return strange_round(pool, rng)
+    name = rng.choice(list(programs))
+    with pool.connect() as cluster:
+        trouble = Trouble(pool, rng, list(pool.faults), rng.randint(1, 3))
+        found = hurt(cluster, programs[name], quiet[name], trouble)
+        pool.heal()
+        found["wrong"] += healed(cluster, programs[name], quiet[name])
+    found["wrong"] += left(before, sockets=SOCKETS_MAX.get(pool.mode, 0))
+    return {"program": name, **found}
+
+
+def resident_mib(process: int) -> float:
+    """The resident memory of a process."""
+    pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def steady(pool: Pool, steps: int, rng: Random) -> dict[str, Any]:
+    """Train for many steps while streams are cut; the memory of each process."""
+    pids = {NAMES[0]: os.getpid(), **{name: pool.pid(name) for name in NAMES[1:]}}
+    memory: dict[str, list[float]] = {name: [] for name in pids}
+    wrong, x, cuts = [], jnp.linspace(1.0, 2.0, 64), 0
+    bits: dict[str, None] = {}
+    blocks = max(10, steps // BLOCK)
+    with pool.connect() as cluster:
+        for block in range(blocks):
+            trouble = Trouble(pool, rng, ["cut"], block % 2)
+            leaves = fresh(cluster, 64)
+            train(cluster, leaves, x, steps // blocks)
+            bits[bits_of(leaves)] = None
+            trouble.end()
+            cuts += len(trouble.done)
+            if block % (blocks // 10) == blocks // 10 - 1:
+                for name, pid in pids.items():
+                    memory[name].append(round(resident_mib(pid), 1))
+    if len(bits) != 1:
+        wrong.append(f"{len(bits)} patterns of bits in {blocks} equal trainings")
+    growth = {name: round(max(of[2:]) - of[1], 1) for name, of in memory.items()}
+    if max(growth.values()) > GROWTH_MIB_MAX:
+        wrong.append(f"memory grows by {growth} MiB")
+    found = {"steps": steps, "cuts": cuts, "resident_mib": memory, "wrong": wrong}
+    return found | {"growth_mib": growth}
+
+
+def campaign(
+    modes: Sequence[str],
+    wanted: Sequence[str],
+    seconds: float,
+    steps: int,
+    seed: int,
+    out: Path,
+) -> dict[str, Any]:
+    """All rounds; written after each one."""
+    results: dict[str, Any] = {"machine": machine(), "seed": seed, "rounds": []}
+    results |= {"deadline_s": DEADLINE_S, "seconds": seconds}
+
+    def write(found: dict[str, Any]) -> None:
+        print(found.get("mode"), found.get("program"), found["wrong"], flush=True)
+        (out / "chaos.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    before = children()
+    with tempfile.TemporaryDirectory() as folder:
+        programs, allow = programs_in(Path(folder), wanted)
+        quiet: dict[str, str] = {}
+        for mode in modes:
+            (Path(folder) / mode).mkdir()
+            pool = Pool(mode, Path(folder) / mode, seed, allow)
+            rng = Random(f"{seed} {mode}")
+            try:
+                with pool.connect() as cluster:
+                    for name, program in programs.items():
+                        found = program(cluster)
+                        if quiet.setdefault(name, found) != found:
+                            raise SystemExit(f"{mode}: other bits of {name}, unhurt")
+                first = opened()
+                due, number = time.monotonic() + seconds / len(modes), 0
+                while time.monotonic() < due:
+                    faulthandler.dump_traceback_later(HANGS_S, exit=True)
+                    one = one_round(pool, rng, programs, quiet, first)
+                    faulthandler.cancel_dump_traceback_later()
+                    results["rounds"].append({"mode": mode, "number": number, **one})
+                    write(results["rounds"][-1])
+                    number += 1
+                if mode == modes[-1] and steps:
+                    results["steady"] = {"mode": mode, **steady(pool, steps, rng)}
+                    write(results["steady"])
+            finally:
+                pool.close()
+    results["left"] = [f"process {one}" for one in sorted(children() - before)]
+    results["left"] += segments()
+    write({"wrong": results["left"]})
+    (out / "chaos.md").write_text(page(results))
+    return results
+
+
+def page(results: dict[str, Any]) -> str:
+    """The page of a campaign."""
+    rounds, here = results["rounds"], results["machine"]
+    wrong = sum(bool(one["wrong"]) for one in rounds)
+    lines = [
+        "# Workers hurt in every way",
+        "",
+        f"`make chaos`, {results['seconds'] / 60:g} minutes, seed {results['seed']}: "
+        f"{len(rounds)} rounds, {wrong} of them wrong; deadline {DEADLINE_S:g} s; "
+        f"{here['cores']} cores, Python {here['python']}, JAX {here['jax']}.",
+        "`paper/chaos.py` says what a round is, and what is right.",
+        "",
+        "| streams | rounds | runs of programs | unhurt in the end | named error | "
+        "slowest error, s | wrong |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for mode in dict.fromkeys(one["mode"] for one in rounds):
+        own = [one for one in rounds if one["mode"] == mode]
+        finished = sum(one["outcome"] == "finished" for one in own)
+        slowest = max((one.get("seconds", 0.0) for one in own), default=0.0)
+        cells = [mode, len(own), sum(one["runs"] for one in own), finished]
+        cells += [len(own) - finished, f"{slowest:.2f}"]
+        cells += [sum(bool(one["wrong"]) for one in own)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    kinds = Counter(
+        f"{fault['fault']}, {'lasting' if fault['long'] else 'passing'}"
+        for one in rounds
+        for fault in one["faults"]
+    )
+    lines += ["", "| fault | times |", "| --- | --- |"]
+    lines += [f"| {kind} | {count} |" for kind, count in sorted(kinds.items())]
+    lines += ["", f"Left in the end: {', '.join(results['left']) or 'nothing'}."]
+    if (steps := results.get("steady")) is not None:
+        lines += [
+            "",
+            f"{steps['steps']:,} steps with {steps['cuts']} cut streams; MiB resident "
+            "after each tenth:",
+            "",
+            "| process | " + " | ".join(map(str, range(1, 11))) + " | from 2 on |",
+            "| --- |" + " --- |" * 11,
+        ]
+        for name, of in steps["resident_mib"].items():
+            cells = [name, *of[:10], f"+{steps['growth_mib'][name]}"]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, ""])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the campaign and write its results; 1 if anything was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--programs", nargs="+", default=PROGRAMS, choices=PROGRAMS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as compiled:
+        jax.config.update("jax_compilation_cache_dir", compiled)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        found = campaign(
+            asked.modes,
+            asked.programs,
+            seconds=asked.minutes * 60,
+            steps=asked.steps,
+            seed=asked.seed,
+            out=asked.out,
+        )
+    wrong = [*found["rounds"], found.get("steady", {"wrong": []})]
+    return int(any(one["wrong"] for one in wrong) or bool(found["left"]))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

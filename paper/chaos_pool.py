@@ -1,0 +1,236 @@
+"""Worker processes behind proxies, which are hurt and healed; for `paper.chaos`."""
+
+import os
+import resource
+import signal
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import jdag
+from jdag.api.drivers import worker_options
+from jdag.rpc import worker_server
+from jdag.rpc.authority import fresh_authority
+from jdag.rpc.launch import Launch
+from jdag.rpc.listener import Listener
+from jdag.rpc.node import MakeNode
+from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
+from paper.proxy import Gate, Proxy
+
+MODES = ("unix", "tcp", "grpc", "tls")
+NAMES = ("w0", "w1", "w2", "w3")  # w0 is main.
+DEADLINE_S = 5.0
+FILE_BYTES = 1 << 14  # What a worker may write to a file when its disk is full.
+LONG = float("inf")
+_ANNOUNCED = "JDAG_CHAOS_ANNOUNCED"
+
+
+class Announced(Listener):
+    """A listener that announces the proxy in front of it as its address."""
+
+    def __init__(self, address: str, **settings: Any) -> None:
+        super().__init__(address, **settings)
+        self.address = os.environ.get(_ANNOUNCED) or self.address
+
+
+def member(options: WorkerOptions) -> MakeNode:
+    """Return what `jdag.api.drivers.member` does, behind a proxy."""
+    setattr(worker_server, "Listener", Announced)  # noqa: B010
+    return jdag.api.drivers.member(options)
+
+
+def free_port() -> int:
+    """A port below those that the system chooses, at which nobody listens."""
+    while True:
+        port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
+def limit_files(process: int, nbytes: int | None) -> None:
+    """Set how large files of a process may become; None: as large as at first."""
+    hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
+    soft = hard if nbytes is None else nbytes
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Pool:
+    """The workers w1 to w3 of a cluster's file, which this process joins as w0.
+
+    Args:
+        mode: "unix": streams are as `jdag up` makes them on one host; else they go
+            through proxies, as they are, in TLS, or in streams of gRPC.
+        folder: for certificates and the cluster's file.
+        seed: of the proxies.
+        allow: modules that workers may run by name.
+    """
+
+    def __init__(self, mode: str, folder: Path, seed: int, allow: list[str]) -> None:
+        self.mode, self.folder = mode, folder
+        self.proxy = Proxy(seed)
+        self.gates: dict[str, list[Gate]] = {}
+        self._allow = allow
+        self._ports: dict[str, tuple[int, int]] = {}
+        self._announced: dict[str, str] = {}
+        self._launches: dict[str, Launch] = {}
+        self._files = self._certificates("own")
+        self._strange = self._certificates("strange")
+        self.path = folder / "cluster.toml"
+        lines = [
+            f'carrier = "{"grpc" if mode == "grpc" else "socket"}"',
+            f"deadline_s = {DEADLINE_S}",
+        ]
+        if mode == "tls":
+            lines += ["[tls]"]
+            keys = ("ca", "certificate", "key")
+            pairs = zip(keys, self._files, strict=True)
+            lines += [f'{key} = "{path}"' for key, path in pairs]
+        for name in NAMES:
+            control, data = self._ports[name] = free_port(), free_port()
+            if mode != "unix" and name != NAMES[0]:
+                control, one = self.proxy.before(control)
+                data, other = self.proxy.before(data)
+                self.gates[name] = [one, other]
+                self._announced[name] = f"tcp:127.0.0.1:{data}"
+            lines += [f"[workers.{name}]", f'control = "127.0.0.1:{control}"']
+            lines += [f"allow = {allow}"]
+        self.path.write_text("\n".join(lines))
+        for name in NAMES[1:]:
+            self.start(name)
+
+    def _certificates(self, name: str) -> tuple[Path, Path, Path]:
+        folder = self.folder / name
+        folder.mkdir()
+        return fresh_authority().issue("127.0.0.1", "127.0.0.1", folder)
+
+    def start(self, name: str, *, strange: bool = False) -> None:
+        """Start the process of a worker; `strange`: with certificates of others."""
+        control, data = self._ports[name]
+        options = worker_options(
+            name,
+            None,
+            allow=tuple(self._allow),
+            carrier="grpc" if self.mode == "grpc" else "socket",
+            value_bytes_max=VALUE_BYTES_MAX,
+        )
+        changes: dict[str, Any] = {"control": f"127.0.0.1:{control}"}
+        env = {}
+        if self.mode != "unix":
+            changes |= {"node": f"{__name__}:member"}
+            changes |= {"data": f"tcp:127.0.0.1:{data}"}
+            env = {_ANNOUNCED: "" if self.mode == "grpc" else self._announced[name]}
+        if self.mode == "tls":
+            changes |= {"tls": self._strange if strange else self._files}
+            changes |= {"hosts": dict.fromkeys(NAMES, "127.0.0.1")}
+        if name in self._launches:
+            self._launches[name].close()
+        made = options.model_copy(update=changes)
+        logs = self.folder / "logs"
+        self._launches[name] = Launch([made], env=env, logs=logs, ready_s=600)
+
+    def pid(self, name: str) -> int:
+        """The process of a worker."""
+        return self._launches[name].pids[name]
+
+    def connect(self) -> jdag.Cluster:
+        """Join the workers."""
+        return jdag.connect(self.path, name=NAMES[0])
+
+    # ---------------------------------------------------------------------- faults
+
+    def kill(self, name: str, rng: Random) -> float:
+        """End a process; return how long it lasts, as all faults do."""
+        os.kill(self.pid(name), signal.SIGKILL)
+        return LONG
+
+    def freeze(self, name: str, rng: Random) -> float:
+        """Stop a process."""
+        os.kill(self.pid(name), signal.SIGSTOP)
+        return rng.choice((rng.uniform(0.05, DEADLINE_S / 4), LONG))
+
+    def fill(self, name: str, rng: Random) -> float:
+        """Have no file of a process grow, shared memory included; also main's."""
+        name = rng.choice((name, NAMES[0]))
+        limit_files(os.getpid() if name == NAMES[0] else self.pid(name), FILE_BYTES)
+        return LONG
+
+    def cut(self, name: str, rng: Random) -> float:
+        """Cut streams in the middle of what they carry."""
+        self.proxy.do(rng.choice(self.gates[name]), cuts=rng.randint(1, 4))
+        return rng.uniform(0.1, 1.0)
+
+    def slow(self, name: str, rng: Random) -> float:
+        """Delay what streams carry, each by delays of its own."""
+        for gate in self.gates[name]:
+            self.proxy.do(gate, delay_s=rng.uniform(0.001, 0.05))
+        return rng.uniform(0.1, 2.0)
+
+    def hold(self, name: str, rng: Random) -> float:
+        """Carry nothing, and say nothing."""
+        for gate in self.gates[name]:
+            self.proxy.do(gate, holds=True)
+        return rng.choice((rng.uniform(0.05, DEADLINE_S / 4), LONG))
+
+    def refuse(self, name: str, rng: Random) -> float:
+        """Cut all streams and refuse new ones."""
+        for gate in self.gates[name]:
+            self.proxy.do(gate, refuses=True)
+        return LONG
+
+    def strangers(self, name: str, rng: Random) -> float:
+        """Dial a worker with garbage, and with a certificate that nobody trusts."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(*self._strange[1:])
+        for port in self._ports[name]:
+            for is_garbage in (True, False):
+                with (
+                    suppress(OSError),
+                    socket.create_connection(("127.0.0.1", port), 1) as s,
+                ):
+                    s.settimeout(0.2)
+                    if is_garbage:
+                        s.sendall(rng.randbytes(rng.randint(1, 4096)))
+                    else:
+                        with context.wrap_socket(s) as secured:
+                            secured.recv(1)
+        return 0.0
+
+    @property
+    def faults(self) -> dict[str, Callable[[str, Random], float]]:
+        """Those that are possible here."""
+        found = [self.kill, self.freeze, self.fill]
+        if self.mode != "unix":
+            found += [self.cut, self.slow, self.hold, self.refuse, self.strangers]
+        return {one.__name__: one for one in found}
+
+    def mend(self, fault: str, name: str) -> None:
+        """End a fault that passes."""
+        if fault == "freeze":
+            os.kill(self.pid(name), signal.SIGCONT)
+        elif fault in ("cut", "slow", "hold"):
+            self.proxy.heal(self.gates[name])
+
+    def heal(self) -> None:
+        """Have all processes be there and go on."""
+        self.proxy.heal(self.proxy.gates)
+        limit_files(os.getpid(), None)
+        for name in NAMES[1:]:
+            if name in self._launches[name].alive:
+                limit_files(self.pid(name), None)
+                os.kill(self.pid(name), signal.SIGCONT)
+            else:
+                self.start(name)
+
+    def close(self) -> None:
+        """End all."""
+        for name, launch in self._launches.items():
+            if name in launch.alive:
+                os.kill(self.pid(name), signal.SIGCONT)
+            launch.close()
+        self.proxy.close()

@@ -1,0 +1,111 @@
+"""The programs of `paper.chaos`: those of scenarios, and one that saves and loads."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jdag
+from jdag.errors import JdagError
+from jdag.scenario import Run, load
+from paper.chaos_pool import NAMES
+from paper.failures import SCENARIOS, Driver
+
+SAVING = "saving"
+PROGRAMS = (
+    SAVING,
+    *("chain", "diamond", "several_roots", "three_hops", "pipeline"),
+    *("parameter_server", "ddp_with_rpc", "shared_digits", "two_shards"),
+    "remote_embedding",
+)
+# From a cluster to a hash of all bits that count.
+Program = Callable[[jdag.Cluster], str]
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A layer whose output is large enough for shared memory."""
+    return jnp.tanh(x * w)
+
+
+def square(v: jax.Array, x: jax.Array) -> jax.Array:
+    """A loss."""
+    return jnp.mean(jnp.square(v * x - 1.0))
+
+
+def lowered(leaf: jax.Array, gradient: jax.Array) -> jax.Array:
+    """A step of gradient descent."""
+    return leaf - 0.1 * gradient
+
+
+def train(cluster: jdag.Cluster, leaves: Any, x: Any, steps: int) -> None:
+    """Train a net on two workers for some steps."""
+    for _ in range(steps):
+        with cluster.context() as ctx:
+            hidden = ctx.call("w1", layer, leaves["w"], x)
+            ctx.backward(ctx.call("w2", square, leaves["v"], hidden))
+            for leaf in leaves.values():
+                cluster.update(lowered, leaf, ctx.gradient(leaf))
+
+
+def bits_of(leaves: Any) -> str:
+    """A hash of the values of leaves."""
+    values = [leaf.fetch() for leaf in leaves.values()]
+    return hashlib.sha256(b"".join(one.tobytes() for one in values)).hexdigest()
+
+
+def fresh(cluster: jdag.Cluster, size: int) -> dict[str, Any]:
+    """Leaves of the net."""
+    w, v = jnp.linspace(-1.0, 1.0, size), jnp.linspace(0.5, 1.5, size)
+    return {"w": cluster.put("w1", w), "v": cluster.put("w2", v)}
+
+
+def saving(cluster: jdag.Cluster, folder: Path) -> str:
+    """Train, save, train, load, and train again from there."""
+    size = 1 << 17  # 512 KiB.
+    leaves, x = fresh(cluster, size), jnp.linspace(1.0, 2.0, size)
+    train(cluster, leaves, x, 2)
+    cluster.save(folder, leaves=leaves)
+    train(cluster, leaves, x, 2)
+    once = bits_of(leaves)
+    leaves = cluster.load(folder, leaves={"w": "w1", "v": "w2"})["leaves"]
+    train(cluster, leaves, x, 2)
+    return once if bits_of(leaves) == once else "differs after load"
+
+
+def programs_in(
+    folder: Path, names: Sequence[str]
+) -> tuple[dict[str, Program], list[str]]:
+    """Programs by name, and the modules that workers run by name."""
+    found: dict[str, Program] = {}
+    modules = [__name__]
+    for name in names:
+        if name == SAVING:
+            found[name] = lambda cluster: saving(cluster, folder / "saved")
+            continue
+        path = SCENARIOS / f"{name}.toml"
+        count = len(load(path).settings.names)
+        changes = {"workers": list(NAMES[:count]), "network": {}, "devices": {}}
+        scenario = load(path, changes=changes)
+        modules.append(scenario.settings.program.partition(":")[0])
+
+        def play(cluster: jdag.Cluster, scenario: Any = scenario) -> str:
+            run = Run(
+                workers=scenario.settings.names,
+                seeds=(0,),
+                abstract=False,
+                troubled=False,
+                virtual=False,
+                driver=Driver(cluster),
+                show=lambda *_: None,
+            )
+            figures = scenario.player.play(run)
+            if figures["outcome"] != "finished":
+                # A program may report an error as its outcome.
+                raise JdagError(str(figures.get("error_message", figures)))
+            return str(figures["gradient_bits"])
+
+        found[name] = play
+    return found, sorted({*modules})

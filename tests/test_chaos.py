@@ -1,0 +1,101 @@
+"""Workers that are hurt in every way: what is committed, a dry run, and the proxy."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from paper.figures import RESULTS
+from paper.proxy import Gate, Proxy
+
+pytestmark = pytest.mark.once
+
+ROOT = Path(__file__).parent.parent
+DATA = bytes(range(256)) * 400
+
+
+@contextmanager
+def carried() -> Iterator[tuple[Proxy, Gate, socket.socket, socket.socket]]:
+    """A stream through a gate: (proxy, gate, the end that dialled, the other one)."""
+    proxy = Proxy(0)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port, gate = proxy.before(listening.getsockname()[1])
+        with socket.create_connection(("127.0.0.1", port), 30) as dialled:
+            other, _ = listening.accept()
+            with other:
+                other.settimeout(30)
+                yield proxy, gate, dialled, other
+    proxy.close()
+
+
+def received(stream: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count and (came := stream.recv(1 << 16)):
+        data += came
+    return data
+
+
+def test_streams_arrive_whole_and_slowly_if_asked():
+    with carried() as (proxy, gate, dialled, other):
+        proxy.do(gate, delay_s=0.001)
+        dialled.sendall(DATA)
+        assert received(other, len(DATA)) == DATA
+        other.sendall(DATA)
+        assert received(dialled, len(DATA)) == DATA
+
+
+def test_what_is_held_arrives_when_it_is_mended():
+    with carried() as (proxy, gate, dialled, other):
+        proxy.do(gate, holds=True)
+        dialled.sendall(DATA)
+        other.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            other.recv(1)
+        other.settimeout(30)
+        proxy.heal([gate])
+        assert received(other, len(DATA)) == DATA
+
+
+def test_a_cut_is_a_reset_of_both_ends_amid_what_is_sent():
+    with carried() as (proxy, gate, dialled, other):
+        proxy.do(gate, cuts=1)
+        dialled.sendall(DATA[:1000])
+        with pytest.raises(ConnectionResetError):
+            assert len(received(other, 1000)) < 1000
+            other.recv(1)
+        with pytest.raises(ConnectionResetError):
+            dialled.recv(1)
+
+
+def test_who_is_refused_sees_a_reset():
+    with carried() as (proxy, gate, dialled, _):
+        proxy.do(gate, refuses=True)
+        with pytest.raises(ConnectionResetError):
+            dialled.recv(1)
+
+
+@pytest.mark.second
+def test_a_dry_run_ends_right(tmp_path: Path):
+    options = "--minutes 0.2 --steps 100 --modes tls --programs chain saving --out"
+    command = [sys.executable, "-W", "ignore", "-m", "paper.chaos", *options.split()]
+    done = subprocess.run(
+        [*command, tmp_path], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert found["rounds"] and found["steady"]["steps"] == 100
+    assert "| tls |" in (tmp_path / "chaos.md").read_text()
+
+
+def test_what_is_committed_has_all_rounds_right_and_memory_flat():
+    found = json.loads((RESULTS / "chaos.json").read_text())
+    assert {one["mode"] for one in found["rounds"]} == {"unix", "tcp", "grpc", "tls"}
+    assert not [one for one in found["rounds"] if one["wrong"]] and not found["left"]
+    assert found["steady"]["steps"] == 10_000 and not found["steady"]["wrong"]
