@@ -24,7 +24,7 @@ TYPE_CHECKING = False  # To import typing takes as long as all else here.
 if TYPE_CHECKING:
     from typing import Any
 
-    from jdag import errors, parallel, schedules, sim
+    from jdag import errors, parallel, schedules, sim, testing
     from jdag.api.cluster import Cluster
     from jdag.api.compiling import CompiledStep, compile
     from jdag.api.context import Context
@@ -80,6 +80,7 @@ __all__ = [
     "stop_gradient",
     "strategies",
     "sweep",
+    "testing",
     "unjitted",
     "value_and_grad",
     "wait",
@@ -119,6 +120,7 @@ _LATER = {
     "stop_gradient": "jdag.api.refs",
     "strategies": "jdag.lab",
     "sweep": "jdag.lab.sweep",
+    "testing": "",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
     "wait": "jdag.api.tasks",

@@ -34,7 +34,7 @@ LAYERS = (
     ("api",),
     ("report", "scenario"),
     ("lab",),
-    ("programs", "cli"),
+    ("programs", "cli", "testing"),
     ("__main__", "__init__"),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
@@ -68,7 +68,8 @@ HOMES = {
     "jax.shard_map": ("parallel",),
     "jax.vjp": ("compute",),
     "jax.jvp": ("compute",),
-    "hypothesis": (),
+    "hypothesis": ("testing.strategies",),
+    "pytest": ("testing.plugin",),
     "numpy.random": (),
     "pickle": (),
 }

@@ -154,7 +154,7 @@ class Subject:
         result: tuple[Any, ...] | None = None
         try:
             try:
-                result = self._run(cluster)
+                result = self.run(cluster)
             except JdagError as raised:
                 error = raised
             cluster.driver.settle()
@@ -166,7 +166,7 @@ class Subject:
         if result is not None and self.values == "real":
             said = bits(result)
             same = said == (self._first_bits() or said)
-            expected = self._truth()
+            expected = self.truth()
         info = cluster.info()
         held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
         leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
@@ -190,7 +190,8 @@ class Subject:
         self.first()
         return self._bits
 
-    def _run(self, cluster: Cluster) -> tuple[Any, ...]:
+    def run(self, cluster: Cluster) -> tuple[Any, ...]:
+        """Run the program on a cluster; return the result, as `Explored` has it."""
         case = self.program
         if not isinstance(case, Case):
             leaves = jax.tree.leaves(case(cluster))
@@ -211,7 +212,8 @@ class Subject:
             leaves = jax.tree.leaves(refs)
             return tuple(fetch(found[r]) if r in found else None for r in leaves)
 
-    def _truth(self) -> tuple[Any, ...] | None:
+    def truth(self) -> tuple[Any, ...] | None:
+        """The result by the oracle; None if the program has none."""
         if self._expected is None and isinstance(self.program, Case):
             truth = self.program.truth()
             self._expected = tuple(np.asarray(one) for one in truth)

@@ -1,0 +1,109 @@
+"""`assert_equals_oracle`: a program in several orders of events, in one assertion.
+
+Inputs:  a program, and what `jdag.explore` takes; `replaying`, a file of a failure that
+         the next assertion repeats in place of exploring.
+Outputs: nothing, or a `Violation`, whose failure the pytest plugin shrinks and saves.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jdag.api.cluster import Cluster
+from jdag.api.drivers import simulate
+from jdag.errors import ScenarioError, unusable
+from jdag.lab.exploration import exploration, sound
+from jdag.lab.failures import Failure, Property, failure_of, read_failure, replayed
+from jdag.lab.strategies import RandomWalk, Strategy
+from jdag.lab.subject import Subject
+from jdag.scenario.case import Case, difference, worst
+from jdag.testing.drawn import Program, program_of
+
+DRAWN = "drawn:"  # Begins a failure's `scenario` if the program was drawn.
+RELATIVE_MAX = 1e-5
+replaying: list[Path] = []  # One file, or none.
+
+
+class Violation(AssertionError):
+    """A program's run was wrong; `failure` is which, `drawn` the program if drawn."""
+
+    def __init__(self, failure: Failure, drawn: Program | None) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+        self.drawn = drawn
+
+    def save(self, path: Path) -> None:
+        """Write the failure, with the program if that was drawn."""
+        drawn = "" if self.drawn is None else DRAWN + json.dumps(self.drawn.data())
+        self.failure.save(path, drawn)
+
+
+def assert_equals_oracle(
+    program: Program | Case | Callable[[Cluster], Any],
+    workers: Sequence[str] = (),
+    *,
+    runs: int = 20,
+    strategy: Strategy | None = None,
+    faults: Mapping[str, int] | None = None,
+    property: Property = sound,
+    simulated: Mapping[str, Any] | None = None,
+) -> None:
+    """Hold a program against the oracle in several orders of its events.
+
+    Args:
+        program: one that `programs` drew, or what `jdag.explore` takes.
+        workers: their names; of a drawn program those that it has.
+        runs: how many orders are run at most.
+        strategy: what picks them; None: `RandomWalk()`.
+        faults: a budget for each run, as `jdag.explore` takes it.
+        property: what each run has to keep; by default what `jdag.explore` asks for.
+        simulated: settings of `jdag.simulate` for one more run, in virtual time:
+            network, faults, devices, seed. Of a `Case` or a drawn program.
+
+    Raises:
+        Violation: an AssertionError that says in which order which run is wrong.
+        ScenarioError: an argument is unusable.
+    """
+    drawn = program if isinstance(program, Program) else None
+    if replaying:
+        _replay(replaying[0], program, drawn, property)
+        return
+    what = program.case() if isinstance(program, Program) else program
+    names = drawn.workers if drawn is not None else tuple(workers)
+    if type(runs) is not int or runs < 1:
+        raise ScenarioError(unusable("runs", runs, "an integer >= 1"))
+    subject = Subject(what, names, "real", faults or {})
+    found = exploration(subject, property, range(runs), strategy or RandomWalk())
+    if found.failure is not None:
+        raise Violation(found.failure, drawn)
+    if simulated is not None:
+        _check_timed(subject, simulated)
+
+
+def _check_timed(subject: Subject, settings: Mapping[str, Any]) -> None:
+    if not isinstance(subject.program, Case):
+        allowed = "only with a jdag.scenario.Case or a drawn program"
+        raise ScenarioError(unusable("simulated", settings, allowed))
+    with simulate(subject.workers, **{"seed": 0, **settings}) as cluster:
+        result = subject.run(cluster)
+    expected = subject.truth()
+    assert expected is not None, subject.name
+    apart = worst(list(map(difference, result, expected)))
+    said = f"with {dict(settings)} a gradient is off the oracle's by {apart:.1e}"
+    assert apart <= RELATIVE_MAX, said
+
+
+def _replay(
+    path: Path, program: Any, drawn: Program | None, property: Property
+) -> None:
+    held = read_failure(path)
+    if held["scenario"].startswith(DRAWN):
+        drawn = program_of(json.loads(held["scenario"].removeprefix(DRAWN)))
+    what = program if drawn is None else drawn.case()
+    played = replayed(held, path, what)
+    subject = Subject(what, held["workers"], held["values"], held["faults"])
+    subject.first()
+    failure = failure_of(subject, played, property, held["run"])
+    if failure is not None:
+        raise Violation(failure, drawn)

@@ -1,0 +1,68 @@
+"""The pytest plugin: a wrong run is shrunk and saved, and the command repeats it.
+
+It is loaded by pytest where jdag is installed; elsewhere by `-p jdag.testing.plugin`.
+"""
+
+import re
+import shlex
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+OPTION = "--jdag-replay"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that repeats a run."""
+    said = "repeat this run in place of exploring orders (jdag.testing)"
+    parser.getgroup("jdag").addoption(OPTION, metavar="FILE", help=said)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have assertions repeat the file, if there is one."""
+    path = config.getoption(OPTION)
+    if path is not None:
+        if not Path(path).is_file():
+            raise pytest.UsageError(f"{OPTION} {path}: no such file")
+        _checks().replaying[:] = [Path(path)]
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Repeat nothing any more."""
+    if config.getoption(OPTION) is not None:
+        _checks().replaying.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add the command to the report of a test that a wrong run failed."""
+    report = yield
+    error: Any = call.excinfo.value if call.excinfo is not None else None
+    if call.when == "call" and hasattr(error, "failure") and hasattr(error, "drawn"):
+        path = _file_of(item)
+        error.failure = error.failure.shrink()
+        error.save(path)
+        test = shlex.quote(item.nodeid)
+        said = f"{error.failure}\nrepeat it: pytest {test} {OPTION} {path}"
+        report.sections.append(("jdag", said))
+    return report
+
+
+def _file_of(item: pytest.Item) -> Path:
+    name = re.sub(r"\W+", "_", item.nodeid).strip("_")
+    cache = getattr(item.config, "cache", None)
+    folder = Path(".jdag") if cache is None else cache.mkdir("jdag")
+    folder.mkdir(exist_ok=True)
+    path = Path(folder, f"{name}.json")
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _checks() -> Any:
+    from jdag.testing import checks  # noqa: PLC0415 - It imports JAX.
+
+    return checks

@@ -1,0 +1,135 @@
+"""Property tests of users: what is drawn, the assertion, and the pytest plugin."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import find, given, settings
+from hypothesis import strategies as st
+
+import jdag
+from jdag import testing
+from jdag.engine import share
+from jdag.errors import ScenarioError
+from jdag.testing.checks import Violation
+from jdag.testing.drawn import Call, Program, program_of
+from tests.test_readme import block
+
+ROOT = Path(__file__).parents[1]
+
+
+@settings(max_examples=4)
+@given(testing.programs(), testing.fault_budgets(), testing.orders())
+def test_no_order_changes_what_a_drawn_program_gives(program, budget, order):
+    testing.assert_equals_oracle(program, runs=2, faults=budget, strategy=order)
+    assert program_of(json.loads(json.dumps(program.data()))) == program
+
+
+@settings(max_examples=4)
+@given(testing.programs(), testing.networks(), testing.faults())
+def test_nor_does_a_network(program, network, faults):
+    given = {"network": network, "faults": faults}
+    testing.assert_equals_oracle(program, runs=1, simulated=given)
+
+
+@settings(max_examples=10)
+@given(testing.schedules(), testing.clusters(2, 3))
+def test_drawn_schedules_pass_their_check(schedule, workers):
+    schedule.check()
+    assert workers[0] == "main" and 2 <= len(workers) <= 3
+
+
+def wrong(program):
+    """Whether a program's sums are in the order of arrival, where the engine's are."""
+    try:
+        testing.assert_equals_oracle(program, runs=15)
+    except Violation:
+        return True
+    return False
+
+
+THREE = tuple([Call(worker, "scale", (0, 0)) for worker in ("a", "b", "c", "main")])
+
+
+def test_a_program_that_fails_is_shrunk_by_hypothesis(tmp_path):
+    large = Program(("main", "a", "b", "c"), ("a",), (*THREE, *THREE[:2]), terms=6)
+    kept = st.builds(
+        lambda count: Program(large.workers, ("a",), large.calls[:count], count),
+        st.integers(1, len(large.calls)),
+    )
+    with mock.patch.object(share, "sorted", list, create=True):
+        assert wrong(large)
+        small = find(kept, wrong, settings=settings(max_examples=10, database=None))
+        assert len(small.calls) < len(large.calls)
+        with pytest.raises(Violation) as raised:
+            testing.assert_equals_oracle(small, runs=15)
+        violation: Any = raised.value
+        violation.save(tmp_path / "bug.json")
+        held = json.loads((tmp_path / "bug.json").read_text())
+        assert held["scenario"].startswith("drawn:")
+
+
+def test_bad_input_is_one_line():
+    for said, options in (
+        ("runs = 0: allowed is an integer >= 1", {"runs": 0}),
+        ("faults = 'fire'", {"faults": {"fire": 1}}),
+    ):
+        with pytest.raises(ScenarioError, match=said):
+            testing.assert_equals_oracle(Program(("a",), ("a",), ()), **options)
+    with pytest.raises(ScenarioError, match=r"simulated = .*: allowed is only with a"):
+        testing.assert_equals_oracle(lambda cluster: None, ["a"], simulated={})
+    with pytest.raises(AttributeError, match="no attribute 'program'"):
+        _ = testing.program
+
+
+def test_without_hypothesis_the_error_says_what_to_install():
+    said = "from jdag.errors import ScenarioError\nimport sys, jdag\n"
+    said += "sys.modules['hypothesis'] = None\n"
+    said += "try: jdag.testing.programs\n"
+    said += "except ScenarioError as error: print(error)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", said], capture_output=True, text=True, check=True
+    )
+    wanted = "jdag.testing.programs needs Hypothesis: pip install 'jdag[testing]'\n"
+    assert done.stdout == wanted
+
+
+QUICK = """
+from hypothesis import Phase, settings
+settings.register_profile("quick", phases=[Phase.generate])
+settings.load_profile("quick")
+"""
+
+
+def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_path):
+    (tmp_path / "test_mine.py").write_text(block("python", "came.append"))
+    (tmp_path / "conftest.py").write_text(QUICK)
+
+    def pytest_of(*words):
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "jdag.testing.plugin"]
+        environ = {**os.environ, "PYTHONHASHSEED": "5"}
+        done = subprocess.run(
+            [*command, "-p", "no:cacheprovider", "--rootdir", ".", *words],
+            cwd=tmp_path, capture_output=True, text=True, env=environ, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr
+
+    code, said = pytest_of("test_mine.py")
+    assert code == 1, said
+    (line,) = [line for line in said.splitlines() if line.startswith("repeat it: ")]
+    words = line.removeprefix("repeat it: pytest ").split()
+    assert words[1:] == ["--jdag-replay", words[2]] and words[2].startswith(".jdag/")
+    violated = [line for line in said.splitlines() if "the first choice every" in line]
+    code, said = pytest_of(*words)
+    assert code == 1 and violated[-1].partition(" (")[0] in said
+    code, said = pytest_of("test_mine.py", "--jdag-replay", "nowhere.json")
+    assert code == 4 and "--jdag-replay nowhere.json: no such file" in said
+
+
+def test_jdag_has_it_as_an_attribute():
+    assert jdag.testing is testing and "assert_equals_oracle" in testing.__all__
