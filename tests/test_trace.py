@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +95,13 @@ def test_another_process_under_another_hash_seed_has_the_same_digest(hash_seed: 
         command, env=environment, capture_output=True, text=True, check=False
     )
     assert run.stderr.strip() == filled().digest  # Where exit writes a text.
+
+
+def test_text_that_is_not_unicode_is_escaped():
+    trace = Trace()
+    trace.add(0, "spawn", "a", ("", 0, (), "m:\udc80"), ())
+    trace.at(SimpleNamespace(now_ns=0))("spawn", "a", ("", 0, (), "m:\udc80"), ())
+    assert [record.named["function"] for record in trace] == ["m:\\udc80"] * 2
 
 
 def test_a_written_trace_is_read_back_with_its_digest(tmp_path):
