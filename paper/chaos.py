@@ -241,6 +241,7 @@ def steady(pool: Pool, steps: int, rng: Random) -> dict[str, Any]:
     blocks = max(10, steps // BLOCK)
     with pool.connect() as cluster:
         for block in range(blocks):
+            faulthandler.dump_traceback_later(HANGS_S, exit=True)
             trouble = Trouble(pool, rng, ["cut"], block % 2)
             leaves = fresh(cluster, 64)
             train(cluster, leaves, x, steps // blocks)
@@ -250,6 +251,7 @@ def steady(pool: Pool, steps: int, rng: Random) -> dict[str, Any]:
             if block % (blocks // 10) == blocks // 10 - 1:
                 for name, pid in pids.items():
                     memory[name].append(round(resident_mib(pid), 1))
+    faulthandler.cancel_dump_traceback_later()
     if len(bits) != 1:
         wrong.append(f"{len(bits)} patterns of bits in {blocks} equal trainings")
     growth = {name: round(max(of[2:]) - of[1], 1) for name, of in memory.items()}
