@@ -164,6 +164,10 @@ class WorkerLost(JdagError):
     """A worker is lost, and its values with it."""
 
 
+class RecoveryError(JdagError):
+    """What a lost worker held cannot be made again; names the worker or the leaf."""
+
+
 class ProtocolError(JdagError):
     """A peer broke the protocol, or bytes on the wire are not a message."""
 

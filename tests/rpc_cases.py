@@ -70,7 +70,7 @@ class PlainNode:
     def received(self, peer: str) -> int:
         return 7
 
-    def lost(self, peer: str, why: str) -> None:
+    def lost(self, peer: str, why: str, incarnation: int | None = None) -> None:
         with self.changed:
             was_there = self._leave(peer)
             self.changed.notify_all()

@@ -57,6 +57,14 @@ def test_main_is_there_until_its_process_ends(main: Main):
     lookout.look("v")  # Of others it says nothing.
 
 
+def test_a_dial_that_is_under_way_when_the_session_ends_leaves_no_client(main: Main):
+    main.lookout()
+    main.routes.close()
+    with pytest.raises(JoinError, match="'m' is not dialled: the session is closed"):
+        main.routes.client("m")
+    assert main.routes._clients == {}
+
+
 def test_another_process_at_its_address_is_not_main(main: Main):
     lookout = main.lookout()
     lookout.find()

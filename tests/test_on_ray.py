@@ -17,6 +17,8 @@ import ray
 
 import jdag
 from jdag.errors import JdagError, JoinError, ScenarioError
+from jdag.lab.campaign import campaign
+from jdag.lab.sweep import sweep
 from jdag.rpc import on_ray
 from jdag.rpc.on_ray import replies
 from tests.stream_cases import soon
@@ -158,6 +160,37 @@ def test_calls_on_ray_give_each_its_own_reply_and_name_what_fails(nodes):
     assert got == {0: 3, 1: 7, 2: 11, 3: 15}
     with pytest.raises(JoinError, match="a run on Ray has failed: TypeError: "):
         list(replies("operator:add", [(1, "2")], 2))
+
+
+@pytest.mark.second
+def test_a_sweep_on_ray_has_the_table_of_one_here(nodes, tmp_path: Path):
+    values = {"seed": [1, 2], "settings.size": [3]}
+    chain = ROOT / "scenarios" / "chain.toml"
+    here = sweep(chain, values, jobs=1, out=tmp_path / "here")
+    there = sweep(chain, values, on="ray", out=tmp_path / "there")
+    assert len(here) == 2 and there == here
+
+
+@pytest.mark.second
+def test_an_exploration_on_ray_reports_what_one_here_does(nodes):
+    chain = ROOT / "scenarios" / "chain.toml"
+    wanted: dict = {"values": "abstract", "strategy": "random:7", "faults": {}}
+    here = campaign(chain, wanted, runs=50)
+    there = campaign(chain, wanted, runs=50, jobs=2, on="ray")
+    assert (there.runs, there.orders) == (here.runs, here.orders)
+    assert there.reached == here.reached and there.failure is None
+
+
+def test_runs_are_on_ray_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    chain = ROOT / "scenarios" / "chain.toml"
+    with pytest.raises(ScenarioError, match="on = 'slurm': allowed is ray, or None"):
+        sweep(chain, {"seed": [1]}, on="slurm", out=tmp_path)
+    wanted: dict = {"values": None, "strategy": "exhaustive", "faults": {}}
+    with pytest.raises(ScenarioError, match="--on = 'ray': allowed is one process"):
+        campaign(chain, wanted, runs=9, on="ray")
+    monkeypatch.setattr(on_ray, "ray", None)
+    with pytest.raises(ScenarioError, match=r"--on ray needs Ray, .* 'jdag\[ray\]'"):
+        sweep(chain, {"seed": [1]}, on="ray", out=tmp_path)
 
 
 @pytest.mark.parametrize(

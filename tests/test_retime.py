@@ -1,5 +1,6 @@
 """Re-timing: a recorded run with other links and devices, held against running it."""
 
+from dataclasses import replace
 from random import Random
 
 import jax
@@ -201,6 +202,7 @@ def test_a_trace_that_was_written_is_re_timed_alike(trace, tmp_path):
             "port_bandwidth_bytes_per_s = 1000000000: allowed is none",
         ),
         ({"devices": DeviceModel(sum_ns=3)}, "takes 3 ns and is in no list"),
+        ({"devices": DeviceModel(call_ns=3)}, "call_ns = 3: allowed is 0"),
     ],
 )
 def test_a_run_whose_order_depends_on_time_is_refused_by_name(settings, said):
@@ -230,6 +232,7 @@ def test_a_topology_is_refused_by_name():
         (LogGP(gap_ns=9), None, "gap_ns = "),
         (None, DeviceModel(sum_ns=1), "sum_ns = 1"),
         (None, DeviceModel(overlap_ns=1), "overlap_ns = 1"),
+        (None, DeviceModel(call_ns=1), "call_ns = 1"),
         (None, {"w0": DEVICES}, "w1 too"),
         (None, 7, "devices = 7"),
     ],
@@ -239,6 +242,13 @@ def test_settings_that_would_change_the_order_are_refused(
 ):
     with pytest.raises(ScenarioError, match=said):
         jdag.retime(trace).makespan(network, devices)
+
+
+def test_what_processes_add_to_jobs_is_re_timed(trace):
+    slower = replace(DEVICES, job_ns=70)
+    assert jdag.retime(trace).makespan(devices=slower) == last_end(
+        traced(SCHEDULE, LANES, slower)
+    )
 
 
 def test_settings_by_which_messages_would_leave_in_another_order_are_refused():

@@ -15,6 +15,7 @@ from jdag.api.context import Context
 from jdag.api.hosted import Hosted
 from jdag.api.leaves import Assignments, Change, column
 from jdag.api.program_frame import ProgramFrame
+from jdag.api.recovering import Recoverable
 from jdag.api.tasks import collected
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.compute.refs import is_ref, taken
@@ -26,7 +27,7 @@ from jdag.runtime.host import Port
 CONTEXTS_MAX = (1 << 48) - 1
 
 
-class Cluster(Collectives):
+class Cluster(Collectives, Recoverable):
     """Workers that keep leaves and compute; a context manager that closes it.
 
     `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
@@ -260,9 +261,8 @@ class Cluster(Collectives):
                 "jdag.program, so it takes a context: ctx.call calls it. Here it takes "
                 "a function of a Cluster"
             )
-        leaves, treedef = flatten(
-            ((fn, args), kwargs), what=f"what {name_of(fn)} is given"
-        )
+        name = f"what {name_of(fn)} is given"
+        leaves, treedef = flatten(((fn, args), kwargs), what=name)
         given = [
             one.__jdag_handed__() if hasattr(one, "__jdag_handed__") else one
             for one in leaves

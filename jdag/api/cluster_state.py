@@ -19,6 +19,7 @@ from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.refs import is_ref
 from jdag.engine.protocol import (
+    ContextId,
     Failure,
     Fetched,
     LeafId,
@@ -65,6 +66,8 @@ class ClusterState:
     recording: Callable[[str], JdagError] | None = None
     is_plain = False  # In the oracle, calls run at once.
     schedule: Schedule | None = None  # Of the work of pipelines.
+    # The main program's `Recovery`, if it was asked for.
+    recovery: Any = None
 
     def __init__(
         self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
@@ -155,6 +158,12 @@ class ClusterState:
         return [
             one.struct() if isinstance(one, Aval) else delivered(one) for one in found
         ]
+
+    def graph(self, context: ContextId) -> Any:
+        """Return the graph of a context by worker, as the driver has it."""
+        if self.recovery is not None:
+            context = self.recovery.context(context)
+        return self.driver.graph(context)
 
     def seen(self, failure: Failure) -> JdagError:
         """Return a failure as an exception; outside of contexts none is recorded."""
@@ -261,4 +270,6 @@ class ClusterState:
         raise JdagError(f"{what}: there is no worker {place!r}{hint}; {there}")
 
     def _now(self, worker: str) -> Worker:
+        if self.recovery is not None and self.driver.current is self.driver.port:
+            return worker  # Names of the main program last.
         return incarnated(worker, self.driver.incarnations.get(worker, 0))

@@ -143,6 +143,9 @@ class CompiledStep:
         try:
             plan, inputs = self._planned(args, differentiated=False)
             value, _ = plan.run(inputs)
+            recovery = self._cluster.state.recovery
+            if recovery is not None and plan.staged:
+                recovery.replaced(plan.staged)
         except (RemoteError, WorkerLost) as error:
             if optimizer is not None:
                 optimizer.refused(error)
@@ -204,7 +207,8 @@ class CompiledStep:
         cluster = self._cluster
         state = cluster.state
         cluster._check(self._what)
-        now = tuple(state.driver.incarnations.items())
+        again = state.recovery and state.recovery.count
+        now = (*state.driver.incarnations.items(), again)
         flat, treedef = jax.tree.flatten(args)
         types = list(map(_type_of, flat, repeat(state)))
         known = (treedef, *types, now, differentiated)
@@ -299,6 +303,7 @@ class Plan:
     ) -> None:
         self.stepped: tuple[Ref, ...] = ()  # Leaves, by an optimizer.
         self.leaves: tuple[list[Ref], Any] = ([], None)  # Of `value_and_grad`.
+        self.staged = [leaf for leaf, _ in stages]  # These, and their states.
         self.name = recording.frame.program
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id

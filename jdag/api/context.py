@@ -169,9 +169,7 @@ class Context(Exchanges):
         else:
             move_shared(frame, self.move, there, fn, parts)
             return frame.issue(there, device, fn, parts)
-        if task.end is None:  # In the oracle it has ended.
-            frame.join([task])
-        return task.collect()
+        return task.called()
 
     def start(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -461,4 +459,4 @@ class Context(Exchanges):
         frame.check("ctx.graph")
         if not frame.prefix:
             frame.wait("ctx.graph", Awaited, frame.id)
-        return ContextGraph(frame.state.driver.graph(frame.id))
+        return ContextGraph(frame.state.graph(frame.id))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
+from jdag.api.recovery import Recovery
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import settings_of, share_gpu
@@ -42,6 +43,7 @@ from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.tables import (
     COUNT,
+    FLAG,
     NESTING,
     NESTING_MAX,
     Table,
@@ -70,6 +72,7 @@ def simulate(
     home: str | None = None,
     values: str = "real",
     nesting_max: int = NESTING_MAX,
+    recover: bool = False,
     **settings: Any,
 ) -> Cluster:
     """Make a cluster in virtual time, in this process; a context manager.
@@ -84,6 +87,7 @@ def simulate(
         values: "real", where JAX computes, or "abstract", where only shapes are known
             and a thousand workers fit on a laptop.
         nesting_max: how deep programs may call each other.
+        recover: keep what `Cluster.recover` needs after the loss of a worker.
         **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
             `events_max`, `trace`, `schedule`; see `jdag.sim.settings.SimSettings`.
             Without a network messages take no time, without devices computing none.
@@ -96,11 +100,18 @@ def simulate(
         if key not in SIMULATED:
             allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
             raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
-    checked(_Simulated, {"nesting_max": nesting_max})
+    checked(_Simulated, {"nesting_max": nesting_max, "recover": recover})
     if home is None:
         home = next(iter(workers), "") if is_listed(workers) else ""
     made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
-    return simulated(made, nesting_max)
+    return recoverable(simulated(made, nesting_max), recover)
+
+
+def recoverable(cluster: Cluster, recover: bool) -> Cluster:
+    """Return the cluster, from now on with a log if that is wanted."""
+    if recover:
+        Recovery(cluster)
+    return cluster
 
 
 def simulated(made: SimSettings, nesting_max: int = NESTING_MAX) -> Cluster:
@@ -164,6 +175,7 @@ def launch(  # noqa: PLR0913 - keyword options.
     nesting_max: int = NESTING_MAX,
     on: str | None = None,
     ready_s: float = READY_S,
+    recover: bool = False,
     resources: Any = None,
     schedule: Schedule | None = None,
     trace: bool = False,
@@ -192,6 +204,7 @@ def launch(  # noqa: PLR0913 - keyword options.
         on: "ray": each is a Ray actor, with TLS between them. If one is lost, Ray
             starts it again, and it joins again, without its leaves.
         ready_s: how many seconds they may take until they are ready.
+        recover: keep what `Cluster.recover` needs after the loss of a worker.
         resources: with Ray, what it reserves for each, `{"CPU": 1, "GPU": 1}`, or such
             a table by worker, or a placement group of Ray. None: one CPU.
         schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
@@ -248,7 +261,7 @@ def _launched(asked: "_Launch") -> Cluster:
             watched=asked.on is None,
             tls=tls,
         )
-        return _joined(stack, plan, state, started)
+        return recoverable(_joined(stack, plan, state, started), asked.recover)
 
 
 def _started(
@@ -275,6 +288,7 @@ def connect(
     path: str | os.PathLike[str],
     *,
     name: str,
+    recover: bool = False,
     trace: bool = False,
     events_max: int = EVENTS_MAX,
 ) -> Cluster:
@@ -285,6 +299,7 @@ def connect(
     Args:
         path: the file, which `jdag up` and `jdag worker` take as well.
         name: the worker of the file that this process is.
+        recover: as for `launch`.
         trace: as for `launch`.
         events_max: as for `launch`.
 
@@ -295,7 +310,8 @@ def connect(
     refuse_import("jdag.connect")
     if not is_path(path):
         raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
-    checked(_Traced, {"trace": trace, "events_max": events_max})
+    asked = {"trace": trace, "events_max": events_max, "recover": recover}
+    checked(_Connected, asked)
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -321,7 +337,7 @@ def connect(
     )
     with ExitStack() as stack:
         try:
-            return _joined(stack, plan, state, None)
+            return recoverable(_joined(stack, plan, state, None), recover)
         except JoinError as error:
             if not error.absent:
                 raise
@@ -340,7 +356,8 @@ def _joined(
     undo.append(node.guard_signals())
     if plan.watched:
         started.on_death(session.lost)
-    node.session, node.launch = session, started
+        session.restart = started.restart
+    node.session, node.launch, node.rejoined = session, started, session.rejoined
     node.sample_clocks()
     state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
     return Cluster(state, node.port)
@@ -365,16 +382,20 @@ _NAMES = f"a list of one name or more, none twice; each of {NAMES}"
 _VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
 
 
-class _Simulated(Table):
+class _Recoverable(Table):
+    recover: FLAG
+
+
+class _Simulated(_Recoverable):
     nesting_max: NESTING
 
 
-class _Traced(Table):
+class _Connected(_Recoverable):
     trace: Annotated[bool, only("True or False", lambda value: type(value) is bool)]
     events_max: COUNT
 
 
-class _Launch(_Simulated, _Traced):
+class _Launch(_Simulated, _Connected):
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER

@@ -148,7 +148,7 @@ class Assignments:
                 # The worker puts them on the device, under version numbers of its own.
                 args = [v.struct() if isinstance(v, Aval) else v for _, v in group]
                 call = self._traced(draft, worker, Change(transferred, (), tuple(args)))
-            _add(draft, keys, leaves, call)
+            add_part(draft, keys, leaves, call)
         self._tell(draft)
         return [self.state.leaf_ref(leaf) for leaf in kept]
 
@@ -192,7 +192,7 @@ class Assignments:
         call = self._traced(draft, worker, Change(fn, (), args), kwargs)
         leaves = [self._new(worker, aval.on(device)) for aval in call.pair.out_avals]
         if leaves:
-            _add(draft, [leaf.first for leaf in leaves], leaves, call)
+            add_part(draft, [leaf.first for leaf in leaves], leaves, call)
         self._tell(draft)
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
@@ -211,7 +211,7 @@ class Assignments:
             change = Change(transferred, (), tuple(group))
             call = self._traced(draft, group[0].owner, change)
             leaves = [kept[ref] for ref in group]
-            _add(draft, [leaf.first for leaf in leaves], leaves, call)
+            add_part(draft, [leaf.first for leaf in leaves], leaves, call)
         self._tell(draft)
         holds = [Hold(self._loose, leaf.key, leaf.id.worker) for leaf in kept.values()]
         for leaf, hold in zip(kept.values(), holds, strict=True):
@@ -239,7 +239,7 @@ class Assignments:
             leaves = [self.leaf(ref) for ref in change.refs]
             call = self._traced(draft, leaves[0].id.worker, change)
             _check_outputs(call.pair, leaves)
-            _add(draft, [leaf.key for leaf in leaves], leaves, call)
+            add_part(draft, [leaf.key for leaf in leaves], leaves, call)
         return draft
 
     def pair_of(self, change: Change) -> Pair:
@@ -345,9 +345,11 @@ class Assignments:
         values = [(key, self.state.value(value)) for key, value in stored]
         self._port.tell(Assigned(draft.path, tuple(draft.parts)), values)
         self.state.leaves.update({leaf.id: leaf for leaf in draft.leaves})
+        if self.state.recovery is not None and self._port.via is not None:
+            self.state.recovery.updated()
 
 
-def _add(
+def add_part(
     draft: _Draft, outputs: Sequence[Key], leaves: Sequence[Leaf], call: _Call | None
 ) -> None:
     """Add a part to an assignment; without a call its values are stored."""

@@ -118,6 +118,11 @@ class Optimizer:
         self._check_held()
         return unflatten(self._treedef, list(self._states.values()))
 
+    @property
+    def steps(self) -> int:
+        """How many steps were made; one that raised WorkerLost is none."""
+        return self._steps
+
     def step(self, ctx: Context, gradients: Any = None) -> None:
         """Give each leaf that has a gradient in `ctx` its next version, on its owner.
 

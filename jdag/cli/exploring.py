@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jdag.api.progress import Bar
 from jdag.cli.cli_errors import errors_in_one_line
+from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
@@ -47,7 +48,7 @@ Resume = Annotated[
 ]
 
 
-def explore(
+def explore(  # noqa: PLR0913 - options of a command.
     file: File,
     *,
     runs: Runs = "1000",
@@ -55,6 +56,7 @@ def explore(
     values: Values = None,
     fault: Faults = None,
     jobs: Jobs = "1",
+    on: On = None,
     resume: Resume = None,
     out: Out = Path(BUG),
 ) -> None:
@@ -71,9 +73,8 @@ def explore(
         scenario = load(file)
         console = Console()
         with Bar(scenario.settings.name, most) as bar:
-            report = campaign(
-                *(file, wanted), runs=most, jobs=processes, folder=resume, show=bar.show
-            )
+            at: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
+            report = campaign(file, wanted, runs=most, show=bar.show, **at)
         if report.failure is not None:
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()

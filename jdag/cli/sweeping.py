@@ -34,6 +34,9 @@ Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Processes at once.  [default: one for each core]"),
 ]
+On = Annotated[
+    str | None, typer.Option(metavar="ray", help="Run on the nodes of Ray: jdag[ray].")
+]
 Out = Annotated[
     Path | None, typer.Option(help="Folder of the table.  [default: runs/NAME-sweep]")
 ]
@@ -51,6 +54,7 @@ def sweep(
     *,
     settings: Set,
     jobs: Jobs = None,
+    on: On = None,
     out: Out = None,
     parquet: Parquet = False,
     plot: Plot = None,
@@ -77,7 +81,7 @@ def sweep(
             def show(done: int, total: int, row: Row) -> None:
                 bar.update(task, completed=done, total=total)
 
-            rows = run_sweep(file, values, jobs=jobs, out=folder, show=show)
+            rows = run_sweep(file, values, jobs=jobs, on=on, out=folder, show=show)
             bar.update(task, completed=len(rows), total=len(rows))
         made = [folder / TABLE]
         try:

@@ -70,6 +70,7 @@ def campaign(
     *,
     runs: int,
     jobs: int = 1,
+    on: str | None = None,
     folder: Path | None = None,
     show: Callable[[int], object] = lambda runs: None,
 ) -> Report:
@@ -80,6 +81,7 @@ def campaign(
         wanted: its "values", None for the scenario's own, "strategy" and "faults".
         runs: how many at most.
         jobs: how many processes run at once.
+        on: "ray": on the nodes of Ray, which see the file at the same path.
         folder: keeps what was run; another call with it goes on. None: nothing is kept.
         show: called with the number of runs so far.
 
@@ -89,9 +91,10 @@ def campaign(
     said = json.dumps(wanted)
     _loaded.cache_clear()
     scenario, subject, strategy = _loaded(path, said)
-    if jobs > 1 and isinstance(strategy, Exhaustive):
-        allowed = "1 with exhaustive, where each run follows from the one before"
-        raise ScenarioError(unusable("--jobs", jobs, allowed))
+    if (jobs > 1 or on is not None) and isinstance(strategy, Exhaustive):
+        key, value = ("--jobs", jobs) if on is None else ("--on", on)
+        allowed = "one process with exhaustive, where runs follow from those before"
+        raise ScenarioError(unusable(key, value, allowed))
     starts = range(0, runs, CHUNK)
     chunks = [(said, start, min(start + CHUNK, runs)) for start in starts]
     about = {**identity(path, scenario), **wanted, "runs": runs}
@@ -100,7 +103,7 @@ def campaign(
         kept = journal("--resume", folder, about)
     report, number = Report(), 0
     waiting: dict[int, Any] = {}
-    with kept as (file, done), closing(_played(path, chunks, done, jobs)) as played:
+    with kept as (file, done), closing(_played(path, chunks, done, jobs, on)) as played:
         for at, reply in played:
             if "error" in reply:
                 raise ScenarioError(reply["error"])
@@ -119,12 +122,13 @@ def campaign(
 
 
 def _played(
-    path: Path, chunks: list[Any], done: Mapping[int, Any], jobs: int
+    path: Path, chunks: list[Any], done: Mapping[int, Any], jobs: int, on: str | None
 ) -> Generator[tuple[int, Any]]:
     """Yield chunks with their numbers: those that are done, and others as they end."""
     yield from sorted(done.items())
     missing = [number for number in range(len(chunks)) if number not in done]
-    with closing(replies(attempt, path, [chunks[n] for n in missing], jobs)) as played:
+    wanted = [chunks[number] for number in missing]
+    with closing(replies(attempt, path, wanted, jobs, on)) as played:
         for at, reply in played:
             yield missing[at], reply
 

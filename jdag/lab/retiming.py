@@ -26,7 +26,7 @@ from jdag.errors import ScenarioError, unusable
 from jdag.lab.max_plus import MaxPlus
 from jdag.lab.run_graph import RunGraph, job_named, refusal
 from jdag.runtime.trace import Trace
-from jdag.sim.devices import DeviceModel
+from jdag.sim.devices import MOVED, DeviceModel
 from jdag.sim.network import LinkModel, LogGP, Network
 
 _SECOND_NS = 1_000_000_000
@@ -216,8 +216,8 @@ def _network_of(trace: Trace) -> Network:
         raise refusal("it was a run of processes, whose network is no model")
     if not held["schedule"]:
         raise refusal("it has no schedule")
-    for key, allowed in (("faults", 0), ("policy", "path")):
-        if held[key] != allowed:
+    for key, allowed in (("faults", 0), ("policy", "path"), ("call_ns", 0)):
+        if held.get(key, allowed) != allowed:
             raise refusal(unusable(key, held[key], repr(allowed)))
     if held["routed"]:
         raise refusal("its network has a topology, whose links are shared")
@@ -273,7 +273,10 @@ def _costs_of(
             raise ScenarioError(unusable("sum_ns", model.sum_ns, allowed))
         if model.overlap_ns is not None:
             raise ScenarioError(unusable("overlap_ns", model.overlap_ns, "None"))
-        found[worker, function, action] = model.named_ns(function, action)
+        if model.call_ns:
+            raise ScenarioError(unusable("call_ns", model.call_ns, "0"))
+        own_ns = 0 if function == MOVED else model.job_ns
+        found[worker, function, action] = own_ns + model.named_ns(function, action)
     return found
 
 

@@ -124,6 +124,7 @@ def sweep(
     values: Mapping[str, Sequence[Any]],
     *,
     jobs: int | None = None,
+    on: str | None = None,
     out: str | os.PathLike[str] | None = None,
     show: Callable[[int, int, Row], None] = lambda done, total, row: None,
 ) -> list[Row]:
@@ -139,6 +140,8 @@ def sweep(
             `{"seed,settings.size": [1, 2]}` changes both together. `schedule` is short
             for `schedule.kind`, and `faults[0].probability` is a key, too.
         jobs: how many processes run at once; None: one for each core; 1: this one.
+        on: "ray": on the nodes of Ray, which see the file at the same path; so many at
+            once as `jobs` says, or as Ray has CPUs.
         out: the folder of the table; None: runs/NAME-sweep.
         show: called after each run with the numbers done and wanted, and its row.
 
@@ -148,7 +151,8 @@ def sweep(
             error that is not jdag's; what has ended is kept.
     """
     path, runs = Path(file), combinations(values)
-    jobs = len(os.sched_getaffinity(0)) if jobs is None else jobs
+    if jobs is None:  # Ray itself runs no more at once than it has CPUs.
+        jobs = len(os.sched_getaffinity(0) if on is None else runs)
     if type(jobs) is not int or jobs < 1:
         raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
     scenario, *_ = [load(path, changes=changes) for changes in runs]
@@ -158,7 +162,7 @@ def sweep(
     with journal("out", folder, about) as (file_of_runs, done):
         written = 0
         try:
-            for number, row in _played(path, runs, done, jobs):
+            for number, row in _played(path, runs, done, jobs, on):
                 file_of_runs.write(f"{json.dumps([number, row])}\n")
                 file_of_runs.flush()
                 done[number] = row
@@ -172,12 +176,16 @@ def sweep(
 
 
 def _played(
-    path: Path, runs: Sequence[Row], done: Mapping[int, Row], jobs: int
+    path: Path,
+    runs: Sequence[Row],
+    done: Mapping[int, Row],
+    jobs: int,
+    on: str | None,
 ) -> Iterator[tuple[int, Row]]:
     """Run what is missing; yield rows as they come, with the numbers of their runs."""
     missing = [number for number in range(len(runs)) if number not in done]
     wanted = [runs[number] for number in missing]
-    with closing(replies(attempt, path, wanted, jobs)) as played:
+    with closing(replies(attempt, path, wanted, jobs, on)) as played:
         for at, reply in played:
             if "error" in reply:
                 said = [f"{k} = {repr_of(v)}" for k, v in wanted[at].items()]

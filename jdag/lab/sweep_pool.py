@@ -11,6 +11,8 @@ from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
+from jdag.errors import ScenarioError, unusable
+
 Attempt = Callable[[Path, Any], dict[str, Any]]
 
 _COMMAND = (
@@ -21,13 +23,30 @@ _COMMAND = (
 
 
 def replies(
-    attempt: Attempt, path: Path, runs: Sequence[Any], processes: int
+    attempt: Attempt,
+    path: Path,
+    runs: Sequence[Any],
+    processes: int,
+    on: str | None = None,
 ) -> Generator[tuple[int, dict[str, Any]]]:
     """Yield the reply to each run with its number, as they come.
 
     One process is this one. Of several it ends early, after an error as the reply, if
-    one has died.
+    one has died. `on="ray"`: runs are tasks of Ray, so many at once.
+
+    Raises:
+        ScenarioError: there is no such place, or Ray is not installed.
+        JoinError: a task of Ray has failed.
     """
+    if on not in (None, "ray"):
+        raise ScenarioError(unusable("on", on, "ray, or None for processes here"))
+    if on is not None:
+        from jdag.rpc import on_ray  # noqa: PLC0415 - it imports Ray.
+
+        name = f"{attempt.__module__}:{attempt.__name__}"
+        requests = [(path.resolve(), run) for run in runs]
+        yield from on_ray.replies(name, requests, processes)
+        return
     if min(processes, len(runs)) <= 1:
         yield from ((at, attempt(path, run)) for at, run in enumerate(runs))
         return

@@ -38,13 +38,18 @@ class Routes:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._clients: dict[str, ControlClient] = {}
+        self._is_closed = False
 
     def reach(self, peer: str, control: Address) -> ControlClient:
         """Return a new client for a peer, whose address is `control` from now on."""
         client = ControlClient(f"worker {peer!r}", control, tls=self._tls)
         with self._lock:
             former = self._clients.pop(peer, None)
-            self._clients[peer] = client
+            if not self._is_closed:
+                self._clients[peer] = client
+        if self._is_closed:  # A dial that was under way when the session ended.
+            client.close()
+            raise JoinError(f"worker {peer!r} is not dialled: the session is closed")
         if former is not None:
             former.close()
         return client
@@ -90,6 +95,7 @@ class Routes:
     def close(self) -> None:
         """Close all clients."""
         with self._lock:
+            self._is_closed = True
             clients = list(self._clients.values())
             self._clients.clear()
         for client in clients:

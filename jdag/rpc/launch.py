@@ -180,18 +180,20 @@ class Launch:
         logs: str | os.PathLike[str] | None = None,
         ready_s: float = READY_S,
     ) -> None:
+        self._options = {one.worker: one for one in options}
+        self._env = {**environment(), **(env or {})}
         self._is_litter = logs is None
         self.logs = _folder(logs)
         self._process = os.getpid()
         self._children: dict[str, _Child] = {}
-        self._keeping: list[asyncio.Task[None]] = []
+        self._keeping: dict[str, asyncio.Task[None]] = {}
         self._tell: Callable[[str, str], None] | None = None
         self._deaths: dict[str, str] = {}
         self._is_ready = self._closing = self._someone_failed = False
         self._over = threading.Event()
         atexit.register(self.close)
         try:
-            wait_for(self._begin(options, {**environment(), **(env or {})}, ready_s))
+            wait_for(self._begin(ready_s))
         except BaseException:
             self.close()
             raise
@@ -249,18 +251,46 @@ class Launch:
             for one, handler in before.items():
                 signal.signal(one, handler)
 
-    async def _begin(
-        self, options: Sequence[WorkerOptions], env: Mapping[str, str], ready_s: float
-    ) -> None:
-        litter = str(self.logs) if self._is_litter else ""
+    def restart(self, worker: str, ready_s: float) -> Address:
+        """Start the process of a worker anew; return where its control server listens.
+
+        Raises:
+            JoinError: as `Launch` does; then the worker has no process.
+        """
+        return wait_for(self._restart(worker, ready_s))
+
+    async def _restart(self, worker: str, ready_s: float) -> Address:
+        self._children[worker].process.kill()
+        await self._keeping[worker]  # Its end is reported.
+        self._deaths.pop(worker, None)
+        self._start(worker)
+        child = self._children[worker]
         try:
-            for one in options:
-                child = _Child(one, self.logs / f"{one.worker}.log", env, litter)
-                self._children[child.name] = child
-                self._keeping.append(asyncio.create_task(self._keep(child)))
+            await self._ready((child,), ready_s)
+        except JoinError:
+            child.process.kill()
+            raise
+        assert child.address is not None, worker
+        return child.address
+
+    def _start(self, worker: str) -> None:
+        litter = str(self.logs) if self._is_litter else ""
+        log = self.logs / f"{worker}.log"
+        try:
+            child = _Child(self._options[worker], log, self._env, litter)
         except (OSError, ValueError) as error:
             raise JoinError(f"cannot start workers: {error}") from error
-        children = tuple(self._children.values())
+        self._children[worker] = child
+        self._keeping[worker] = asyncio.create_task(self._keep(child))
+
+    async def _begin(self, ready_s: float) -> None:
+        for worker in self._options:
+            self._start(worker)
+        await self._ready(tuple(self._children.values()), ready_s)
+        self._is_ready = True
+
+    async def _ready(self, children: Sequence[_Child], ready_s: float) -> None:
+        """Wait until all these are ready; raise JoinError if one is not."""
         try:
             async with asyncio.timeout(ready_s):
                 await asyncio.gather(*[child.wait_until_ready() for child in children])
@@ -272,7 +302,6 @@ class Launch:
                     raise JoinError(said) from None
         for child in children:  # One may have ended since it was ready.
             await child.wait_until_ready()
-        self._is_ready = True
 
     async def _keep(self, child: _Child) -> None:
         await child.wait()
@@ -308,7 +337,7 @@ class Launch:
                 if child.ended is None:
                     make_end(child)
             if self.alive:
-                await asyncio.wait(self._keeping, timeout=wait_s)
+                await asyncio.wait(self._keeping.values(), timeout=wait_s)
 
 
 def _folder(logs: str | os.PathLike[str] | None) -> Path:

@@ -224,6 +224,14 @@ class Loop:
             if self.closed:
                 return
 
+    def drive_until(self, done: Callable[[], bool], within_ns: int) -> None:
+        """Block until `done()`, or for so long."""
+        due_ns = clock_ns() + within_ns
+        with self:
+            timer = self.at(due_ns, self.wake_waiting)
+        self.drive(lambda: done() or clock_ns() >= due_ns)
+        timer.cancel()
+
     def _sleep(self, done: Callable[[], bool]) -> None:
         """Wait while another thread drives, until it stops or `done` may be true."""
         sleeper = threading.Event()

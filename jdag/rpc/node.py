@@ -255,6 +255,12 @@ class Node:
                 self._check_open()
         return given[waiter]
 
+    def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
+        """Wait until this holds, or for so long; return whether it does."""
+        self._loop.drive_until(lambda: self._closed or holds(), within_ns)
+        self._check_open()
+        return holds()
+
     def _check_open(self) -> None:
         if self._broken is not None:
             said = f"worker {self.worker!r} broke down: {self._broken!r}"

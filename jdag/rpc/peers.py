@@ -189,10 +189,12 @@ class PeerTable:
         finally:
             self._loop.release()
 
-    def lost(self, peer: str, why: str) -> None:
-        """Give a peer up; from any thread."""
+    def lost(self, peer: str, why: str, incarnation: int | None = None) -> None:
+        """Give a peer up, unless it is another incarnation; from any thread."""
         with self._loop:
-            self.lose(self._current(peer), why)
+            known = self._current(peer)
+            if incarnation in (None, known.incarnation):
+                self.lose(known, why)
 
     # ------------------------------------------------------------------ what peers say
 

@@ -99,6 +99,9 @@ class Session:
     def __init__(self, plan: SessionPlan) -> None:
         self._plan = plan
         self._process = os.getpid()
+        self._controls = dict(plan.controls)
+        # Starts the process of a worker anew, within so many seconds.
+        self.restart: Callable[[str, float], Address] | None = None
         self._secret = fresh_secret()
         # Main and a name know each other by one secret, whichever process has the name.
         self._secrets = {
@@ -191,7 +194,7 @@ class Session:
                 self._no_more.wait(_AGAIN_S)
 
     def _find(self, peer: str) -> None:
-        client = self._routes.reach(peer, self._plan.controls[peer])
+        client = self._routes.reach(peer, self._controls[peer])
         client.ask(Info(token=self._plan.token), timeout_s=self._plan.deadline_s)
 
     def _attach(self, peer: str, incarnation: int) -> Whereabouts:
@@ -218,7 +221,7 @@ class Session:
             events_max=plan.events_max,
             handshake=dict(plan.handshake),
         )
-        control = plan.controls[peer]
+        control = self._controls[peer]
         client = self._routes.reach(peer, control)
         mine, its = f"main {plan.main!r}", f"worker {peer!r}"
         try:
@@ -273,11 +276,15 @@ class Session:
 
         Main's node learns of it and tells the others. Never blocks.
         """
-        arguments = (worker, why)
+        arguments = (worker, why, self.members[worker].incarnation)
         threading.Thread(target=self.node.lost, args=arguments, daemon=True).start()
 
-    def join(self, worker: str) -> None:
+    def join(self, worker: str, control: Address | None = None) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
+
+        Args:
+            worker: its name.
+            control: where its control server listens; None: where the former's did.
 
         Raises:
             JoinError: it is not reached, refuses, or is not lost; or the session is
@@ -288,6 +295,8 @@ class Session:
                 said = f"worker {worker!r} cannot join: the session is closed"
                 raise JoinError(said)
             incarnation = self.members.next_incarnation(worker)
+            if control is not None:
+                self._controls[worker] = control
             others = self.members.joined
             there = self._attach(worker, incarnation)
             try:
@@ -307,6 +316,21 @@ class Session:
                 said = f"incarnation {incarnation} did not join: {error}"
                 self.node.lost(worker, said)
                 raise
+
+    def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
+        """Wait until a later incarnation of a worker has joined; False: it has not.
+
+        With `restart` the process of a lost worker is started anew.
+        """
+        incarnations = self.node.incarnations
+
+        def joined() -> bool:
+            return incarnations.get(worker, 0) > former
+
+        if self.restart is not None and not joined():
+            self.node.until(lambda: worker in self.members.lost, within_ns)
+            self.join(worker, self.restart(worker, within_ns / _SECOND_NS))
+        return self.node.until(joined, within_ns)
 
     def _poll(self) -> None:
         while not self._no_more.wait(POLL_S):

@@ -10,7 +10,7 @@ from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_listed, is_ns
 from jdag.schedules import Schedule
 from jdag.schedules.schedule import check_for
-from jdag.sim.devices import Devices
+from jdag.sim.devices import Devices, models
 from jdag.sim.faults import Crash, Fault
 from jdag.sim.network import LinkModel, Network
 from jdag.wire.link import LinkSettings
@@ -108,10 +108,12 @@ class SimSettings:
         """What a trace says of it, for `jdag.retime`: data of JSON."""
         network = self.all_links
         control = network.control_lane
+        known = models(self.devices, tuple(self.workers))
         return {
             "schedule": self.schedule is not None,
             "policy": self.policy,
             "faults": len(self.faults),
+            "call_ns": max([one.call_ns for one in known.values()]),
             "default": _described(network.default),
             "links": [[*pair, _described(of)] for pair, of in network.links.items()],
             "port_bandwidth_bytes_per_s": network.port_bandwidth_bytes_per_s,

@@ -16,7 +16,7 @@ event (`jdag.sim.outages`).
 """
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -152,7 +152,7 @@ class Simulation:
     def settle(self) -> None:
         """Run until nothing is left to happen, such as acknowledgements."""
         _ = self.current  # Raises on another thread.
-        self._loop(_NOBODY)
+        self._loop(_NOBODY, self._given)
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """The graph of a context as it is now: what each worker has of it."""
@@ -218,18 +218,33 @@ class Simulation:
             if self._programs.hub is not None:
                 self._programs.park(waiter)
             else:
-                self._loop(waiter)
+                self._loop(waiter, self._given)
         return self._given[waiter]
 
-    def _loop(self, waiter: int) -> None:
+    def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
+        """Let time pass until this holds, or is over; return which it is."""
+        due_ns = self.now_ns + within_ns
+        entry = self._timeline.push(due_ns, EVENT, (_pass, self.port.host))
+        if not holds():
+            reached = _When(lambda: holds() or self.now_ns >= due_ns)
+            self._loop(_NOBODY, reached)
+        self._timeline.cancel(entry)
+        return holds()
+
+    def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
+        """Wait until a later incarnation of a worker has joined; False: it has not."""
+        joined = self.incarnations.get
+        return self.until(lambda: joined(worker, 0) > former, within_ns)
+
+    def _loop(self, waiter: int, given: Container[int]) -> None:
         """Carry out what happens next until `waiter` is given something."""
         assert self._programs.hub is None, waiter
         self._programs.hub = getcurrent()
         try:
-            self._timeline.run(self._env.chooser, self._given, waiter)
+            self._timeline.run(self._env.chooser, given, waiter)
         finally:
             self._programs.hub = None
-        if waiter not in self._given and waiter != _NOBODY:
+        if waiter not in given and waiter != _NOBODY:
             why = "no engine will ever resume them"
             if stalled := self._jobs.stalled:
                 why = f"the schedule cannot go on: {stalled}"
@@ -273,6 +288,20 @@ class Simulation:
         passed = run_program(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
             raise passed  # What `run_program` lets pass is for the main program.
+
+
+class _When:
+    """What a waiter is given as soon as this holds."""
+
+    def __init__(self, holds: Callable[[], bool]) -> None:
+        self._holds = holds
+
+    def __contains__(self, waiter: object) -> bool:
+        return self._holds()
+
+
+def _pass(host: Host) -> None:
+    """Nothing happens."""
 
 
 def _closed() -> JdagError:

@@ -1,0 +1,168 @@
+"""Lost workers: what a program asks for to have them, and what they held, again."""
+
+from typing import Any
+
+from jdag.api.outcome import nanoseconds
+from jdag.api.recovery import Recovery
+from jdag.engine.protocol import incarnated, incarnation_of, named
+from jdag.errors import JdagError, RecoveryError, WorkerLost, meant, unusable
+from jdag.runtime.tables import at_least
+
+TIMEOUT_S = 60.0
+
+
+class Recoverable:
+    """The part of a `Cluster` that is about lost workers."""
+
+    def replicate_leaves(self, every: int = 1, to: str | None = None) -> None:
+        """Keep copies of all leaves and states of optimizers on peers from now on.
+
+        `Cluster.recover` makes lost leaves again from these. What changes leaves
+        (a step of an optimizer, `update`, `keep`, `load`) then waits until the copies
+        of what it changed have arrived, and counts only then; if a worker is lost
+        before, it raises WorkerLost, and after `recover` all leaves are as before it.
+        Each leaf has its copies twice, on its own worker and on its peer, and while
+        they are replaced once more.
+
+        Args:
+            every: copy with every so many changes. Those since the last copy, and their
+                contexts, are kept and replayed. Steps of compiled programs, and
+                `cluster.run`, are always copied.
+            to: the worker that keeps the copies. None: of each worker's leaves the
+                next one in the order of workers; two neighbours lost at once lose
+                leaves then.
+
+        Raises:
+            JdagError: there is no such worker, or `every` is no number above 0, or the
+                cluster was made without recover=True.
+            WorkerLost: a worker is lost.
+        """
+        recovery = self._recovery("cluster.replicate_leaves")
+        if not at_least(1)(every):
+            raise JdagError(unusable("every", every, "a whole number above 0"))
+        if to is not None:
+            _check_name(recovery, "to", to)
+        elif len(recovery.workers) == 1:
+            raise JdagError("cluster.replicate_leaves: there is no other worker")
+        recovery.replicate(every, to)
+
+    def recover(
+        self,
+        worker: str | None = None,
+        to: str | None = None,
+        timeout_s: float | None = TIMEOUT_S,
+    ) -> None:
+        """Wait for a lost worker to join again, and make again what it held.
+
+        With `launch` its process is started anew. Leaves and states of optimizers come
+        from the copies that `replicate_leaves` keeps; those that were put, and not
+        changed since, from the caller. Then the open contexts are replayed: what this
+        program called in them is called again in the same order, and so are hooks, and
+        programs that ran there, by path; so functions and programs have to be pure.
+        Refs, leaves and contexts stay usable, and their values have the bits of a run
+        without the loss. What raised WorkerLost has not happened: ask for it again.
+
+            try:
+                with cluster.context() as ctx:
+                    ctx.backward(loss(ctx, batches[optimizer.steps]))
+                    optimizer.step(ctx)
+            except jdag.errors.WorkerLost:
+                cluster.recover()
+
+        Objects of `cluster.host` are made anew by their factories, without what calls
+        have changed in them. Not covered: the loss of the caller; `cluster.run`, which
+        raises, and may be asked for again after its leaves are as before it.
+
+        Args:
+            worker: which; None: all that are lost. If others are lost too, or are
+                lost meanwhile, they are waited for as well.
+            to: None, or another worker that takes its place under its name. Bits stay
+                the same if nothing else of the program runs on that one, since what
+                is summed there, and what is sent, depends on placement.
+            timeout_s: how long to wait, in seconds of `cluster.now_ns`.
+
+        Raises:
+            RecoveryError: the worker is not lost, or has not joined in time; or there
+                is no copy of a leaf: names it. Another `recover` may follow.
+            JdagError: there is no such worker, or no room for one; or the cluster was
+                made without recover=True.
+        """
+        recovery = self._recovery("cluster.recover")
+        timeout_ns = nanoseconds(timeout_s)
+        if worker is not None:
+            _check_name(recovery, "worker", worker)
+            if named(recovery.name_of(worker)) == recovery.here:
+                raise JdagError(f"worker = {worker!r} is the caller's own, not lost")
+        if to is not None:
+            _check_name(recovery, "to", to)
+            if worker is None or to == worker:
+                said = (
+                    f"to = {to!r}: allowed is another worker, in place of one that is"
+                )
+                raise JdagError(f"{said} named first; this is {worker!r}")
+        due_ns = recovery.driver.now_ns + (timeout_ns or 1 << 53)
+        _wait_for(recovery, worker, to, due_ns, f"timeout_s={timeout_s!r}")
+
+    def _recovery(self, what: str) -> Recovery:
+        cluster: Any = self
+        cluster._check(what)
+        recovery: Recovery | None = cluster._port.via
+        if recovery is None:
+            raise JdagError(
+                f"{what}: ask for it where the cluster is made, by the main program: "
+                "jdag.launch(..., recover=True), or simulate or connect"
+            )
+        return recovery
+
+
+def _wait_for(
+    recovery: Recovery, worker: str | None, to: str | None, due_ns: int, limit: str
+) -> None:
+    """Make again what lost workers held, once there are others in their places."""
+    driver = recovery.driver
+
+    def within_ns() -> int:
+        left_ns: int = due_ns - driver.now_ns
+        return max(left_ns, 0)
+
+    def noticed() -> bool:
+        return worker in recovery.gone if worker else bool(recovery.gone)
+
+    if not driver.until(noticed, within_ns()):
+        who = f"worker {worker!r} is not" if worker else "no worker is"
+        raise RecoveryError(f"cluster.recover: {who} lost")
+    while True:
+        for one in recovery.gone:
+            if one == worker and to is not None:
+                if to in recovery.gone:
+                    raise RecoveryError(f"to = {to!r} is lost as well")
+                recovery.moved(one, recovery.name_of(to))
+            elif recovery.lost(one) is not None:  # Not moved with one before it.
+                _rejoin(recovery, one, within_ns(), limit)
+        try:
+            recovery.again()
+            return
+        except WorkerLost as error:
+            if not driver.until(lambda: bool(recovery.gone), within_ns()):
+                raise RecoveryError(f"not within {limit}: {error}") from error
+
+
+def _rejoin(recovery: Recovery, worker: str, within_ns: int, limit: str) -> None:
+    """Wait until the process of a lost worker has been replaced."""
+    driver = recovery.driver
+    former = recovery.name_of(worker)
+    name = named(former)
+    if not driver.rejoined(name, incarnation_of(former), within_ns):
+        raise RecoveryError(
+            f"worker {name!r} has not joined again within {limit}: "
+            f"{recovery.lost(worker)}"
+        )
+    recovery.moved(worker, incarnated(name, driver.incarnations[name]))
+
+
+def _check_name(recovery: Recovery, key: str, name: object) -> None:
+    workers = recovery.workers
+    if name not in workers:
+        hint = meant(name, workers) if isinstance(name, str) else ""
+        allowed = f"one of {', '.join(map(repr, workers))}{hint}"
+        raise JdagError(unusable(key, name, allowed))

@@ -1,0 +1,268 @@
+"""Recovery in virtual time: the bits of a quiet run, wherever a worker is lost."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdag
+from jdag.errors import RecoveryError, WorkerLost
+from jdag.sim import Crash
+from tests.recovery_cases import (
+    WORKERS,
+    Patient,
+    added,
+    bits,
+    drawn,
+    layer,
+    live,
+    mean_square,
+    train,
+)
+from tests.tiers import FIRST
+
+
+def crash(victim: str, index: int, **settings: Any) -> Crash:
+    return Crash(victim, 50, at_index=index, restart_ns=100, **settings)
+
+
+def simulated(faults: Sequence[Crash] = (), **settings: Any) -> Any:
+    return jdag.simulate(WORKERS, seed=0, recover=True, faults=faults, **settings)
+
+
+def lived(faults: Sequence[Crash], every: int, to: str | None) -> tuple[Any, int, int]:
+    """The bits of the live program, the records of its trace, and its losses."""
+    with simulated(faults) as cluster:
+        patient = Patient(cluster, cluster.recover)
+        found = live(cluster, patient, every, to)
+        return found, len(cluster.trace), patient.losses
+
+
+def trained(faults: Sequence[Crash] = ()) -> tuple[Any, int, int]:
+    with simulated(faults) as cluster:
+        patient = Patient(cluster, cluster.recover)
+        found, losses = train(cluster, 2, patient=patient)
+        return found, len(cluster.trace), losses + patient.losses
+
+
+def test_a_training_has_the_same_bits_whatever_event_a_worker_crashes_at():
+    quiet, records, _ = trained()
+    losses = 0
+    for index in range(0, records, 41 if FIRST else 5):
+        found, _, lost = trained([crash("bcd"[index % 3], index)])
+        assert found == quiet, index
+        losses += lost
+    assert losses > 5
+
+
+@pytest.mark.parametrize(
+    ("every", "to"),
+    [
+        (1, None),
+        pytest.param(2, None, marks=pytest.mark.second),
+        pytest.param(1, "a", marks=pytest.mark.second),
+    ],
+)
+def test_open_contexts_go_on_with_the_same_bits(every: int, to: str | None):
+    quiet, records, _ = lived((), every, to)
+    losses = 0
+    for index in range(3, records, 103 if FIRST else 31):
+        found, _, lost = lived([crash("bcd"[index % 3], index)], every, to)
+        assert found == quiet, index
+        losses += lost
+    assert losses > 3
+
+
+def test_workers_may_be_lost_again_and_while_others_recover():
+    quiet, records, _ = lived((), 1, "a")
+    for index in range(records // 3, records, 97 if FIRST else 29):
+        faults = [crash("b", index), crash("c", index + 20), crash("b", index + 160)]
+        found, _, lost = lived(faults, 1, "a")
+        assert found == quiet and lost, index
+
+
+def two_leaves(cluster: Any) -> list[jdag.Ref]:
+    return [cluster.put(worker, drawn(n)) for n, worker in enumerate("bc")]
+
+
+def lose(cluster: Any, victim: str) -> None:
+    """Crash a worker, and wait until all have learned of it."""
+    driver = cluster.driver
+    driver._outages.crash(Crash(victim, 0, at_ns=driver.now_ns, restart_ns=1_000))
+    assert driver.until(lambda: victim in cluster.state.recovery.gone, 1)
+
+
+def test_a_leaf_without_a_copy_is_named():
+    with simulated() as cluster:
+        w, v = two_leaves(cluster)
+        cluster.update(jnp.add, [w, v], 1.0)
+        lose(cluster, "b")
+        with pytest.raises(RecoveryError, match="leaf 0 on b is lost with worker 'b'"):
+            cluster.recover("b")
+        np.testing.assert_array_equal(v.fetch(), drawn(1) + 1)
+
+
+def test_what_was_put_and_not_changed_since_comes_from_the_caller():
+    with simulated() as cluster:
+        w, v = two_leaves(cluster)
+        gone = cluster.put("b", drawn(7))
+        cluster.drop(gone)
+        lose(cluster, "b")
+        cluster.recover("b")
+        assert bits([w.fetch(), v.fetch()]) == bits([drawn(0), drawn(1)])
+
+
+def test_both_copies_of_a_leaf_may_be_lost_one_after_the_other():
+    with simulated() as cluster:
+        w, v = two_leaves(cluster)
+        cluster.update(jnp.add, [w, v], 1.0)
+        cluster.replicate_leaves()
+        for victim in "bcdbc":
+            lose(cluster, victim)
+            cluster.recover(victim)
+            assert bits(jdag.fetch([w, v])) == bits([drawn(0) + 1, drawn(1) + 1])
+
+
+def test_an_update_that_loses_an_owner_is_made_on_none():
+    with simulated() as cluster:
+        refs = two_leaves(cluster)
+        cluster.replicate_leaves()
+        lose(cluster, "b")
+        with pytest.raises(WorkerLost):
+            cluster.update(jnp.add, refs, 1.0)
+        cluster.recover()
+        assert bits(jdag.fetch(refs)) == bits([drawn(0), drawn(1)])
+        cluster.update(jnp.add, refs, 1.0)
+        assert bits(jdag.fetch(refs)) == bits([drawn(0) + 1, drawn(1) + 1])
+
+
+def test_another_worker_takes_the_place_of_one_under_its_name():
+    def played(to: str | None) -> Any:
+        with simulated() as cluster:
+            w, v = two_leaves(cluster)
+            cluster.replicate_leaves()
+            with cluster.context() as ctx:
+                y = ctx.call("b", layer, w, drawn(3))
+                if to is not None:
+                    lose(cluster, "b")
+                    cluster.recover("b", to=to)
+                z = ctx.call("c", layer, v, y)
+                ctx.backward(ctx.call("b", mean_square, ctx.call("b", added, z, y, z)))
+                assert w.worker == y.worker == "b"
+                found = bits(jdag.fetch([z, *ctx.gradient([w, v])]))
+            if to is not None:  # What is there now has copies, too.
+                lose(cluster, to)
+                cluster.recover()
+            return found, bits(jdag.fetch([w, v]))
+
+    assert played("d") == played(None)
+
+
+def test_programs_of_run_are_none_that_are_replayed_and_all_that_they_update_is_kept():
+    def more(ref: Any, cluster: Any) -> Any:
+        cluster.update(jnp.add, ref, 1.0)
+        return cluster.here
+
+    with simulated() as cluster:
+        refs = two_leaves(cluster)
+        cluster.replicate_leaves()
+        ran = {"b": partial(more, refs[0]), "c": partial(more, refs[1])}
+        assert cluster.run(ran) == {"b": "b", "c": "c"}
+        lose(cluster, "b")
+        with pytest.raises(WorkerLost):
+            cluster.run(ran)
+        cluster.recover()
+        assert bits(jdag.fetch(refs)) == bits([drawn(0) + 1, drawn(1) + 1])
+        assert cluster.run(ran) == {"b": "b", "c": "c"}
+        assert bits(jdag.fetch(refs)) == bits([drawn(0) + 1 + 1, drawn(1) + 1 + 1])
+
+
+def test_steps_of_plans_are_kept_and_a_plan_is_made_anew():
+    def loss(ctx: Any, refs: Any, x: Any) -> Any:
+        for ref in refs:
+            x = ctx.call(ref.worker, layer, ref, x)
+        return ctx.call("d", mean_square, x)
+
+    def played(*victims: str) -> Any:
+        with simulated() as cluster:
+            refs = two_leaves(cluster)
+            optimizer = jdag.Optimizer(optax.sgd(0.1, momentum=0.9), refs)
+            cluster.replicate_leaves()
+            step = jdag.compile(loss, cluster, optimizer=optimizer)
+            losses = {}
+            while (number := optimizer.steps) < 4:
+                if number < len(victims) and number not in losses:
+                    losses[number] = 0.0
+                    lose(cluster, victims[number])
+                try:
+                    losses[number] = step(refs, drawn(5 + number))
+                except WorkerLost:
+                    cluster.recover()
+            return bits([list(losses.values()), jdag.fetch(refs)])
+
+    assert played("b", "d", "c") == played()
+
+
+def test_nothing_is_kept_of_contexts_that_are_over_and_of_old_copies():
+    with simulated() as cluster:
+        refs = two_leaves(cluster)
+        cluster.replicate_leaves()
+        held = []
+        for _ in range(3):
+            cluster.update(jnp.add, refs, 1.0)
+            with cluster.context() as ctx:
+                ctx.call("b", layer, refs[0], drawn(3)).fetch()
+            cluster.driver.settle()
+            log = cluster.state.recovery._log
+            held.append(([w["values_held"] for w in cluster.info().values()], len(log)))
+        assert held[1:] == held[:-1] and held[0][1] == 0
+
+
+def test_without_recover_no_port_passes_through_anything_else():
+    with jdag.simulate(["a", "b"], seed=0) as cluster:
+        assert cluster._port.via is None
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (
+            lambda c: c.recover("x"),
+            "worker = 'x': allowed is one of 'a', 'b', 'c', 'd'",
+        ),
+        (lambda c: c.recover("a"), "worker = 'a' is the caller's own, not lost"),
+        (lambda c: c.recover("b", timeout_s=1e-3), "worker 'b' is not lost"),
+        (lambda c: c.recover(timeout_s=1e-3), "no worker is lost"),
+        (lambda c: c.recover("b", to="b"), "to = 'b': allowed is another worker"),
+        (lambda c: c.recover("b", to="e"), "to = 'e': allowed is one of"),
+        (lambda c: c.recover("b", timeout_s=0), "timeout_s=0: allowed is"),
+        (lambda c: c.replicate_leaves(every=0), "every = 0: allowed is a whole"),
+        (lambda c: c.replicate_leaves(to="x"), "to = 'x': allowed is one of"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused_in_a_line(ask: Any, said: str):
+    with simulated() as cluster:
+        with pytest.raises(jdag.errors.JdagError) as raised:
+            ask(cluster)
+        assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_recovery_has_to_be_asked_for_when_the_cluster_is_made():
+    with jdag.simulate(["a", "b"], seed=0) as cluster:
+        for ask in (cluster.recover, cluster.replicate_leaves):
+            with pytest.raises(jdag.errors.JdagError, match=r"recover=True"):
+                ask()
+    with pytest.raises(jdag.errors.ScenarioError, match="recover = 1"):
+        jdag.simulate(["a", "b"], seed=0, recover=cast("bool", 1))
+
+
+def test_a_worker_that_does_not_join_again_in_time_is_named():
+    with simulated([Crash("b", 0, at_ns=0)]) as cluster:
+        cluster.driver.settle()
+        said = "worker 'b' has not joined again within timeout_s=0.5: it crashed"
+        with pytest.raises(RecoveryError, match=said):
+            cluster.recover(timeout_s=0.5)
