@@ -1,0 +1,148 @@
+"""How soon exploration finds bugs that only some orders of events show.
+
+    python -m paper.exploration                 all bugs, 100 runs for each strategy
+    python -m paper.exploration --runs 20 --only addends
+
+Each bug of `paper.planted` is put into a copy of the tree; a process there runs its
+program in the orders of each strategy, whether or not one is wrong. A rate is below
+PCT's bound 1 / (n k^(d-1)) if so few wrong runs, or fewer, would come with less than
+0.1 % probability at that bound. A bug's depth is the least d at which PCT found it.
+
+`paper/results/exploration.json` has it all, `exploration.md` the table; another call
+goes on with the bugs that are missing.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from math import comb
+from pathlib import Path
+from typing import Any
+
+from jdag.lab.exploration import sound
+from jdag.lab.failures import failure_of
+from jdag.lab.strategies import PCT, parsed
+from jdag.lab.subject import Subject
+from paper.figures import RESULTS, machine
+from paper.planted import BUGS, Bug
+from paper.planted_programs import PROGRAMS
+from tests.mutants import ROOT, Mutant, copied, put
+
+STRATEGIES = ("random", "pct:1", "pct:2", "pct:3")
+CONFIDENCE = 0.001
+LIMIT_S = 900
+
+
+def rates(program: str, runs: int) -> dict[str, Any]:
+    """How many of so many runs of each strategy are wrong, and which is the first."""
+    planted = PROGRAMS[program]
+    subject = Subject(planted.program, [*planted.workers], "real", planted.faults)
+    first = subject.first()
+    if failure_of(subject, first, sound, 0) is not None:
+        return {"error": "the run of first choices is wrong, too"}
+    found: dict[str, Any] = {"picks": len(first.steps)}
+    for name in STRATEGIES:
+        strategy: Any = parsed(name)
+        strategy.planned(len(first.choices))
+        wrong = []
+        for run in range(runs):
+            played = subject.play(strategy.begin(run))
+            strategy.ended(len(played.choices))
+            if failure_of(subject, played, sound, run) is not None:
+                wrong.append(run)
+        least = None
+        if isinstance(strategy, PCT):
+            chains, picks = strategy.learned
+            least = chains * picks ** (int(name[-1]) - 1)
+        found[name] = {"runs": runs, "wrong": wrong, "bound": least}
+    return found
+
+
+def below(wrong: int, runs: int, bound: int) -> bool:
+    """Whether so few wrong runs are not to be expected at this bound."""
+    p = 1 / bound
+    few = [comb(runs, n) * p**n * (1 - p) ** (runs - n) for n in range(wrong + 1)]
+    return sum(few) < CONFIDENCE
+
+
+def depth_of(found: Mapping[str, Any]) -> int | None:
+    """The least depth at which PCT found a bug; None if at none."""
+    return next((d for d in (1, 2, 3) if found[f"pct:{d}"]["wrong"]), None)
+
+
+def tried(bug: Bug, tree: Path, runs: int) -> dict[str, Any]:
+    """Plant a bug in a copy of the tree and run its program there."""
+    file = f"jdag/engine/{bug.file}"
+    mutant = Mutant(0, bug.fact, file, bug.before, bug.after, [])
+    path, text = tree / file, mutant.mutated(tree)
+    original = path.read_text()
+    command = [sys.executable, "-W", "ignore", "-m", "paper.exploration"]
+    try:
+        put(path, text)
+        done = subprocess.run(
+            [*command, "--child", bug.program, "--runs", str(runs)],
+            cwd=tree, env={**os.environ, "PYTHONPATH": str(tree)},
+            capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+    finally:
+        put(path, original)
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1]) if done.returncode == 0 else {"error": done.stderr}
+
+
+def table(bugs: Mapping[str, Any]) -> str:
+    """The results as a table."""
+    heads = ["bug", "depth", "bound (n, k)"]
+    lines = [[*heads, *STRATEGIES], ["---"] * (len(heads) + len(STRATEGIES))]
+    for fact, found in bugs.items():
+        depth = depth_of(found)
+        bound = found[f"pct:{depth}"]["bound"] if depth else None
+        cells = [fact, str(depth or "-"), f"1/{bound:,}" if bound else "-"]
+        for name in STRATEGIES:
+            of = found[name]
+            first = f"{of['wrong'][0] + 1}" if of["wrong"] else "-"
+            cells.append(f"{first} ({len(of['wrong'])}/{of['runs']})")
+        lines.append(cells)
+    said = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return (
+        "# Planted bugs and exploration\n\nRuns until a bug is found (wrong of all);"
+        f" the bound is that of PCT at the bug's depth.\n\n{said}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, and write what has been found so far after each bug."""
+    parser = argparse.ArgumentParser(prog="python -m paper.exploration")
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument("--only", default="", help="bugs with this text in their fact")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--child", help="run this program here, print its rates")
+    wanted = parser.parse_args(arguments)
+    if wanted.child:
+        print(json.dumps(rates(wanted.child, wanted.runs)))
+        return 0
+    path = wanted.out / "exploration.json"
+    held = json.loads(path.read_text()) if path.exists() else {"bugs": {}}
+    with tempfile.TemporaryDirectory(prefix="jdag-planted-") as folder:
+        tree = copied(ROOT, Path(folder))
+        for bug in BUGS:
+            if wanted.only not in bug.fact or bug.fact in held["bugs"]:
+                continue
+            found = tried(bug, tree, wanted.runs)
+            print(bug.fact, {k: len(v["wrong"]) for k, v in found.items() if ":" in k}
+                  or found, flush=True)  # fmt: skip
+            if "error" in found:
+                continue
+            held["bugs"][bug.fact] = {"program": bug.program, **found}
+            held |= {"machine": machine()}
+            path.write_text(json.dumps(held, indent=1) + "\n")
+            (wanted.out / "exploration.md").write_text(table(held["bugs"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""Bugs to be planted in the engine, each of which only some orders of events show."""
+
+from typing import NamedTuple
+
+
+class Bug(NamedTuple):
+    """What is promised, the text that is replaced, and the program that may show it."""
+
+    fact: str
+    file: str
+    before: str
+    after: str
+    program: str
+
+
+BUGS = (
+    Bug(
+        "addends are summed in the order of the program",
+        "share.py",
+        "for _, _, key in sorted(addends)",
+        "for _, _, key in addends",
+        "terms",
+    ),
+    Bug(
+        "addends are ordered by path before position",
+        "share.py",
+        "for _, _, key in sorted(addends)",
+        "for _, _, key in sorted(addends, key=lambda addend: addend[1])",
+        "terms",
+    ),
+    Bug(
+        "a vjp waits for its forward",
+        "backward.py",
+        "        elif not node.done:",
+        "        elif node.done is None:",
+        "terms",
+    ),
+    Bug(
+        "a worker that waits for a forward is not done with a pass",
+        "backward.py",
+        "            live.busy += 1\n        elif node.failure",
+        "            live.busy += 0\n        elif node.failure",
+        "terms",
+    ),
+    Bug(
+        "a worker that waited for a forward is done with it",
+        "backward.py",
+        "        live.busy -= 1\n        live.ready.append(node)",
+        "        live.busy -= 0\n        live.ready.append(node)",
+        "terms",
+    ),
+    Bug(
+        "a forward wakes the pass that waits for it",
+        "forward.py",
+        "        if node.waited:",
+        "        if node.waited is None:",
+        "terms",
+    ),
+    Bug(
+        "credits of different denominators are added exactly",
+        "credit.py",
+        "units += units_of(other) << halvings - other.halvings",
+        "units += units_of(other)",
+        "hooked",
+    ),
+    Bug(
+        "a pass begins when all calls are acknowledged",
+        "passes.py",
+        "self._frames.when_acknowledged(top, begin)",
+        "begin()",
+        "terms",
+    ),
+    Bug(
+        "FAST announces the roots of several workers before the pass begins",
+        "passes.py",
+        "alone = len(by_worker) == 1 and mode is Mode.FAST",
+        "alone = mode is Mode.FAST",
+        "fast",
+    ),
+    Bug(
+        "a pass is over when all have answered",
+        "passes.py",
+        "            if not own.awaited:\n                self.conclude",
+        "            if len(own.awaited) < 2:\n                self.conclude",
+        "terms",
+    ),
+    Bug(
+        "a program is called when what it is handed is known everywhere",
+        "program_frames.py",
+        (
+            "self.when_acknowledged(frame, partial(self._hand, event.worker, "
+            "run, self.run))"
+        ),
+        "self._hand(event.worker, run, self.run)",
+        "nested",
+    ),
+    Bug(
+        "a program returns when its calls are acknowledged",
+        "program_frames.py",
+        "self.when_acknowledged(frame, then, idle=True)",
+        "then()",
+        "nested",
+    ),
+    Bug(
+        "the request of a transfer is acknowledged before a pass begins",
+        "program_frames.py",
+        "                frame.unacknowledged[path, owner] = (worker, len(slots))\n",
+        "",
+        "terms",
+    ),
+    Bug(
+        "an acknowledgement is of one worker",
+        "program_frames.py",
+        "                frame.unacknowledged.pop((path, sender), None)",
+        (
+            "                for key in [k for k in frame.unacknowledged if k[0] "
+            "== path]:\n                    del frame.unacknowledged[key]"
+        ),
+        "terms",
+    ),
+    Bug(
+        "one acknowledgement is not all of them",
+        "program_frames.py",
+        "                frame.unacknowledged.pop((path, sender), None)",
+        "                frame.unacknowledged.clear()",
+        "terms",
+    ),
+    Bug(
+        "a leaf with many contributions folds the first ones",
+        "gradients.py",
+        "        first = [one for one in came if missing is None or one[:2] < missing]",
+        "        first = came",
+        "many",
+    ),
+    Bug(
+        "a hop that comes before its step is kept",
+        "steps.py",
+        "        for slot in came:\n            run.here",
+        "        for slot in came if run.begun else ():\n            run.here",
+        "planned",
+    ),
+    Bug(
+        "a step waits for versions that are being made",
+        "steps.py",
+        (
+            "            self._state.when_settled(values, partial(self._begin, "
+            "part, run, values))"
+        ),
+        "            self._begin(part, run, values)",
+        "stepped",
+    ),
+    Bug(
+        "an ending pass does not wait for a lost worker",
+        "ends.py",
+        (
+            "                if own.awaited.pop(worker, worker) is None and not "
+            "own.awaited:"
+        ),
+        (
+            "                if own.awaited.pop(worker, worker) is None and "
+            "own.waiter < 0:"
+        ),
+        "crash",
+    ),
+    Bug(
+        "what waits for several values waits for all",
+        "state.py",
+        "missing = values and [value for value in values if not value.settled]",
+        "missing = values and [value for value in values[:1] if not value.settled]",
+        "diamond",
+    ),
+    Bug(
+        "a node that waited for its forward runs then",
+        "backward.py",
+        "        live.busy -= 1\n        live.ready.append(node)",
+        "        live.busy -= 1",
+        "terms",
+    ),
+    Bug(
+        "a node says that a pass waits for it",
+        "backward.py",
+        "            node.waited = True\n",
+        "",
+        "terms",
+    ),
+    Bug(
+        "leaves that were put are acknowledged before programs are called",
+        "program_frames.py",
+        "busy = frame.unacknowledged or self._state.assignments",
+        "busy = frame.unacknowledged and self._state.assignments",
+        "nested",
+    ),
+    Bug(
+        "news that came before a program waits for them is reported",
+        "program_frames.py",
+        "event.timeout_ns))\n        self._report(frame)",
+        "event.timeout_ns))",
+        "several",
+    ),
+    Bug(
+        "a pass waits for calls, and not for assignments alone",
+        "program_frames.py",
+        "busy = frame.unacknowledged or self._state.assignments",
+        "busy = self._state.assignments",
+        "terms",
+    ),
+)
