@@ -21,7 +21,8 @@ from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
 from jdag.rpc.node_trace import EVENTS_MAX
-from jdag.rpc.script import MAIN, main_script, refuse_import
+from jdag.rpc.requests import Journaled
+from jdag.rpc.script import MAIN, main_script, program_name, refuse_import
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (
@@ -41,6 +42,7 @@ from jdag.rpc.settings import (
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
+from jdag.runtime.journal import BYTES_MAX, read_journals
 from jdag.runtime.tables import (
     COUNT,
     FLAG,
@@ -55,9 +57,11 @@ from jdag.runtime.tables import (
 )
 from jdag.schedules import Schedule
 from jdag.schedules.schedule import check_for
+from jdag.sim.replaying import Replaying
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
+REPLAY = "JDAG_REPLAY"  # The folder of the journals that a script repeats.
 # The settings that `simulate` passes to the simulator.
 SIMULATED = (
     *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
@@ -180,6 +184,8 @@ def launch(  # noqa: PLR0913 - keyword options.
     schedule: Schedule | None = None,
     trace: bool = False,
     events_max: int = EVENTS_MAX,
+    journal: str | os.PathLike[str] | None = None,
+    journal_bytes: int = BYTES_MAX,
     value_bytes_max: int = VALUE_BYTES_MAX,
 ) -> Cluster:
     """Make a cluster of processes; a context manager that ends them.
@@ -213,6 +219,11 @@ def launch(  # noqa: PLR0913 - keyword options.
             each worker's clock, and whose part is missing, such as that of a lost one.
         events_max: how many events of its trace each worker keeps; then it says so in a
             warning, and records no more.
+        journal: a new folder, where each worker writes the order of what its engine
+            handles, without values. `jdag replay FOLDER -- python script.py` repeats
+            the run from it, in one process.
+        journal_bytes: how long the journal of each worker may be; then it ends with a
+            warning, and what is there can be replayed.
         value_bytes_max: the largest array that leaves the worker it is on, in bytes.
 
     Raises:
@@ -226,6 +237,12 @@ def launch(  # noqa: PLR0913 - keyword options.
 def _launched(asked: "_Launch") -> Cluster:
     names = tuple(asked.workers)
     check_for(asked.schedule, names)
+    if (replayed := os.environ.get(REPLAY)) is not None:
+        return _replayed(asked, Path(replayed))
+    journaled = None
+    if asked.journal is not None:
+        folder = os.path.abspath(asked.journal)
+        journaled = Journaled(folder, asked.journal_bytes, program_name())
     share_gpu(asked.device)
     with ExitStack() as stack:
         token, script = fresh_secret(), main_script()
@@ -257,11 +274,27 @@ def _launched(asked: "_Launch") -> Cluster:
             nesting_max=asked.nesting_max,
             schedule=asked.schedule,
             events_max=asked.events_max if asked.trace else 0,
+            journal=journaled,
             rejoin=asked.on is not None,
             watched=asked.on is None,
             tls=tls,
         )
         return recoverable(_joined(stack, plan, state, started), asked.recover)
+
+
+def _replayed(asked: "_Launch", folder: Path) -> Cluster:
+    names = tuple(asked.workers)
+    state = ClusterState(names, False, asked.nesting_max)
+    state.schedule = asked.schedule
+    journals = read_journals(folder, names, program_name())
+    run = partial(run_program, state)
+
+    def say(inputs: int) -> None:
+        said = f"as in {folder}: {inputs} events of {len(names)} workers"
+        sys.stderr.write(f"{said}\n")
+
+    state.driver = driver = Replaying(names, journals, run, say)
+    return recoverable(Cluster(state, driver.port), asked.recover)
 
 
 def _started(
@@ -396,6 +429,8 @@ class _Connected(_Recoverable):
 
 
 class _Launch(_Simulated, _Connected):
+    journal: Annotated[Any, only("the path of a folder", is_path)] | None
+    journal_bytes: COUNT
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
     carrier: CARRIER

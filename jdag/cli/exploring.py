@@ -1,5 +1,7 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
+import os
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,6 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from jdag.api.drivers import REPLAY
 from jdag.api.progress import Bar
 from jdag.cli.cli_errors import errors_in_one_line
 from jdag.cli.sweeping import On
@@ -16,6 +19,7 @@ from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report, sound
 from jdag.lab.failures import read_failure, replayed, said_of
 from jdag.lab.subject import Played
+from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
 
 BUG = "bug.json"
@@ -100,27 +104,60 @@ def _say(console: Console, report: Report, file: Path, out: Path) -> None:
     console.print(f"repeat it: jdag replay {out}", highlight=False, soft_wrap=True)
 
 
-Bug = Annotated[Path, typer.Argument(help=f"What jdag explore wrote, such as {BUG}.")]
-
-
-Recorded = Annotated[
-    Path | None, typer.Argument(help="The scenario.  [default: the file explored]")
+Bug = Annotated[
+    Path,
+    typer.Argument(
+        metavar="BUG|FOLDER",
+        help=f"What jdag explore wrote, such as {BUG}; or the folder of a journal.",
+    ),
+]
+What = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="FILE|-- COMMAND...",
+        help="The scenario, if not the file explored; or the command of that journal.",
+    ),
 ]
 TraceOut = Annotated[
     Path | None, typer.Option("--trace", help="Write the trace of the run here.")
 ]
 
 
-def replay_file(bug: Bug, file: Recorded = None, trace: TraceOut = None) -> None:
-    """Repeat a run that `jdag explore` found wrong, step by step.
+def _run_again(folder: Path, command: list[str]) -> int:
+    """Run a command from the journals in a folder; return its exit code."""
+    env = {**os.environ, REPLAY: str(folder.absolute())}
+    with errors_in_one_line():
+        check_journals(folder)
+        if not command:
+            allowed = "a command after --, such as python script.py"
+            raise ScenarioError(unusable("COMMAND", "", allowed))
+        try:
+            code = subprocess.run(command, env=env, check=False).returncode
+        except OSError as error:
+            said = f"a command that can be run: {reason(error)}"
+            raise ScenarioError(unusable("COMMAND", command[0], said)) from error
+    return code if code >= 0 else 1
+
+
+def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
+    """Repeat a run that `jdag explore` found wrong, step by step, or one of processes.
+
+    jdag replay FOLDER -- python script.py runs the script again, with what it launches
+    in one process, in the order of the journals of `jdag.launch(..., journal=FOLDER)`.
 
     A line is a step, with a lane for each worker. Those that differ from the order of
     first choices are marked, and say what they come before.
 
     Exit codes: 0 it is right now; 1 it is wrong as before; 2 bad input, or the run is
-    another one than was saved.
+    another one than was saved. Of a journal: that of the command.
     """
+    if bug.is_dir():
+        raise typer.Exit(_run_again(bug, what or []))
     with errors_in_one_line():
+        if len(what or ()) > 1:
+            allowed = "one scenario; only after a journal's folder a command"
+            raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))
+        file = Path(what[0]) if what else None
         held = read_failure(bug)
         if file is None and not held["scenario"]:
             raise ScenarioError(f"{bug} is of no scenario: use jdag.replay, in Python")

@@ -209,7 +209,7 @@ class FunctionEncoder:
             _check_named(pair, spec, _allowed(modules, found))
             return spec, fingerprints_of(found)
         except JdagError as error:
-            why = error
+            why = error.with_traceback(None)  # Which has the refs of all callers.
         try:
             definition = self._exported.get(pair) or exported(pair)
         except JdagError as error:

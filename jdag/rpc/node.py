@@ -47,7 +47,7 @@ from jdag.rpc.function_decoder import BOUND, FunctionDecoder
 from jdag.rpc.function_encoder import NAMING, check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.node_trace import Collector, recording_of
+from jdag.rpc.node_trace import Collector, journal_of, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke
 from jdag.rpc.programs import Over, ended_by
 from jdag.rpc.questions import Questions
@@ -150,6 +150,8 @@ class Node:
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
 
     def _make_host(self, gone: Mapping[str, str], value_bytes_max: int) -> Host:
+        recorder = None if self._recording is None else self._recording.recorder
+        self._journal = journal_of(self._session, recorder)
         return Host(
             self.worker,
             Engine(self.name, self.workers, self.incarnation),
@@ -158,7 +160,7 @@ class Node:
             waiters=self._waiters,
             lost=gone,
             value_bytes_max=value_bytes_max,
-            recorder=None if self._recording is None else self._recording.recorder,
+            recorder=recorder if self._journal is None else self._journal,
         )
 
     def _connector(self, value_bytes_max: int) -> Callable[[str, int], Connection]:
@@ -224,7 +226,10 @@ class Node:
             self._collector.sample()
 
     def _record_no_more(self) -> None:
-        self._host.recorder = None
+        if self._journal is None:
+            self._host.recorder = None
+        else:
+            self._journal.recorder = None
 
     # ------------------------------------------------------------------ for programs
 
@@ -354,6 +359,8 @@ class Node:
         Acknowledgements wait for the first jobs, and are sent with their results.
         """
         jobs, unflushed = self._jobs, self._loop.unflushed
+        if self._journal is not None:
+            self._journal.flush()
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
@@ -455,6 +462,8 @@ class Node:
             self._jobs.close()
             self._waiters.clear()
             self._host.clear()
+            if self._journal is not None:
+                self._journal.close()
             self._buffers.clear()
             self._loop.close()
         background = self._background

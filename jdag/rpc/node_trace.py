@@ -11,6 +11,7 @@ Invariants: a node keeps `events_max` records, and those of the event in which i
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jdag.engine.protocol import Job, Key, Message, incarnated
@@ -18,6 +19,7 @@ from jdag.rpc.connection import Connection
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.peers import PeerTable
 from jdag.rpc.session_info import SessionInfo
+from jdag.runtime.journal import SUFFIX, Journal, head_of
 from jdag.runtime.merging import Part, Sample, merged, sampled
 from jdag.runtime.recorder import NO_CAUSE, Recorder, said
 from jdag.runtime.trace import FIELDS, Trace, row_of
@@ -124,6 +126,21 @@ def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording 
         return None
     worker = incarnated(session.worker, session.members.incarnation)
     return Recording(worker, session.events_max, stop)
+
+
+def journal_of(session: SessionInfo, recorder: Recorder | None) -> Journal | None:
+    """Return the journal of the node of a session, if its session has one.
+
+    Raises:
+        ScenarioError: it cannot be made.
+    """
+    asked = session.journal
+    if asked is None:
+        return None
+    worker = incarnated(session.worker, session.members.incarnation)
+    path = Path(asked.folder, worker + SUFFIX)
+    head = head_of(worker, session.workers, asked.program)
+    return Journal(path, head, asked.bytes_max, recorder)
 
 
 class Collector:

@@ -52,7 +52,7 @@ class AttachWorker(Request, frozen=True):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `watched`, `nesting_max`, `events_max`: see
+    it does. `watched`, `nesting_max`, `events_max`, `journal`: see
     `jdag.rpc.session_info.SessionInfo`.
     """
 
@@ -72,6 +72,15 @@ class AttachWorker(Request, frozen=True):
     nesting_max: Annotated[int, Meta(ge=1)] = NESTING_MAX
     schedule: Listed | None = None
     events_max: Annotated[int, Meta(ge=0)] = 0
+    journal: "Journaled | None" = None
+
+
+class Journaled(Struct, frozen=True, forbid_unknown_fields=True):
+    """Where each node writes its journal, how long it may be, and whose run it is."""
+
+    folder: Text
+    bytes_max: Annotated[int, Meta(ge=1)]
+    program: Text
 
 
 class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):

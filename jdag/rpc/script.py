@@ -48,6 +48,12 @@ def main_script() -> Script | None:
     return Script(path, sys.modules[MAIN].__package__, tuple(sys.argv))
 
 
+def program_name() -> str:
+    """Return the name of the file of what runs; "" if it has none."""
+    path = _file()
+    return "" if path is None else Path(path).name
+
+
 def main_module() -> ModuleType:
     """Return `__main__`; a worker imports its script, or raises a JdagError."""
     with _lock:

@@ -32,6 +32,7 @@ from jdag.rpc.requests import (
     Detach,
     Health,
     Info,
+    Journaled,
     Listed,
     Mesh,
     Peer,
@@ -64,7 +65,8 @@ class SessionPlan:
     the others. `control` is main's own address, which is bound while the session lasts
     so that no other process can use the name; None if that is impossible. With
     `rejoin`, a new process at the address of a lost worker joins. Workers that have not
-    started are waited for, for `ready_s` in all. `watched`, `events_max`: see
+    started are waited for, for `ready_s` in all. `watched`, `events_max`, `journal`:
+    see
     `jdag.rpc.session_info.SessionInfo`.
     """
 
@@ -80,6 +82,7 @@ class SessionPlan:
     nesting_max: int = NESTING_MAX
     schedule: Schedule | None = None
     events_max: int = 0
+    journal: Journaled | None = None
     rejoin: bool = False
     watched: bool = False
     control: Address | None = None
@@ -129,6 +132,7 @@ class Session:
             nesting_max=plan.nesting_max,
             schedule=plan.schedule,
             events_max=plan.events_max,
+            journal=plan.journal,
         )
         self.node = plan.make_node(info)
         atexit.register(self._goodbye)
@@ -219,6 +223,7 @@ class Session:
             nesting_max=plan.nesting_max,
             schedule=_listed(plan.schedule),
             events_max=plan.events_max,
+            journal=plan.journal,
             handshake=dict(plan.handshake),
         )
         control = self._controls[peer]

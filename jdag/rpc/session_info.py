@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jdag.rpc.membership import Membership
+from jdag.rpc.requests import Journaled
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
 from jdag.schedules import Schedule
@@ -31,7 +32,8 @@ class SessionInfo:
 
     `nesting_max`: how deep programs may call each other. `schedule`: the order of the
     work of pipelines, if there is one. `events_max`: how many events of its trace the
-    node keeps; 0: it has none.
+    node keeps; 0: it has none. `journal`: where it writes the order of what its engine
+    handles, if it does.
     """
 
     worker: str
@@ -45,6 +47,7 @@ class SessionInfo:
     nesting_max: int = NESTING_MAX
     schedule: Schedule | None = None
     events_max: int = 0
+    journal: Journaled | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -98,6 +98,7 @@ class CallerLease:
                 nesting_max=asked.nesting_max,
                 schedule=schedule,
                 events_max=asked.events_max,
+                journal=asked.journal,
             )
         )
         self.node.joined(main, where.incarnation)

@@ -48,7 +48,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.recorder import NO_CAUSE, RECORDED, Recorder
+from jdag.runtime.recorder import NO_CAUSE, RECORDED
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 
@@ -59,6 +59,23 @@ _WAITING = frozenset(
 )
 # The program gets values in place of keys.
 _VALUED = (Fetched.__name__, Stepping.__name__)
+
+
+class Records(Protocol):
+    """What notes the events of an engine, and its effects: a recorder, a journal."""
+
+    def input(
+        self,
+        worker: str,
+        event: Any,
+        causes: tuple[int, ...],
+        keys: Sequence[Key],
+        told: tuple[Any, ...],
+    ) -> int:
+        """Note an event and the values held with it; return its record."""
+
+    def effect(self, worker: str, effect: Any, cause: int) -> int:
+        """Note one of `RECORDED`; return the cause of what it brings about."""
 
 
 class Driver(Protocol):
@@ -132,7 +149,7 @@ class Host:
         waiters: Waiters,
         lost: Mapping[str, str],
         value_bytes_max: int | None = None,
-        recorder: Recorder | None = None,
+        recorder: Records | None = None,
     ) -> None:
         self.worker = worker
         self.engine = engine

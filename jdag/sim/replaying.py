@@ -1,0 +1,381 @@
+"""The driver that repeats a run of processes, in the order of their journals.
+
+All workers are in this process, as in simulation; without time or a network. An input
+is handled when it is the next one in its worker's journal (`jdag.runtime.journal`) and
+is there: its message has been sent, its job asked for, its program has come so far. Any
+other order of workers gives the same run, as no engine sees another's.
+
+Inputs:  the journals of all workers; what programs tell (`Port`).
+Outputs: the same effects and gradients as those of the processes; or the first event
+         that deviates: worker, place in its journal, what was expected, what there is.
+Invariants: messages that are not acknowledgements are numbered as they were sent;
+acknowledgements are taken from those that a worker has sent, as many as had arrived as
+one. A program that is early waits; main drives while it waits.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from greenlet import GreenletExit, getcurrent
+
+from jdag.compute.machine import Machine, Work, job_name
+from jdag.engine import Engine
+from jdag.engine.drawing import Drawing
+from jdag.engine.protocol import (
+    Acknowledge,
+    Alarm,
+    Computed,
+    ContextId,
+    Event,
+    Job,
+    Key,
+    Lost,
+    Message,
+    Path,
+    Send,
+    Skip,
+    Spawn,
+)
+from jdag.errors import JdagError
+from jdag.runtime.failures import failure_of
+from jdag.runtime.host import Host, Port, RunProgram, run_program
+from jdag.runtime.journal import FULL, Entries, entry, message_said
+from jdag.runtime.stats import Sent, info
+from jdag.runtime.waiters import Cancel, Waiters
+from jdag.sim.programs import Programs
+
+_Values = tuple[Any, ...]
+_Owed = tuple[ContextId | None, Path]  # What an acknowledgement is of.
+
+
+class _Worker:
+    """One worker: its host, its journal and how far that has been followed."""
+
+    def __init__(self, host: Host, journal: Entries) -> None:
+        self.host = host
+        self.lines = journal.lines
+        self.end = journal.end
+        self.at = 0
+        self.jobs: dict[int, tuple[Job, Work | BaseException]] = {}
+        self.alarms: dict[int, Event] = {}
+        # Of the programs that are early: what each would tell, by the waiter for that.
+        self.early: dict[int, str] = {}
+        # By sender: the ranks of its messages, by their numbers.
+        self.ranks: dict[str, dict[int, int]] = {}
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for line in journal.lines:
+            if line[0] == "m" and not _is_acknowledgement(line):
+                _, sender, number, *_ = line.split(" ", 3)
+                numbers[sender].append(int(number))
+        for sender, of in numbers.items():
+            self.ranks[sender] = {number: n for n, number in enumerate(sorted(of))}
+
+    @property
+    def line(self) -> str:
+        """The next input; "" after the last one."""
+        return self.lines[self.at] if self.at < len(self.lines) else ""
+
+
+class Replaying:
+    """A cluster that repeats a run from its journals.
+
+    `say` is called with the number of inputs when all have been handled.
+
+    Raises:
+        JdagError: from whatever waits, if the run deviates from them.
+    """
+
+    trace = None
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        journals: dict[str, Entries],
+        run_program: RunProgram,
+        say: Callable[[int], object] = lambda inputs: None,
+    ) -> None:
+        self._say = say
+        self.workers = tuple(workers)
+        self.incarnations: dict[str, int] = {}
+        self.now_ns = 0  # How many inputs have been handled.
+        self._run_program = run_program
+        self._waiters = Waiters()
+        self._all = {name: self._made(name, journals[name]) for name in workers}
+        home = self._all[workers[0]]
+        self.port = Port(home.host)
+        self._home = home
+        self._programs = Programs(self.port)
+        self._soon: deque[Callable[[], object]] = deque()
+        self._sent: dict[tuple[str, str], list[tuple[Message, _Values]]]
+        self._sent = defaultdict(list)
+        self._owed: dict[tuple[str, str, str], deque[_Owed]] = defaultdict(deque)
+        self._closed = False
+
+    def _made(self, name: str, journal: Entries) -> _Worker:
+        engine, lost = Engine(name, self.workers, 0), dict[str, str]()
+        given: Any = {"driver": self, "waiters": self._waiters, "lost": lost}
+        return _Worker(Host(name, engine, Machine("real"), **given), journal)
+
+    # ------------------------------------------------------------------ what users see
+
+    @property
+    def current(self) -> Port:
+        """The port of the program that runs right now."""
+        return self._programs.current
+
+    def info(self) -> dict[str, dict[str, Any]]:
+        """For each worker, what it holds."""
+        return {
+            name: info(one.host, Sent(), 0, lost=False)
+            for name, one in self._all.items()
+        }
+
+    def graph(self, context: ContextId) -> dict[str, Drawing]:
+        """The graph of a context as it is now."""
+        drawn = {w: one.host.engine.graph(context) for w, one in self._all.items()}
+        return {w: drawing for w, drawing in drawn.items() if drawing is not None}
+
+    def settle(self) -> None:
+        """Go on until nothing can happen before a program tells more."""
+        self._drive(lambda: False, or_raise=False)
+
+    def close(self) -> None:
+        """Handle the rest of all journals; say how many inputs were repeated.
+
+        Raises:
+            JdagError: some input in them does not come.
+        """
+        if self._closed:
+            return
+        self.settle()
+        self._closed = True
+        left = [one for one in self._all.values() if one.line]
+        hosts = [one.host for one in self._all.values()]
+        try:
+            if left and not self._is_cut:
+                raise self._deviates()
+            self._say(self.now_ns)
+        finally:
+            for host in hosts:
+                host.alive = False
+            self._programs.kill(None)
+            for host in hosts:
+                host.clear()
+
+    # -------------------------------------------------------- what programs do: `Port`
+
+    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
+        """Have an engine handle an event of a program, when that is its turn."""
+        one, text = self._all[port.worker], entry(event)
+        self._check_open()
+        if self._programs.hub is None:
+            one.early[0] = text
+            self._drive(lambda: one.line == text)
+            del one.early[0]
+        elif one.line != text:
+            turn = self._waiters.number()
+            one.early[turn] = text
+            try:
+                self._programs.park(turn)
+            finally:
+                del one.early[turn]
+        self._took(one)
+        port.host.tell(port, event, values)
+
+    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
+        """Block the caller; return what the waiter was given."""
+        given = self._waiters.given
+        if waiter not in given:
+            self._check_open()
+            if self._programs.hub is not None:
+                self._programs.park(waiter)
+            else:
+                self._drive(lambda: waiter in given)
+        return given[waiter]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise JdagError("this cluster is closed; make another one")
+
+    def _took(self, one: _Worker) -> None:
+        one.at += 1
+        self.now_ns += 1
+
+    # ------------------------------------------------------------------ the journals
+
+    def _drive(self, done: Callable[[], bool], *, or_raise: bool = True) -> None:
+        """Carry out what may happen until `done`; on main's greenlet."""
+        assert self._programs.hub is None, done
+        self._programs.hub = getcurrent()
+        try:
+            while not done():  # Bounded by the journals.
+                if self._soon:
+                    self._soon.popleft()()
+                elif not any(map(self._next, self._all.values())):
+                    if or_raise:
+                        raise self._deviates()
+                    return
+        finally:
+            self._programs.hub = None
+
+    def _next(self, one: _Worker) -> bool:
+        """Handle the next input of a worker, if it is there."""
+        kind, _, rest = one.line.partition(" ")
+        if not kind:
+            return False
+        if kind == "p":
+            return self._tells(one)
+        event: Any = None
+        if kind == "m":
+            return self._message(one, *rest.split(" ", 2))
+        if kind == "j":
+            number = int(rest.partition(" ")[0])
+            if number not in one.jobs:
+                return False
+            event = self._computed(one, number)
+            if entry(event) != one.line:
+                raise self._deviates(one, entry(event))
+        elif kind == "l":
+            why = "it was lost when this run was recorded"
+            one.host.lost[rest] = why  # type: ignore[index]
+            event = Lost(rest, why)
+        else:
+            raise JdagError(
+                f"{rest!r} joined again in this run; it cannot be replayed from there"
+            )
+        self._took(one)
+        one.host.handle(event)
+        return True
+
+    def _tells(self, one: _Worker) -> bool:
+        for turn, text in one.early.items():
+            if turn and text == one.line:
+                self._programs.wake(one.host, turn)
+                return True
+        for waiter, event in one.alarms.items():
+            if entry(event) == one.line:
+                del one.alarms[waiter]
+                self._took(one)
+                one.host.handle(event)
+                return True
+        return False
+
+    def _message(self, one: _Worker, sender: str, number: str, said: str) -> bool:
+        here = one.host.worker
+        message: Message
+        values: _Values = ()
+        if _is_acknowledgement(one.line):
+            _, context, _, count = said.split(" ", 3)
+            owed = self._owed[sender, here, context]
+            paths = int(count.strip("(,)"))
+            if len(owed) < paths:
+                return False
+            first = [owed.popleft() for _ in range(paths)]
+            message = Acknowledge(first[0][0], tuple([path for _, path in first]))
+        else:
+            rank, sent = one.ranks[sender][int(number)], self._sent[sender, here]
+            if rank >= len(sent):
+                return False
+            message, values = sent[rank]
+            sent[rank] = message, ()
+            if message_said(message) != said:
+                found = f"m {sender} {number} {message_said(message)}"
+                raise self._deviates(one, found)
+        self._took(one)
+        one.host.arrived(sender, message, values)
+        return True
+
+    def _computed(self, one: _Worker, number: int) -> Computed:
+        job, work = one.jobs.pop(number)
+        error = work if isinstance(work, BaseException) else None
+        if isinstance(work, Work):
+            try:
+                one.host.machine.hold(job, work, work.compute())
+            except (Exception, SystemExit) as raised:  # Of a user's function.
+                error = raised
+        if error is None:
+            return Computed(number, None)
+        failure = failure_of(error, one.host.worker, job.path, job_name(job))
+        return Computed(number, failure)
+
+    @property
+    def _is_cut(self) -> bool:
+        return any(one.end == FULL and not one.line for one in self._all.values())
+
+    def _deviates(self, one: _Worker | None = None, found: str = "") -> JdagError:
+        """The error that names the first event that is not as in the journals."""
+        if one is None and self._is_cut:
+            return JdagError(
+                f"the journals end here, at journal_bytes: their {self.now_ns} inputs "
+                "were repeated"
+            )
+        waiting = [one for one in self._all.values() if one.line or one.early]
+        if one is None:
+            # A program that does something else, before those who wait for it.
+            waiting.sort(key=lambda one: not one.early)
+            one = waiting[0] if waiting else self._home
+            found = next(iter(one.early.values()), "nothing that could be that")
+        return JdagError(
+            f"the run deviates from its journal on worker {one.host.worker!r} at event"
+            f" {one.at + 1}: expected {one.line or 'no more'!r}, found {found!r}"
+        )
+
+    # ----------------------------------------------------------------- what engines ask
+
+    def transmit(
+        self,
+        host: Host,
+        send: Send,
+        message: Message,
+        values: tuple[tuple[Key, ...], _Values],
+        cause: int,
+    ) -> None:
+        """Keep a message until it is the turn of its arrival."""
+        if send.to in host.lost:
+            return
+        if isinstance(message, Acknowledge):
+            context = str(message.context or "-")
+            owed = self._owed[host.worker, send.to, context]
+            owed += [(message.context, path) for path in message.paths]
+        else:
+            self._sent[host.worker, send.to].append((message, values[1]))
+
+    def compute(self, host: Host, job: Job, cause: int) -> None:
+        """Begin a job; it is computed when it is the turn of its end."""
+        work: Work | BaseException
+        try:
+            work = host.machine.begin(job)
+        except Exception as error:  # As on a process.
+            work = error
+        self._all[host.worker].jobs[job.id] = job, work
+
+    def skip(self, host: Host, skip: Skip) -> None:
+        """Do nothing: jobs end in the order of the journal."""
+
+    def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
+        """Start a program."""
+        port = Port(host)
+        body = partial(self._program, port, spawn)
+        self._soon.append(partial(self._programs.start, port, body))
+
+    def _program(self, port: Port, spawn: Spawn) -> None:
+        passed = run_program(self._run_program, port, spawn, GreenletExit)
+        if passed is not None:
+            raise passed  # What `run_program` lets pass is for the main program.
+
+    def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
+        """Have an alarm go off only where the journal says so."""
+        alarms = self._all[host.worker].alarms
+        alarms[alarm.waiter] = alarm.event
+        return partial(alarms.pop, alarm.waiter, None)
+
+    def wake(self, host: Host, waiter: int) -> None:
+        """Let a program go on."""
+        if waiter in self._programs.parked:
+            self._soon.append(partial(self._programs.wake, host, waiter))
+
+
+def _is_acknowledgement(line: str) -> bool:
+    return line.split(" ", 4)[3] == Acknowledge.__name__

@@ -1,0 +1,176 @@
+"""The order of an engine's inputs as a file."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jdag.engine.protocol import (
+    Acknowledge,
+    Arrived,
+    Computed,
+    ContextId,
+    Failure,
+    Joined,
+    Left,
+    Lost,
+    Release,
+)
+from jdag.errors import ScenarioError
+from jdag.runtime.journal import (
+    Journal,
+    check_journals,
+    entry,
+    head_of,
+    read_journals,
+)
+from jdag.runtime.recorder import NO_CAUSE
+
+CONTEXT = ContextId(1, 2, 0)
+WORKERS = ("a", "b")
+
+
+def journal(folder: Path, worker: str, bytes_max: int = 10_000) -> Journal:
+    path = folder / f"{worker}.journal"
+    return Journal(path, head_of(worker, WORKERS, "train.py"), bytes_max, None)
+
+
+def written(folder: Path, *, jobs: int = 3, ends: bool = True) -> None:
+    for worker in WORKERS:
+        made = journal(folder, worker)
+        for number in range(jobs):
+            assert made.input(worker, Computed(number, None), (), (), ()) == NO_CAUSE
+            made.flush()
+        if ends:
+            made.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "causes", "line"),
+    [
+        (
+            Arrived("b", Acknowledge(None, ((1,), (2,)))),
+            (7,),
+            "m b 7 Acknowledge - 0 (2,)",
+        ),
+        (Arrived("b", Release(CONTEXT, (), False)), (8,), "m b 8 Release 1.2 0 ()"),
+        (Computed(4, None), (), "j 4 ok"),
+        (
+            Computed(4, Failure("ValueError", "no", "a", (1,), "f")),
+            (),
+            "j 4 ValueError",
+        ),
+        (Left(9, CONTEXT), (), "p Left 1.2 0 ()"),
+        (Lost("b", "killed"), (), "l b"),
+        (Joined("b", 2), (), "J b#2"),
+    ],
+)
+def test_a_line_says_which_input_it_is_and_no_value(event: Any, causes: Any, line: str):
+    assert entry(event, causes) == line
+
+
+def test_what_was_written_is_read(tmp_path: Path):
+    written(tmp_path)
+    found = read_journals(tmp_path, WORKERS, "train.py")
+    assert found["b"].lines == ["j 0 ok", "j 1 ok", "j 2 ok"]
+    assert found["b"].end == "end"
+    check_journals(tmp_path)
+
+
+def test_lines_are_in_the_file_once_they_are_flushed(tmp_path: Path):
+    made = journal(tmp_path, "a")
+    made.input("a", Computed(1, None), (), (), ())
+    made.flush()
+    assert (tmp_path / "a.journal").read_text().endswith("\nj 1 ok\n")
+
+
+def test_a_journal_that_is_full_ends_with_a_whole_line_and_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    made = journal(
+        tmp_path, "a", 100 + len(json.dumps(head_of("a", WORKERS, "train.py")))
+    )
+    for number in range(100):
+        made.input("a", Computed(number, None), (), (), ())
+        if number % 3 == 0:
+            made.flush()
+    made.close()
+    path = tmp_path / "a.journal"
+    *lines, end, nothing = path.read_text().split("\n")
+    assert (end, nothing) == ("full", "")
+    assert lines[1:] == [f"j {number} ok" for number in range(len(lines) - 1)]
+    assert 5 <= len(lines) <= 15
+    assert "it has journal_bytes; what is there can be replayed" in caplog.text
+
+
+def test_a_disk_that_is_full_ends_the_journal_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    made = journal(tmp_path, "a")
+
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+        patched.setattr("os.write", full)
+        made.input("a", Computed(1, None), (), (), ())
+        made.flush()
+    made.input("a", Computed(2, None), (), (), ())
+    made.close()
+    assert "No space left" in caplog.text
+
+
+def test_a_journal_that_is_there_is_not_written_over(tmp_path: Path):
+    written(tmp_path)
+    with pytest.raises(ScenarioError, match=r"a\.journal cannot be made: "):
+        journal(tmp_path, "a")
+
+
+def cut(path: Path) -> None:
+    path.write_text(path.read_text()[:-6])
+
+
+def other_version(path: Path) -> None:
+    head, _, rest = path.read_text().partition("\n")
+    path.write_text(json.dumps({**json.loads(head), "jdag": "0.0.9"}) + "\n" + rest)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (cut, "b.journal is truncated: it has no last line"),
+        (other_version, "b.journal is of jdag = '0.0.9'; what would replay it has"),
+        (lambda path: path.unlink(), "b.journal: No such file"),
+        (lambda path: path.write_bytes(b"\xff"), "b.journal is no journal"),
+        (lambda path: path.write_text("{}"), "b.journal is no journal"),
+    ],
+)
+def test_a_journal_that_cannot_be_replayed_is_refused_in_one_line(
+    tmp_path: Path, spoil: Any, said: str
+):
+    written(tmp_path)
+    spoil(tmp_path / "b.journal")
+    for read in (check_journals, lambda of: read_journals(of, WORKERS, "train.py")):
+        with pytest.raises(ScenarioError, match=said) as caught:
+            read(tmp_path)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_journal_of_another_program_or_of_other_workers_is_refused(tmp_path: Path):
+    written(tmp_path)
+    with pytest.raises(ScenarioError, match=r"is of program = 'train\.py'; what would"):
+        read_journals(tmp_path, WORKERS, "test.py")
+    with pytest.raises(ScenarioError, match="is of workers = "):
+        read_journals(tmp_path, ("a",), "train.py")
+    with pytest.raises(ScenarioError, match=r"has no journal of jdag\.launch"):
+        check_journals(tmp_path / "none")
+
+
+def test_the_journal_of_a_lost_worker_needs_no_end(tmp_path: Path):
+    written(tmp_path, ends=False)
+    for worker, lost in (("a", "b"), ("b", "a")):
+        with (tmp_path / f"{worker}.journal").open("a") as file:
+            file.write(f"l {lost}\nj 9 o")
+    assert read_journals(tmp_path, WORKERS, "train.py")["b"].lines[-1] == "l a"

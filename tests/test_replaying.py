@@ -1,0 +1,221 @@
+"""Runs of processes that are repeated from their journals."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import jdag
+from jdag.api.cluster import Cluster
+from jdag.api.cluster_state import ClusterState
+from jdag.api.programs import run_program
+from jdag.cli.commands import app
+from jdag.errors import JdagError
+from jdag.rpc.requests import Journaled
+from jdag.runtime.journal import Entries, read_journals
+from jdag.sim.replaying import Replaying, _Worker
+from tests.pipeline_cases import step
+from tests.rpc_nodes import cluster
+from tests.test_node import W, X, gradient, hidden, total
+
+WORKERS = ("a", "b", "c")
+NAME = "program.py"
+
+
+def recorded(folder: Path, run: Any, bytes_max: int = 1 << 20, **settings: Any) -> Any:
+    """Run with nodes that write journals; return what the program returned."""
+    journal = Journaled(str(folder), bytes_max, NAME)
+    with cluster(WORKERS, journal=journal, **settings) as c:
+        return run(c)
+
+
+def replayed(
+    journals: dict[str, Entries], run: Any, schedule: Any = None
+) -> tuple[Any, int]:
+    """Run from journals; return what the program returned, and the number of inputs."""
+    state = ClusterState(WORKERS, False)
+    state.schedule = schedule
+    found: list[int] = []
+    state.driver = Replaying(
+        WORKERS, journals, partial(run_program, state), found.append
+    )
+    with Cluster(state, state.driver.port) as c:
+        result = run(c)
+    return result, found[0]
+
+
+def thrice(c: Any) -> list[bytes]:
+    return [np.asarray(gradient(c)).tobytes() for _ in range(3)]
+
+
+def large(c: Any) -> list[bytes]:
+    """Values that follow their messages, which small ones overtake."""
+    value = jnp.arange(3_000_000.0)
+    with c.context() as ctx:
+        there = ctx.move("c", ctx.move("b", value))
+        small = ctx.call("c", hidden, W, X)
+        return [np.asarray(one.fetch()).tobytes() for one in (small, there)]
+
+
+def fails(x: Any) -> Any:
+    raise ValueError(f"no {x.shape}")
+
+
+def failing(c: Any) -> str:
+    with pytest.raises(JdagError) as caught, c.context() as ctx:
+        ctx.call("b", jdag.unjitted(fails), ctx.call("c", hidden, W, X)).fetch()
+    return str(caught.value).partition("\n")[0]
+
+
+@pytest.mark.parametrize("run", [thrice, large, failing])
+def test_a_run_is_repeated_with_its_results_in_the_order_of_its_journals(
+    tmp_path: Path, run: Any
+):
+    wanted = recorded(tmp_path, run)
+    journals = read_journals(tmp_path, WORKERS, NAME)
+    found, inputs = replayed(journals, run)
+    assert found == wanted
+    assert inputs == sum(len(one.lines) for one in journals.values())
+
+
+def test_a_run_under_a_schedule_is_repeated(tmp_path: Path):
+    schedule = jdag.schedules.one_f_one_b(stages=3, micro_batches=4, workers=WORKERS)
+
+    def run(c: Any) -> list[bytes]:
+        return [np.asarray(one).tobytes() for one in step(c, schedule)]
+
+    wanted = recorded(tmp_path, run, schedule=schedule)
+    found, _ = replayed(read_journals(tmp_path, WORKERS, NAME), run, schedule)
+    assert found == wanted
+
+
+def loses(c: Any) -> tuple[bytes, str]:
+    before = np.asarray(gradient(c)).tobytes()
+    if hasattr(c, "nodes"):
+        c.nodes["c"].close()
+    with pytest.raises(JdagError) as caught:
+        gradient(c)
+    return before, type(caught.value).__name__
+
+
+def test_the_loss_of_a_worker_is_repeated(tmp_path: Path):
+    wanted = recorded(tmp_path, loses)
+    found, _ = replayed(read_journals(tmp_path, WORKERS, NAME), loses)
+    assert found == wanted
+
+
+def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
+    recorded(tmp_path, thrice, bytes_max=1_500)
+    journals = read_journals(tmp_path, WORKERS, NAME)
+    assert "full" in [one.end for one in journals.values()]
+    said = r"the journals end here, at journal_bytes: their \d+ inputs were repeated"
+    with pytest.raises(JdagError, match=said):
+        replayed(journals, thrice)
+
+
+def other(c: Any) -> None:
+    gradient(c)
+    with c.context() as ctx:
+        ctx.backward(ctx.call("a", total, ctx.call("c", hidden, c.put("c", W), X)))
+
+
+@pytest.fixture(scope="module")
+def journals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Entries]:
+    folder = tmp_path_factory.mktemp("journals")
+    recorded(folder, thrice)
+    return read_journals(folder, WORKERS, NAME)
+
+
+def test_a_program_that_does_something_else_is_told_where(journals: Any):
+    said = r"on worker 'a' at event \d+: expected 'p .*', found 'p "
+    with pytest.raises(JdagError, match=said):
+        replayed(journals, other)
+
+
+def test_a_program_that_does_less_is_told_what_is_expected(journals: Any):
+    with pytest.raises(
+        JdagError, match=r"expected 'p .*', found 'nothing that could be"
+    ):
+        replayed(journals, gradient)
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "said"),
+    [
+        (
+            "j",
+            lambda line: f"{line[:-2]}ValueError",
+            r"expected 'j \d+ ValueError', found 'j \d+ ok",
+        ),
+        (
+            "m",
+            lambda line: line.replace("Run", "Call"),
+            r"expected 'm .*Call.*', found 'm .*Run",
+        ),
+    ],
+)
+def test_an_input_that_is_another_is_told(journals: Any, kind: str, to: Any, said: str):
+    lines = [*journals["b"].lines]
+    name = "Run" if kind == "m" else "ok"
+    at = next(n for n, one in enumerate(lines) if one[0] == kind and name in one)
+    lines[at] = to(lines[at])
+    changed = {**journals, "b": Entries("b", lines, "end")}
+    with pytest.raises(JdagError, match=rf"worker 'b' at event {at + 1}: {said}"):
+        replayed(changed, thrice)
+
+
+def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
+    said = "Primal 0.1 0 (1,)"
+    lines = [f"m a 4 {said}", "m a 1 Acknowledge 0.1 0 (1,)", f"m a 2 {said}"]
+    host: Any = None
+    assert _Worker(host, Entries("b", lines, "end")).ranks == {"a": {2: 0, 4: 1}}
+
+
+SCRIPT = """
+import sys
+import jax.numpy as jnp
+import jdag
+
+def double(x):
+    return 2.0 * x
+
+@jdag.program
+def twice(ctx, x):
+    return ctx.call("c", double, ctx.call("b", double, x))
+
+if __name__ == "__main__":
+    with jdag.launch(["a", "b", "c"], device="cpu", journal=sys.argv[1]) as cluster:
+        with cluster.context() as ctx:
+            w = cluster.put("b", jnp.ones(3))
+            loss = ctx.call("a", jnp.sum, ctx.call("b", twice, w))
+            ctx.backward(loss)
+            print(type(cluster.driver).__name__, ctx.gradient(w).fetch())
+"""
+
+
+def test_a_script_is_run_again_by_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    script, folder = tmp_path / "script.py", tmp_path / "journals"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(folder)]
+    path = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path}
+    subprocess.run(command, check=True, env=env)
+    assert capfd.readouterr().out == "Node [4. 4. 4.]\n"
+    done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
+    assert done.exit_code == 0, done.output
+    told = capfd.readouterr()
+    assert told.out == "Replaying [4. 4. 4.]\n"
+    assert f"as in {folder}: " in told.err and " events of 3 workers" in told.err
+    (folder / "b.journal").unlink()
+    done = CliRunner().invoke(app, ["replay", str(folder), "--", *command])
+    assert done.exit_code == 2
+    assert "b.journal: No such file" in done.output
