@@ -55,6 +55,7 @@ bench: install
 	$(BIN)/python -m paper.replicas
 	$(BIN)/python -m paper.retiming
 	$(BIN)/python -m paper.data_parallel
+	$(BIN)/python -m paper.prediction
 
 # Workers hurt in every way, by seed; on loopback.
 chaos: install-test

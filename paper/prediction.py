@@ -258,6 +258,8 @@ def markdown(
 ) -> str:
     """The results as tables."""
     doc = " ".join((__doc__ or "").split("\n\n")[2].split())
+    doc = doc.replace("`CALIBRATED`", str(CALIBRATED))
+    doc = doc.replace("`QUIET`", f"{QUIET:.0%}")
     lines = ["# Predicted and real steps of pipelines", "", doc, ""]
     lines.append(f"{', '.join([f'{key} {value}' for key, value in where.items()])}.")
     lines.append(f"Of {COUNTED * BURST} real steps: the median, and the quartiles.")
@@ -270,8 +272,8 @@ def markdown(
             continue
         lines += ["", f"## {name.capitalize()}", ""]
         for part in (name, f"{name}, quiet"):
-            if part in sums:
-                lines += [f"{part.capitalize()}: {told(sums[part])}", ""]
+            said = told(sums[part]) if part in sums else "none."
+            lines += [f"{part.capitalize()}: {said}", ""]
         lines += [
             "| workers | width x rows | carrier | micro-batches | schedule "
             "| predicted | measured | quartiles | error | others |",

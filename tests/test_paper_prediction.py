@@ -57,6 +57,6 @@ def test_rows_that_were_not_quiet_are_told_apart_and_all_is_drawn(
     text = (tmp_path / "prediction.md").read_text()
     assert "A worker per core, quiet: 3 settings: mean error 23.3%" in text
     assert "More workers than cores: 3 settings: mean error 25.0%" in text
-    assert "More workers than cores, quiet" not in text
+    assert "More workers than cores, quiet: none." in text
     assert "| 2 | 8 x 4 | socket | 6 | zb_h1 | 80.0 ms | 160.0 ms |" in text
     assert (tmp_path / "prediction.png").stat().st_size > 10_000
