@@ -266,3 +266,37 @@ def test_a_worker_that_does_not_join_again_in_time_is_named():
         said = "worker 'b' has not joined again within timeout_s=0.5: it crashed"
         with pytest.raises(RecoveryError, match=said):
             cluster.recover(timeout_s=0.5)
+
+
+class Counter:
+    """An object whose calls change it."""
+
+    def __init__(self, begin: Any) -> None:
+        self.number = float(begin)
+
+    def add(self, more: float) -> float:
+        self.number += more
+        return self.number
+
+
+@jdag.program
+def counted(ctx: Any, counter: Any, x: Any) -> Any:
+    """On the worker of the object it is that itself."""
+    return ctx.call(ctx.here, layer, x, np.full((3, 3), counter.number, np.float32))
+
+
+def test_objects_are_made_anew_under_the_same_handles():
+    with simulated() as cluster:
+        kept, dropped = cluster.host("b", Counter, 5.0), cluster.host("b", Counter, 6.0)
+        other = cluster.host("c", Counter, 7.0)
+        cluster.drop(dropped)
+        assert [kept.call("add", 1.0), other.call("add", 1.0)] == [6.0, 8.0]
+        with cluster.context() as ctx:
+            for _ in range(2):
+                lose(cluster, "b")
+                with pytest.raises(WorkerLost):
+                    kept.call("add", 1.0)
+                cluster.recover()
+                assert [kept.call("add", 1.0), other.call("add", 0.0)] == [6.0, 8.0]
+            assert ctx.call("b", counted, kept, drawn(1)).worker == "b"
+            assert len(cluster.driver._env.newest("b").objects) == 1

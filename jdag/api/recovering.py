@@ -126,7 +126,7 @@ def _wait_for(
         return max(left_ns, 0)
 
     def noticed() -> bool:
-        return worker in recovery.gone if worker else bool(recovery.gone)
+        return worker in recovery.pending if worker else bool(recovery.pending)
 
     if not driver.until(noticed, within_ns()):
         who = f"worker {worker!r} is not" if worker else "no worker is"

@@ -38,6 +38,7 @@ from jdag.engine.protocol import (
     Launched,
     LeafId,
     Left,
+    ObjectId,
     Opened,
     Outcome,
     PassResult,
@@ -49,6 +50,7 @@ from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
 
 _RUN = "jdag.api.cluster:run_here"
+_MAKE, _DROP = "jdag.api.hosted:make", "jdag.api.hosted:drop"
 _LOGGED = (Issued, Discarded, Attached, Launched)
 
 
@@ -91,6 +93,9 @@ class Recovery:
         self._due = 0  # Updates since.
         self._made: dict[LeafId, None] = {}  # Leaves that are on their workers now.
         self._stale: dict[Worker, None] = {}  # Lost, and not made again.
+        # Programs that make objects, while they run, and by what they have made.
+        self._making: dict[tuple[ContextId, Path], Launched] = {}
+        self._hosted: dict[ObjectId, Launched] = {}
         # Programs that a loss has ended, with the refs that they were given.
         self._ended: list[tuple[Path, Any, Any]] = []
         self._runs: dict[ContextId, None] = {}  # Of programs of `cluster.run`.
@@ -119,7 +124,9 @@ class Recovery:
             expired = found.outcome is Outcome.EXPIRED
             self._add(event, values, news=("expired",) * expired)
         elif kind is Collected:
+            found = self.names.answer(found)
             self._collect(event, found)
+            return found
         elif kind is Left and event.context in self._runs:
             del self._runs[event.context]
             if not any(map(_is_lost, found)):  # Any leaf may have been replaced.
@@ -145,6 +152,12 @@ class Recovery:
                 self._began[event.context] = self._number
                 self._there[event.context] = None
                 self._add(event)
+        elif kind is Launched and event.context not in self._began:
+            name = name_of(event.function)
+            if name == _MAKE:
+                self._making[event.context, event.path] = event
+            for id in event.objects if name == _DROP else ():
+                self._hosted.pop(id, None)
         elif kind is Launched and name_of(event.function) == _RUN:
             self._runs[event.context] = None  # Its programs have effects of their own.
             self._forget(event.context)
@@ -153,7 +166,7 @@ class Recovery:
                 self._add(event, values)
         elif kind in (Collected, Differentiated, Left):
             is_run = kind is Left and event.context in self._runs
-            if is_run or event.context in self._began:
+            if is_run or event.context in self._began or self._making:
                 self._asked[event.waiter] = event, values
         elif kind is Assigned:
             outputs = [key for part in event.parts for key in part.outputs]
@@ -169,6 +182,12 @@ class Recovery:
 
     def _collect(self, event: Collected, news: Sequence[Any]) -> None:
         """Log which programs have ended; those that a loss ended are to run again."""
+        for one in news if self._making else ():
+            made = self._making.pop((event.context, one.path), None)
+            if made is not None and one.failure is None:
+                self._hosted[one.result.result] = made
+        if event.context not in self._began:
+            return
         tasks = self._cluster._open[event.context.id]._frame.tasks
         lost = [one.path for one in news if _is_lost(one.failure)]
         self._add(event, news=tuple([n.path for n in news if n.path not in lost]))
@@ -303,6 +322,11 @@ class Recovery:
         """The workers that are lost, and not recovered."""
         return [one for one in self._state.workers if self.lost(one) is not None]
 
+    @property
+    def pending(self) -> list[Worker]:
+        """These, and those of which not all was made again."""
+        return [*self._stale, *self.gone]
+
     def name_of(self, worker: Worker) -> Worker:
         """The engines' name of a worker."""
         return self.names.workers.get(worker, worker)
@@ -331,6 +355,7 @@ class Recovery:
             kept = [e.event for e in self._log if type(e.event) is dict]
             self.copies.complete([self._base, *kept], self._stale)
             self._restore(self._base)
+            self._host()
             came: dict[ContextId, dict[Path, Any]] = {}
             passes: dict[ContextId, int] = {}
             for entry in self._log:
@@ -343,6 +368,16 @@ class Recovery:
             self._dirty.update(dict.fromkeys(self._changed()))
         if self._dirty:
             self.copy()
+
+    def _host(self) -> None:
+        """Make lost objects anew, by the same factories."""
+        for id in [one for one in self._hosted if one.worker in self._stale]:
+            made = self._hosted[id]
+            frame = self._cluster.caller(id.worker, anew=True)
+            asked = made.function, made.arguments, (), id.name, made.call_site
+            task = frame.launch(id.worker, *asked)
+            frame.join([task])
+            self.names.objects[id] = task.collect().data
 
     def _resume(
         self,
