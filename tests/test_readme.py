@@ -54,6 +54,7 @@ def test_the_examples_run_as_printed(
     assert printed("cluster.all_reduce") == "[1.0, -2.0, 3.0]\n"
     assert printed("cluster.host") == "False [True]\n"
     assert printed("cluster.save").endswith(" True\n120\n")
+    assert printed("cluster.replicate_leaves") == "True\n"
     of: Any = space.__getitem__
     x = jnp.linspace(-1.0, 1.0, 24, dtype="float32").reshape(8, 3)
     assert not printed("def eqx_loss")
