@@ -5,7 +5,7 @@ from typing import Any
 from jdag.api.outcome import nanoseconds
 from jdag.api.recovery import Recovery
 from jdag.engine.protocol import incarnated, incarnation_of, named
-from jdag.errors import JdagError, RecoveryError, WorkerLost, meant, unusable
+from jdag.errors import JdagError, JoinError, RecoveryError, WorkerLost, meant, unusable
 from jdag.runtime.tables import at_least
 
 TIMEOUT_S = 60.0
@@ -132,13 +132,13 @@ def _wait_for(
         who = f"worker {worker!r} is not" if worker else "no worker is"
         raise RecoveryError(f"cluster.recover: {who} lost")
     while True:
-        for one in recovery.gone:
-            if one == worker and to is not None:
-                if to in recovery.gone:
+        while gone := recovery.gone:  # Bounded by the time limit.
+            if worker in gone and to is not None:
+                if to in gone:
                     raise RecoveryError(f"to = {to!r} is lost as well")
-                recovery.moved(one, recovery.name_of(to))
-            elif recovery.lost(one) is not None:  # Not moved with one before it.
-                _rejoin(recovery, one, within_ns(), limit)
+                recovery.moved(worker, recovery.name_of(to))
+            else:
+                _rejoin(recovery, gone[0], within_ns(), limit)
         try:
             recovery.again()
             return
@@ -152,11 +152,16 @@ def _rejoin(recovery: Recovery, worker: str, within_ns: int, limit: str) -> None
     driver = recovery.driver
     former = recovery.name_of(worker)
     name = named(former)
-    if not driver.rejoined(name, incarnation_of(former), within_ns):
-        raise RecoveryError(
-            f"worker {name!r} has not joined again within {limit}: "
-            f"{recovery.lost(worker)}"
-        )
+    why = recovery.lost(worker)
+    try:
+        joined = driver.rejoined(name, incarnation_of(former), within_ns)
+    except JoinError as error:  # It was lost again while it joined: once more.
+        joined, why = within_ns > 0, str(error)
+    if not joined:
+        said = f"worker {name!r} has not joined again within {limit}"
+        raise RecoveryError(f"{said}: {why}")
+    if incarnation_of(former) == driver.incarnations.get(name, 0):
+        return
     recovery.moved(worker, incarnated(name, driver.incarnations[name]))
 
 
