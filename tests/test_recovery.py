@@ -333,3 +333,37 @@ def test_programs_may_end_in_another_order_in_the_replay(seed: int):
             both = bits(jdag.fetch([found, second.result()]))
             again = [ctx.call("a", inner, v, drawn(n)) for n in (3, 4)]
             assert both == bits(jdag.fetch(again))
+
+
+def test_state_that_is_kept_from_step_to_step_is_as_before_a_step_that_is_lost():
+    def played(victims: dict[int, str]) -> Any:
+        with simulated() as cluster:
+            (w, _), h = two_leaves(cluster), cluster.put("c", drawn(3), tracked=False)
+            cluster.replicate_leaves()
+            for step in range(4):
+                while True:
+                    try:
+                        with cluster.context() as ctx:
+                            y = ctx.call("c", layer, h, ctx.move("c", w))
+                            if step in victims:
+                                crashing(cluster, victims.pop(step))
+                            new = cluster.keep(y)
+                        break
+                    except WorkerLost:
+                        cluster.recover()
+                h = new
+            return bits(h.fetch())
+
+    def crashing(cluster: Any, victim: str) -> None:
+        now_ns = cluster.driver.now_ns
+        crash = Crash(victim, 10, at_ns=now_ns, restart_ns=1_000)
+        cluster.driver._outages.crash(crash)
+
+    assert played({1: "d", 2: "c", 3: "d"}) == played({})
+
+
+def test_shapes_alone_are_recovered_too():
+    with simulated([crash("b", 400)], values="abstract") as cluster:
+        patient = Patient(cluster, cluster.recover)
+        live(cluster, patient, 1, None)
+        assert patient.losses

@@ -197,15 +197,18 @@ class Assignments:
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
-    def keep(self, tree: Any) -> Any:
-        """Make untracked leaves of values where they are; see `Cluster.keep`."""
+    def keep(self, tree: Any, *, apart: bool = False) -> Any:
+        """Make untracked leaves of values where they are; see `Cluster.keep`.
+
+        `apart`: one that has failed makes no other fail.
+        """
         refs, form = flatten_refs(tree, is_ref)
         kept: dict[Ref, Leaf] = {}
-        groups: dict[str, list[Ref]] = {}
+        groups: dict[tuple[str, Ref | None], list[Ref]] = {}
         for ref in dict.fromkeys(refs):
             self.admit(ref, "cluster.keep")
             kept[ref] = self._new(ref.owner, ref.aval, tracked=False)
-            groups.setdefault(ref.place, []).append(ref)
+            groups.setdefault((ref.place, ref if apart else None), []).append(ref)
         draft = self._draft()
         for group in groups.values():
             change = Change(transferred, (), tuple(group))

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from jdag.api.current_names import Values
 from jdag.api.leaves import Assignments, Change, add_part
-from jdag.api.refs import Leaf, Ref
+from jdag.api.refs import Leaf
 from jdag.api.snapshots import Snapshot
 from jdag.compute.avals import Aval
 from jdag.engine.functions import transferred
@@ -34,16 +34,12 @@ def restored(
 ) -> Again:
     """Give leaves the values that they had, each from the copy on its own worker."""
     draft = assignments._draft()
-    places: dict[str, list[tuple[LeafId, Ref]]] = {}
-    for id, copies in snapshot.items():
-        place, copy = next(iter(copies.items()))
-        places.setdefault(place, []).append((id, copy))
-    for those in places.values():
-        refs = [copy for _, copy in those]
-        change = Change(transferred, (), tuple(refs))
-        call = assignments._traced(draft, refs[0].owner, change)
-        keys = [_key(LeafKey(None, id, 0), made) for id, _ in those]
-        add_part(draft, keys, [Leaf(id, copy.aval) for id, copy in those], call)
+    for id, copies in snapshot.items():  # Apart, so that one that failed is alone.
+        copy = next(iter(copies.values()))
+        change = Change(transferred, (), (copy,))
+        call = assignments._traced(draft, copy.owner, change)
+        key = _key(LeafKey(None, id, 0), made)
+        add_part(draft, [key], [Leaf(id, copy.aval)], call)
     return draft.path, draft.parts, ()
 
 

@@ -16,12 +16,13 @@ until the log begins after that. Nothing is logged that failed because of a loss
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from jdag.api.current_names import CurrentNames, Values
 from jdag.api.leaves import Assignments
+from jdag.api.log_entries import Entry, context_of, is_lost, place_of, used_by
 from jdag.api.reassigning import repeated, restored
 from jdag.api.snapshots import Snapshot, Snapshots
 from jdag.engine.functions import name_of
@@ -52,15 +53,6 @@ from jdag.runtime.host import Port
 _RUN = "jdag.api.cluster:run_here"
 _MAKE, _DROP = "jdag.api.hosted:make", "jdag.api.hosted:drop"
 _LOGGED = (Issued, Discarded, Attached, Launched)
-
-
-class Entry(NamedTuple):
-    """One event of the log; `news` are the programs that a Collected told of."""
-
-    number: int
-    event: Any
-    values: Values = ()
-    news: tuple[Any, ...] = ()
 
 
 class Recovery:
@@ -120,7 +112,7 @@ class Recovery:
         finally:
             if kind is Left:
                 self._left(event)
-        if kind is Differentiated and not _is_lost(found.failure):
+        if kind is Differentiated and not is_lost(found.failure):
             expired = found.outcome is Outcome.EXPIRED
             self._add(event, values, news=("expired",) * expired)
         elif kind is Collected:
@@ -129,7 +121,7 @@ class Recovery:
             return found
         elif kind is Left and event.context in self._runs:
             del self._runs[event.context]
-            if not any(map(_is_lost, found)):  # Any leaf may have been replaced.
+            if not any(map(is_lost, found)):  # Any leaf may have been replaced.
                 self.replaced(self._own())
         elif kind is Left and not self._began and self._drops():
             with suppress(WorkerLost):  # Later will do.
@@ -173,7 +165,7 @@ class Recovery:
             self._made.update(dict.fromkeys([key.name for key in outputs]))
             self._dirty.update(dict.fromkeys([key.name for key in outputs]))
             replaces = any([key.kind == "newest" for key in outputs])
-            self._due += replaces or bool(_used_by(event))
+            self._due += replaces or bool(used_by(event))
             self._add(event, values)
 
     def _add(self, event: Any, values: Values = (), news: tuple[Any, ...] = ()) -> None:
@@ -189,13 +181,13 @@ class Recovery:
         if event.context not in self._began:
             return
         tasks = self._cluster._open[event.context.id]._frame.tasks
-        lost = [one.path for one in news if _is_lost(one.failure)]
+        lost = [one.path for one in news if is_lost(one.failure)]
         self._add(event, news=tuple([n.path for n in news if n.path not in lost]))
         for path in lost:
             task = tasks[path]
             if task.is_call:  # What called it is to call it again.
                 where = event.context, path
-                self._log = [e for e in self._log if _place_of(e.event) != where]
+                self._log = [e for e in self._log if place_of(e.event) != where]
             else:
                 self._ended.append((path, task, task.held))
 
@@ -207,14 +199,14 @@ class Recovery:
         self._there.pop(context, None)
         self._advance()
         events = [entry.event for entry in self._log]
-        if any([context in _used_by(one) for one in events if type(one) is Assigned]):
+        if any([context in used_by(one) for one in events if type(one) is Assigned]):
             self._add(event)
         else:
             self._forget(context)
 
     def _forget(self, context: ContextId) -> None:
         """Replay nothing of a context."""
-        self._log = [e for e in self._log if _context_of(e.event) != context]
+        self._log = [e for e in self._log if context_of(e.event) != context]
         for names in (self._began, self._there, self.names.contexts):
             names.pop(context, None)
 
@@ -241,11 +233,16 @@ class Recovery:
         """
         if self._paused or not self._due or self._due < self.copies.every:
             return
+        update = self._log[-1]
+        assert type(update.event) is Assigned, update
         try:
             self.copy()
         except WorkerLost:
-            last = self._log.pop()
-            assert type(last.event) is Assigned, last
+            self._log = [entry for entry in self._log if entry is not update]
+            for key in [key for part in update.event.parts for key in part.outputs]:
+                if key.kind == "leaf":  # It is new, and nobody has a ref to it.
+                    self._dirty.pop(key.name, None)
+                    self._state.leaves.pop(key.name, None)
             raise
 
     def replaced(self, leaves: Iterable[LeafId]) -> None:
@@ -433,7 +430,7 @@ class Recovery:
         """Tell an event of the log again, and wait where the program has waited."""
         event = entry.event
         kind = type(event)
-        context = _context_of(event)
+        context = context_of(event)
         if kind is Opened:
             id = self._cluster._next_id()
             self.names.contexts[context] = id
@@ -462,7 +459,7 @@ class Recovery:
         asked = replace(entry.event, waiter=self._port.waiter(), timeout_ns=None)
         self._port.tell(self.names.of(asked), self.names.stored(entry.values))
         result: PassResult = self._port.wait(asked.waiter)
-        if result.failure is not None and _is_lost(result.failure):
+        if result.failure is not None and is_lost(result.failure):
             raise exception_of(result.failure)
         return result
 
@@ -472,7 +469,7 @@ class Recovery:
         while not all([path in came for path in entry.news]):
             asked = self.context(event.context), event.path, len(came), None
             for one in self._answered(Collected, *asked):
-                if _is_lost(one.failure):
+                if is_lost(one.failure):
                     raise exception_of(one.failure)
                 came[one.path] = one
 
@@ -480,21 +477,3 @@ class Recovery:
         waiter = self._port.waiter()
         self._port.tell(event(waiter, *fields))
         return self._port.wait(waiter)
-
-
-def _is_lost(failure: Any) -> bool:
-    return failure is not None and failure.error == WorkerLost.__name__
-
-
-def _context_of(event: Any) -> Any:
-    return getattr(event, "context", None)
-
-
-def _place_of(event: Any) -> Any:
-    return _context_of(event), getattr(event, "path", None)
-
-
-def _used_by(event: Assigned) -> list[ContextId]:
-    """The contexts of which an assignment uses values."""
-    inputs = [key for part in event.parts for key in part.inputs]
-    return [key.context for key in inputs if key.context is not None]

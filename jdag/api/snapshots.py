@@ -40,7 +40,6 @@ class Snapshots:
             WorkerLost: not all copies have arrived.
         """
         cluster, leaves = self._cluster, self._state.leaves
-        found = {id: of for id, of in before.items() if id in leaves}
         there = [leaves[id] for id in changed if id in leaves]
         refs = [self._state.leaf_ref(leaf) for leaf in there]
         mine = self._kept(refs)
@@ -59,10 +58,10 @@ class Snapshots:
                     copies = self._kept(ctx.move(peer, those))
                     for ref, copy in zip(those, copies, strict=True):
                         made[ref.key.name][peer] = copy
-        return found | made
+        return {id: of for id, of in (before | made).items() if id in leaves}
 
     def _kept(self, refs: Sequence[Ref]) -> Sequence[Ref]:
-        kept: Sequence[Ref] = self._cluster._assignments.keep(list(refs))
+        kept: Sequence[Ref] = self._cluster._assignments.keep(list(refs), apart=True)
         self.copied.update(dict.fromkeys([ref.key.name for ref in kept]))
         return kept
 
