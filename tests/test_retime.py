@@ -45,9 +45,8 @@ def schedule_of(rng):
 def devices_of(rng, workers):
     def model():
         costs = [tuple(rng.randint(0, 900) for _ in range(3)) for _ in range(2)]
-        return DeviceModel(
-            functions=dict(zip(("layer", "last_stage"), costs, strict=True))
-        )
+        functions = dict(zip(("layer", "last_stage"), costs, strict=True))
+        return DeviceModel(functions=functions)
 
     return {worker: model() for worker in workers} if rng.random() < 0.5 else model()
 
@@ -233,6 +232,7 @@ def test_a_topology_is_refused_by_name():
         (None, DeviceModel(sum_ns=1), "sum_ns = 1"),
         (None, DeviceModel(overlap_ns=1), "overlap_ns = 1"),
         (None, DeviceModel(call_ns=1), "call_ns = 1"),
+        (None, DeviceModel(functions={"layer(float32[2,4])": (1, 2)}), "without types"),
         (None, {"w0": DEVICES}, "w1 too"),
         (None, 7, "devices = 7"),
     ],
@@ -249,6 +249,13 @@ def test_what_processes_add_to_jobs_is_re_timed(trace):
     assert jdag.retime(trace).makespan(devices=slower) == last_end(
         traced(SCHEDULE, LANES, slower)
     )
+
+
+def test_jobs_between_the_steps_take_no_time_on_other_devices_either():
+    run = jdag.retime(traced(SCHEDULE, LANES, DEVICES, steps=2))
+    for devices in (DeviceModel(forward_ns=1), replace(DEVICES, job_ns=1)):
+        with pytest.raises(ScenarioError, match="lambda> F, which is in no list"):
+            run.makespan(devices=devices)
 
 
 def test_settings_by_which_messages_would_leave_in_another_order_are_refused():

@@ -128,6 +128,39 @@ def test_a_killed_sweep_keeps_what_it_has_and_goes_on_with_what_is_missing(
     assert ran[-1] == 6 and (killed / RUNS).read_bytes() == before
 
 
+COSTS: dict[str, Any] = {
+    "network.latency_ns": [0, 700],
+    "schedule": ["1f1b", "zb_h1"],
+    "network.bandwidth_bytes_per_s": [10**8, 10**9],
+    "devices.functions.layer": [[900, 800, 700]],
+}
+
+
+def test_re_timed_rows_have_the_makespans_of_runs(tmp_path: Path):
+    path = SCENARIOS / "zero_bubble.toml"
+    ran = sweep(path, COSTS, jobs=1, out=tmp_path / "ran")
+    found = sweep(path, COSTS, jobs=1, out=tmp_path / "found", retime=True)
+    keys = [*COSTS, "seed", "makespan_ns"]
+    assert [[row[key] for key in keys] for row in found] == [
+        [row[key] for key in keys] for row in ran
+    ]
+    assert [row["expectations"] for row in found].count("re-timed") == 6
+    firsts = [row for row in found if row["expectations"] != "re-timed"]
+    assert firsts == [ran[0], ran[2]]
+    # After an interruption the same run is the first one.
+    about, *lines = (tmp_path / "found" / RUNS).read_text().splitlines(keepends=True)
+    table = (tmp_path / "found" / TABLE).read_bytes()
+    (tmp_path / "found" / RUNS).write_text("".join([about, lines[0], lines[5]]))
+    sweep(path, COSTS, jobs=1, out=tmp_path / "found", retime=True)
+    assert (tmp_path / "found" / TABLE).read_bytes() == table
+
+
+def test_runs_without_a_fixed_order_are_run_though_re_timing_was_asked_for(tmp_path):
+    path, values = written(tmp_path), {"network.latency_ns": [0, 1_000]}
+    ran = sweep(path, values, jobs=1, out=tmp_path / "ran")
+    assert sweep(path, values, jobs=1, out=tmp_path / "found", retime=True) == ran
+
+
 def test_each_result_is_in_the_files_before_the_next_run_begins(tmp_path: Path):
     def look(done: int, total: int, row: Any) -> None:
         assert len(table(tmp_path / "out")) == done
@@ -194,7 +227,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
     refused("this one has 'letter.txt' in it")
     (out / "letter.txt").unlink()
     sweep(path, values, jobs=1, out=out)
-    refused("this one has another values", {"settings.length": [2, 3]})
+    refused("this one has another set of values", {"settings.length": [2, 3]})
     with (out / RUNS).open("a") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         refused("another process writes it")

@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, meant, reason, spelled, unusable
 from jdag.lab.parquet import need_pyarrow, write_parquet
-from jdag.lab.sweep import TABLE, Row, combinations
+from jdag.lab.sweep import RETIMED, TABLE, Row, combinations
 from jdag.lab.sweep import sweep as run_sweep
 from jdag.report.lines import draw_lines
 from jdag.runtime.tables import value_in
@@ -43,6 +43,12 @@ Out = Annotated[
 Parquet = Annotated[
     bool, typer.Option("--parquet", help=f"Write {PARQUET} as well: jdag[sweep].")
 ]
+Retime = Annotated[
+    bool,
+    typer.Option(
+        "--retime", help="Re-time runs that differ in links and devices alone."
+    ),
+]
 Plot = Annotated[
     list[str] | None,
     typer.Option(help="Draw this figure over the first setting; repeat."),
@@ -58,6 +64,7 @@ def sweep(
     out: Out = None,
     parquet: Parquet = False,
     plot: Plot = None,
+    retime: Retime = False,
 ) -> None:
     """Run a scenario with each combination of values, and write a table of the runs.
 
@@ -81,7 +88,9 @@ def sweep(
             def show(done: int, total: int, row: Row) -> None:
                 bar.update(task, completed=done, total=total)
 
-            rows = run_sweep(file, values, jobs=jobs, on=on, out=folder, show=show)
+            rows = run_sweep(
+                file, values, jobs=jobs, on=on, out=folder, retime=retime, show=show
+            )
             bar.update(task, completed=len(rows), total=len(rows))
         made = [folder / TABLE]
         try:
@@ -99,7 +108,8 @@ def sweep(
     for line in (f"{len(rows)} runs: {', '.join(counts)}", *map(spelled, made)):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     failed = Exit.STUCK if kinds["stuck"] else Exit.WRONG
-    raise typer.Exit(Exit.MET if kinds["met"] == len(rows) else failed)
+    met = kinds["met"] + kinds[RETIMED]
+    raise typer.Exit(Exit.MET if met == len(rows) else failed)
 
 
 def _values_of(settings: Sequence[str]) -> dict[str, list[Any]]:

@@ -59,10 +59,9 @@ class Retimed:
             there is none), and by "worker: function action" `job_ns`; floats.
     """
 
-    def __init__(self, graph: RunGraph, network: Network, costs: Mapping[Any, int]):
+    def __init__(self, graph: RunGraph, network: Network):
         self._graph = graph
         self.network = network  # Of the run.
-        self._costs = costs
         self._paths = MaxPlus(graph.nodes, [edge for edge, _ in graph.edges])
         links = [f"{a}->{b}" for a, b in graph.links]
         models = [network.model(*link) for link in graph.links]
@@ -74,7 +73,9 @@ class Retimed:
                 for link, model in pairs
                 if model.bandwidth_bytes_per_s is not None
             },
-            "job_ns": {job_named(key): float(cost) for key, cost in costs.items()},
+            "job_ns": {
+                job_named(key): float(cost) for key, cost in graph.costs.items()
+            },
         }
         self.makespan_fn = _relaxed(self)
 
@@ -90,7 +91,9 @@ class Retimed:
             network = Network(network, control_lane=True)
         network = network or self.network
         _check_network(network)
-        costs = self._costs if devices is None else _costs_of(self._costs, devices)
+        costs: Mapping[Any, int] = self._graph.costs
+        if devices is not None:
+            costs = _costs_of(self._graph, devices)
         if scale != 1.0:
             costs = {key: round(cost * scale) for key, cost in costs.items()}
         found = []
@@ -121,8 +124,21 @@ class Retimed:
             ScenarioError: a network or devices by which the order of the run would
                 depend on time, or is another; names what.
         """
+        return self._spanned(network, devices)[1]
+
+    def span(
+        self,
+        network: Network | LinkModel | None = None,
+        devices: DeviceModel | Mapping[str, DeviceModel] | None = None,
+    ) -> int:
+        """From the begin of the first job to the end of the last; as `makespan`."""
+        first_ns, last_ns = self._spanned(network, devices)
+        return last_ns - first_ns
+
+    def _spanned(self, network: Any, devices: Any) -> tuple[int, int]:
         at, _ = self._times(self._edge_costs(network, devices))
-        return max(at[node] for node in self._graph.ends)
+        starts, ends = self._graph.starts, self._graph.ends
+        return min([at[node] for node in starts]), max([at[node] for node in ends])
 
     def _times(self, costs: list[int]) -> tuple[list[int], list[int]]:
         """When each node happens, and the edge that it waited for.
@@ -195,7 +211,7 @@ def retime(trace: Trace) -> Retimed:
     """
     network = _network_of(trace)
     graph = RunGraph(trace)
-    run = Retimed(graph, network, graph.costs)
+    run = Retimed(graph, network)
     at, _ = run._paths.times(run._edge_costs(None, None))
     for node, record in graph.checked:
         if at[node] != record.time_ns:
@@ -259,24 +275,27 @@ def _check_network(network: Network) -> None:
 
 
 def _costs_of(
-    known: Mapping[Any, int], devices: DeviceModel | Mapping[str, DeviceModel]
+    graph: RunGraph, devices: DeviceModel | Mapping[str, DeviceModel]
 ) -> dict[Any, int]:
     """The times of the jobs of a run on other devices."""
     found = {}
-    for worker, function, action in known:
+    for key in (*graph.costs, *graph.free):
+        worker, function, action = key
         model = devices.get(worker) if isinstance(devices, Mapping) else devices
         if not isinstance(model, DeviceModel):
             allowed = f"a DeviceModel, or one for each worker, {worker} too"
             raise ScenarioError(unusable("devices", devices, allowed))
-        if model.sum_ns:
-            allowed = "0: fills and sums are in no list"
-            raise ScenarioError(unusable("sum_ns", model.sum_ns, allowed))
-        if model.overlap_ns is not None:
-            raise ScenarioError(unusable("overlap_ns", model.overlap_ns, "None"))
-        if model.call_ns:
-            raise ScenarioError(unusable("call_ns", model.call_ns, "0"))
-        own_ns = 0 if function == MOVED else model.job_ns
-        found[worker, function, action] = own_ns + model.named_ns(function, action)
+        for name, free in (("sum_ns", 0), ("call_ns", 0), ("overlap_ns", None)):
+            if (value := getattr(model, name)) != free:
+                allowed = f"{free}: jobs of lists alone take time, each its own"
+                raise ScenarioError(unusable(name, value, allowed))
+        if typed := [name for name in model.functions if "(" in name]:
+            raise ScenarioError(unusable("functions", typed[0], "names without types"))
+        found[key] = model.named_ns(function, action)
+        found[key] += 0 if function == MOVED else model.job_ns
+        if key in graph.free and found.pop(key):
+            allowed = f"one on which {job_named(key)}, which is in no list, is free"
+            raise ScenarioError(unusable("devices", model, allowed))
     return found
 
 

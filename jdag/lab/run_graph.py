@@ -65,16 +65,20 @@ class _Device:
 class RunGraph:
     """The graph of a trace: `edges` by the node that they enter, with their costs.
 
-    `ends` are the nodes of finishes, `checked` nodes with the record whose time they
-    have, `costs` the times of jobs by (worker, function, action).
+    `starts` and `ends` are the nodes of starts and finishes, `checked` nodes with the
+    record whose time they have, `costs` the times of jobs by (worker, function,
+    action), and `free` those of no list before the last one, which take no time.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.nodes = 0
         self.edges: list[tuple[tuple[int, int], Cost]] = []
+        self.starts: list[int] = []
         self.ends: list[int] = []
         self.checked: list[tuple[int, Record]] = []
         self.costs: dict[tuple[str, str, str], int] = {}
+        self.free: dict[tuple[str, str, str], None] = {}
+        self._between: dict[tuple[str, str, str], None] = {}  # No listed job came yet.
         self.links: dict[Link, None] = {}
         self._trace = trace
         self._at: list[int] = []  # The node of each record.
@@ -221,6 +225,9 @@ class RunGraph:
         if device.starts:  # Two that run as one begin at once.
             waits.append((self._at[device.starts[0]], FREE))
         node = self._node(*waits)
+        self.starts.append(node)
+        self.free |= self._between
+        self._between.clear()
         device.starts.append(record.index)
         key = worker, said["function"], _kind(said)
         cost_ns = said["cost_ns"]
@@ -238,6 +245,8 @@ class RunGraph:
                 f"{said['function']} on {record.worker} (record {record.index}) takes "
                 f"{said['cost_ns']} ns and is in no list"
             )
+        if kind := {"forward": "F", "vjp": "B"}.get(said["job"]):
+            self._between[record.worker, said["function"], kind] = None
         asked = self._records[record.causes[0]]
         if asked.kind != "finish" or asked.worker != record.worker:
             self._loose[record.index] = None

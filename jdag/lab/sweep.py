@@ -4,35 +4,48 @@ Its folder has `runs.jsonl`: what is swept, and at once a line for each run that
 ended; and `sweep.csv`, made of it: a row for each run, in the order of the product.
 Invariant: the table depends neither on the order in which runs end, nor on how often
 the sweep was interrupted.
+
+With `retime`, runs that differ in links and devices alone are re-timed from the first
+of them, if its order is fixed (`jdag.lab.retiming`).
 """
 
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
+from functools import lru_cache
 from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from jdag.errors import ScenarioError, repr_of, unusable
+from jdag.errors import JdagError, ScenarioError, repr_of, unusable
 from jdag.lab.journal import identity, journal
+from jdag.lab.retiming import Retimed, retime
 from jdag.lab.sweep_pool import replies
 from jdag.report.spans import spans_of
 from jdag.runtime.tables import is_listed, is_number
+from jdag.runtime.trace import Trace
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
 from jdag.scenario.run_scenario import run_scenario
+from jdag.scenario.tables import devices_of, network_of
 
 Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
 
 TABLE = "sweep.csv"
 RUNS_MAX = 100_000
 _LAST = ("expectations", "digest", "jdag", "jax", "python")
+RETIMED = "re-timed"  # In place of whether expectations are met.
+_COSTS = re.compile(
+    r"network\.(links\[\d+\]\.)?(latency_ns|bandwidth_bytes_per_s|overhead_ns)"
+    r"|devices\..+"
+)
 _WRITTEN_SHARE = 0.99  # The table is written again when it has fewer of the rows.
 
 
@@ -69,27 +82,60 @@ def run_one(path: Path, changes: Mapping[str, Any]) -> Row:
 
     The row has figures: of those of each worker the least and the largest, such as
     `bubble_min` and `bubble_max`, and `makespan_ns`, from the beginning of the first
-    job to the end of the last. `expectations` are met, not met, or stuck: a pass was,
-    and nothing expected that.
+    job to the end of the last; under a schedule of those that it has. `expectations`
+    are met, not met, or stuck: a pass was, and nothing expected that.
 
     Raises:
         ScenarioError: as `load` and `run_scenario`.
     """
+    return _recorded(path, changes)[0]
+
+
+def _recorded(path: Path, changes: Mapping[str, Any]) -> tuple[Row, Trace]:
     scenario = load(path, changes=changes)
     with closing(Virtual(scenario.settings)) as driver:
         answer = run_scenario(scenario, lambda done, total, numbers: None, driver)
         trace = answer.cluster.trace
         jobs = spans_of(trace).within(answer.window).jobs
-        ends_ns = [job.end_ns for job in jobs]
+    jobs = tuple([job for job in jobs if job.action]) or jobs
     figures = {**answer.figures}
     digest = figures.pop("digest", trace.digest)
     row = {"seed": scenario.settings.seed, **_flat(figures)}
+    ends_ns = [job.end_ns for job in jobs]
     row["makespan_ns"] = max(ends_ns) - jobs[0].start_ns if jobs else 0
     is_stuck = row.get("outcome") == "stuck"
     is_stuck = is_stuck and scenario.settings.expect.get("outcome") != "stuck"
     row["expectations"] = "met" if answer.met else "stuck" if is_stuck else "not met"
     row |= {"digest": digest, "jdag": version("jdag"), "jax": version("jax")}
-    return row | {"python": ".".join(map(str, sys.version_info[:3]))}
+    return row | {"python": ".".join(map(str, sys.version_info[:3]))}, trace
+
+
+@lru_cache(maxsize=2)
+def _known(path: Path, changes: str) -> tuple[Row, Retimed | None]:
+    """The row of a run, and the run as a function, if it is one of its costs."""
+    row, trace = _recorded(path, json.loads(changes))
+    try:
+        run = retime(trace)
+        return row, run if run.span() == row["makespan_ns"] else None
+    except JdagError:
+        return row, None
+
+
+def _retimed(path: Path, changes: Row, first: Row) -> Row | None:
+    """The row of a run by the trace of the first one of its kind; None: run it.
+
+    Its digest is that of the trace. It has no figures but the makespan.
+    """
+    row, run = _known(path, json.dumps(first))
+    if changes == first or run is None:
+        return row if changes == first else None
+    settings = load(path, changes=changes).settings
+    try:
+        ns = run.span(network_of(settings, clean=False), devices_of(settings))
+    except ScenarioError:
+        return None
+    kept = {key: row[key] for key in _LAST} | {"expectations": RETIMED}
+    return {"seed": row["seed"], "makespan_ns": ns, **kept}
 
 
 def _flat(figures: Mapping[str, Any]) -> Row:
@@ -111,10 +157,15 @@ def _cell(value: Any) -> Any:
     return float(value) if isinstance(value, Fraction) else value
 
 
-def attempt(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row of a run, or the text of the error that refuses it."""
+def attempt(path: Path, request: Sequence[Any]) -> dict[str, Any]:
+    """Return the row of a run, or the text of the error that refuses it.
+
+    The request has the run's changes and, to re-time it, those of the first such run.
+    """
+    changes, first = request
     try:
-        return {"row": run_one(path, changes)}
+        row = None if first is None else _retimed(path, changes, first)
+        return {"row": run_one(path, changes) if row is None else row}
     except ScenarioError as error:
         return {"error": str(error)}
 
@@ -126,6 +177,7 @@ def sweep(
     jobs: int | None = None,
     on: str | None = None,
     out: str | os.PathLike[str] | None = None,
+    retime: bool = False,
     show: Callable[[int, int, Row], None] = lambda done, total, row: None,
 ) -> list[Row]:
     """Run a scenario with each combination of values; return a row for each run.
@@ -143,6 +195,9 @@ def sweep(
         on: "ray": on the nodes of Ray, which see the file at the same path; so many at
             once as `jobs` says, or as Ray has CPUs.
         out: the folder of the table; None: runs/NAME-sweep.
+        retime: of runs that differ in links and devices alone run the first only, if
+            its order is fixed. The rows of the others have `makespan_ns`, the digest of
+            the first, "re-timed" as expectations, and no other figures.
         show: called after each run with the numbers done and wanted, and its row.
 
     Raises:
@@ -158,11 +213,12 @@ def sweep(
     scenario, *_ = [load(path, changes=changes) for changes in runs]
     folder = Path(out or f"runs/{scenario.settings.name}-sweep")
     listed = {key: list(each) for key, each in values.items()}
-    about = {**identity(path, scenario), "values": listed}
+    about = {**identity(path, scenario), "set of values": (listed, retime)}
+    _known.cache_clear()  # The file may be another.
     with journal("out", folder, about) as (file_of_runs, done):
         written = 0
         try:
-            for number, row in _played(path, runs, done, jobs, on):
+            for number, row in _played(path, _requests(runs, retime), done, jobs, on):
                 file_of_runs.write(f"{json.dumps([number, row])}\n")
                 file_of_runs.flush()
                 done[number] = row
@@ -175,22 +231,36 @@ def sweep(
     return [done[number] for number in range(len(runs))]
 
 
+def _requests(runs: Sequence[Row], retime: bool) -> list[tuple[Row, Row | None]]:
+    """Of each run its changes, and to re-time it those of the first one like it."""
+    firsts: dict[str, Row] = {}  # By all settings that are no costs.
+
+    def first(run: Row) -> Row:
+        said = {key: run[key] for key in run if not _COSTS.fullmatch(key)}
+        return firsts.setdefault(json.dumps(said), run)
+
+    return [(run, first(run) if retime else None) for run in runs]
+
+
 def _played(
     path: Path,
-    runs: Sequence[Row],
+    requests: Sequence[tuple[Row, Row | None]],
     done: Mapping[int, Row],
     jobs: int,
     on: str | None,
 ) -> Iterator[tuple[int, Row]]:
     """Run what is missing; yield rows as they come, with the numbers of their runs."""
-    missing = [number for number in range(len(runs)) if number not in done]
-    wanted = [runs[number] for number in missing]
+    missing = [number for number in range(len(requests)) if number not in done]
+    # What is re-timed from one run is together.
+    missing.sort(key=lambda number: json.dumps(requests[number][1]))
+    wanted = [requests[number] for number in missing]
     with closing(replies(attempt, path, wanted, jobs, on)) as played:
         for at, reply in played:
+            changes, _ = wanted[at]
             if "error" in reply:
-                said = [f"{k} = {repr_of(v)}" for k, v in wanted[at].items()]
+                said = [f"{k} = {repr_of(v)}" for k, v in changes.items()]
                 raise ScenarioError(f"{reply['error']} (with {', '.join(said)})")
-            cells = {key: _cell(value) for key, value in wanted[at].items()}
+            cells = {key: _cell(value) for key, value in changes.items()}
             yield missing[at], {**cells, **reply["row"]}
 
 
