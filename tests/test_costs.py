@@ -45,11 +45,14 @@ def test_what_is_written_is_read_again(tmp_path: Path):
 
 def test_a_scenario_has_the_costs_of_its_file_and_its_own_go_before(tmp_path: Path):
     own = ["[network]", "latency_ns = 5", "[devices]", "call_ns = 1"]
-    own.append("functions = { 'shapes:total' = [4, 4] }")
-    file_of(tmp_path)
+    own.append("functions = { total = [4, 4], 'shapes:mean' = [6, 6] }")
+    functions = COSTS["devices"]["functions"]
+    typed = {"shapes:total(f[2])": [1, 2], "shapes:mean(f[2])": [3, 4]}
+    with_types = {**COSTS["devices"], "functions": {**functions, **typed}}
+    file_of(tmp_path, written({**COSTS, "devices": with_types}))
     settings = load(scenario(tmp_path, *own, costs=LINE)).settings
     assert network_of(settings, clean=True).default == LinkModel(5, 1_000_000)
-    functions = {"shapes:scale": (10, 20), "shapes:total": (4, 4)}
+    functions = {"shapes:scale": (10, 20), "total": (4, 4), "shapes:mean": (6, 6)}
     model = DeviceModel(job_ns=5, call_ns=1, functions=functions)
     assert devices_of(settings) == {"a": model, "b": model}
 

@@ -52,11 +52,21 @@ def with_costs(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             own = found.get(key, {})
             if isinstance(own, dict):  # What is none is refused with the other keys.
                 found[key] = {**costs[key], **own}
-        functions = costs["devices"].get("functions", {})
         devices: Any = found["devices"]
         if isinstance(devices, dict) and isinstance(devices["functions"], dict):
-            devices["functions"] = {**functions, **devices["functions"]}
+            own = devices["functions"]
+            devices["functions"] = {
+                key: value
+                for key, value in costs["devices"].get("functions", {}).items()
+                if _names(key).isdisjoint(own)
+            } | own
     return found
+
+
+def _names(key: str) -> set[str]:
+    """The names, without types, by which a scenario may name a function."""
+    name = key.partition("(")[0]
+    return {name, name.rpartition(":")[2]}
 
 
 def written(tables: Mapping[str, Mapping[str, Any]]) -> str:
