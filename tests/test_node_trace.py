@@ -150,7 +150,7 @@ def test_without_a_trace_a_node_records_nothing():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"trace": 1}, "trace = 1: allowed is True or False"),
+        ({"trace": 3}, "trace = 3: allowed is true or false"),
         ({"events_max": 0}, "events_max = 0: allowed is an integer >= 1"),
     ],
 )

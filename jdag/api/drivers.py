@@ -424,7 +424,7 @@ class _Simulated(_Recoverable):
 
 
 class _Connected(_Recoverable):
-    trace: Annotated[bool, only("True or False", lambda value: type(value) is bool)]
+    trace: FLAG
     events_max: COUNT
 
 
