@@ -144,6 +144,17 @@ def raises(workers):
     return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
 
 
+def branches(workers):
+    """A program that looks into an array, which has to be there."""
+
+    def program(ctx, params):
+        value = ctx.call(workers[-1], times, params["w"], params["w"])
+        again = value.fetch()[0] > 0
+        return ctx.call(workers[0], square, value if again else params["w"])
+
+    return Case(program, {"w": jnp.ones(3)}, {"w": workers[0]})
+
+
 def leave(*_):
     """A hook, or a program of a worker, that ends by sys.exit."""
     sys.exit(0)

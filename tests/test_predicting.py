@@ -38,7 +38,7 @@ def test_a_prediction_is_printed_beside_real_steps(
 ):
     found = Prediction(900, {"a": 0.5, "b": 0.25}, {"a": 2048, "b": 1}, (1_000, 1_001))
     monkeypatch.setattr(prediction, "predict", lambda *args, **settings: found)
-    code, out, _ = command("predict", written(tmp_path), "--measure")
+    code, out, _ = command("predict", written(tmp_path), "--measure", 2)
     assert code == 0
     for text in ("50.00 %", "2 KiB", "predicted: 900 ns", "bubble: 62.50 %"):
         assert text in out
@@ -55,7 +55,9 @@ def test_a_prediction_is_printed_beside_real_steps(
         (["calibrate", "{}/mine.toml", "-o", "{}/x/y.toml"], "out = "),
         (["predict", "{}/none.toml"], "none.toml: No such file"),
         (["predict", "{}/mine.toml", "--costs", "{}/x.toml"], "x.toml: No such file"),
-        (["predict", "{}/mine.toml", "--measure", "--carrier", "x"], "--carrier = 'x'"),
+        (["predict", "{}/mine.toml", "--measure", "1", "--carrier", "x"], "one of soc"),
+        (["predict", "{}/mine.toml", "--carrier", "grpc"], "only with --measure"),
+        (["predict", "{}/mine.toml", "--device", "cpu"], "only with --measure"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path: Path, arguments: list[str], error: str):

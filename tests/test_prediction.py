@@ -12,7 +12,7 @@ from jdag.scenario.costs import written as costs_written
 from jdag.schedules import Schedule, one_f_one_b
 from jdag.sim import DeviceModel, LinkModel
 from shapes import pipeline
-from tests.scenario_cases import written
+from tests.scenario_cases import scenario_of, written
 
 LAYER, LAST = (1_000, 700, 300), (1_500, 900, 400)
 COSTS: dict[str, dict[str, Any]] = {
@@ -24,6 +24,8 @@ COSTS: dict[str, dict[str, Any]] = {
         "functions": {"shapes:layer": [*LAYER], "shapes:last_layer": [*LAST]},
     },
 }
+
+CRASH = "[[faults]]", 'kind = "crash"', 'worker = "b"', "at_ns = 3"
 
 
 def costs_in(folder: Path, **network: Any) -> Path:
@@ -82,10 +84,24 @@ def test_activations_are_those_of_the_schedule(tmp_path: Path):
     assert 2 * held["1f1b"]["a"] == held["gpipe"]["a"] > 0
 
 
-def test_a_program_that_looks_at_values_is_predicted_with_values(tmp_path: Path):
-    workers = 'program = "shapes:back_to_the_caller"'
-    path = written(tmp_path, "[devices]", "forward_ns = 5", program=workers)
+@pytest.mark.parametrize(
+    "program", ["shapes:back_to_the_caller", "tests.scenario_cases:branches"]
+)
+def test_a_program_that_looks_at_values_is_predicted_with_values(
+    tmp_path: Path, program: str
+):
+    line = f'program = "{program}"'
+    path = written(tmp_path, "[devices]", "forward_ns = 5", program=line)
     assert jdag.predict(path).step_ns > 0
+
+
+def test_costs_take_the_place_of_the_networks_and_devices_of_a_scenario(tmp_path: Path):
+    path, costs = pipeline_in(tmp_path, "1f1b"), costs_in(tmp_path)
+    wanted = jdag.predict(path, costs)
+    own = "[network]", "latency_ns = 9", "[network.topology]", 'kind = "ring"'
+    more = "[devices]", "job_ns = 1", "functions = { layer = [1, 1] }"
+    path.write_text("\n".join([path.read_text(), *own, *more]), encoding="utf-8")
+    assert jdag.predict(path, costs) == wanted
 
 
 def test_a_ratio_is_that_to_the_median_of_measured_steps():
@@ -99,3 +115,20 @@ def test_costs_that_lack_a_function_are_one_line(tmp_path: Path):
         jdag.predict(written(tmp_path), costs_in(tmp_path))
     with pytest.raises(ScenarioError, match=r"measure = -1: allowed is an integer >="):
         jdag.predict(written(tmp_path), measure=-1)
+
+
+@pytest.mark.parametrize(
+    ("program", "lines", "error"),
+    [
+        ("raises", (), "it raised AttributeError: .*scenario_cases.py:"),
+        ("no_scalar", (), "mine.toml: "),
+        ("tree", (), "costs = None: allowed is a file of costs, or None if links or"),
+        ("tree", CRASH, r"faults\[0\].kind = 'crash': allowed is no faults"),
+    ],
+)
+def test_a_scenario_without_a_prediction_is_one_line(
+    tmp_path: Path, program: str, lines: tuple[str, ...], error: str
+):
+    with pytest.raises(ScenarioError, match=error) as raised:
+        jdag.predict(scenario_of(tmp_path, program, *lines))
+    assert "\n" not in str(raised.value)

@@ -17,13 +17,15 @@ File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The file of costs to write.")]
 Costs = Annotated[
     Path | None,
-    typer.Option(help="What `jdag calibrate` wrote.  [default: as the file says]"),
+    typer.Option(
+        help="What `jdag calibrate` wrote, in place of [network] and [devices]."
+    ),
 ]
-Carrier = Annotated[str, typer.Option(help="What carries data: socket or grpc.")]
+CARRIER = typer.Option(help="What carries data: socket or grpc.")
 Device = Annotated[
     str | None, typer.Option(help="Where workers compute: cpu, gpu or gpu:1.")
 ]
-Measure = Annotated[bool, typer.Option("--measure", help="Run real steps as well.")]
+Measure = Annotated[int, typer.Option(min=0, help="How many real steps to run, too.")]
 Steps = Annotated[int, typer.Option(min=1, help="How many real steps.")]
 
 
@@ -31,7 +33,7 @@ def calibrate(
     file: File,
     *,
     out: Out = Path("costs.toml"),
-    carrier: Carrier = "socket",
+    carrier: Annotated[str, CARRIER] = "socket",
     device: Device = None,
     steps: Steps = calibration.STEPS,
 ) -> None:
@@ -60,10 +62,9 @@ def predict(
     file: File,
     *,
     costs: Costs = None,
-    measure: Measure = False,
-    carrier: Carrier = "socket",
+    measure: Measure = 0,
+    carrier: Annotated[str | None, CARRIER] = None,
     device: Device = None,
-    steps: Steps = calibration.STEPS,
 ) -> None:
     """Simulate a step of a scenario with measured costs; compare it with real ones.
 
@@ -71,11 +72,7 @@ def predict(
     """
     with errors_in_one_line():
         found = prediction.predict(
-            file,
-            costs,
-            measure=steps if measure else 0,
-            carrier=carrier,
-            device=device,
+            file, costs, measure=measure, carrier=carrier, device=device
         )
     table = Table(title=f"a step of {file.stem}", title_justify="left")
     for column in ("worker", "busy", "peak activations"):

@@ -26,10 +26,12 @@ import numpy as np
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
 from jdag.api.refs import fetch
-from jdag.errors import JdagError, ScenarioError, reason, unusable
+from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
+from jdag.runtime.tables import wrong
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written
 from jdag.scenario.driving import driver_of
+from jdag.scenario.program import raised
 
 Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
 
@@ -63,6 +65,21 @@ def case_of(scenario: Scenario) -> Case:
         return scenario.player
     allowed = "one that returns a jdag.scenario.Case, whose steps can be timed"
     raise scenario.settings.refused(allowed)
+
+
+@contextmanager
+def in_one_line(scenario: Scenario) -> Iterator[None]:
+    """Turn what goes wrong with a scenario into a ScenarioError of one line."""
+    with wrong(scenario.path):
+        try:
+            yield
+        except ScenarioError:
+            raise
+        except JdagError as error:  # The traceback of a worker follows.
+            raise ScenarioError(text_of(error).partition("\n\n")[0]) from error
+        except (Exception, SystemExit) as error:
+            allowed = f"one that does not raise; it raised {raised(error)}"
+            raise scenario.settings.refused(allowed) from error
 
 
 class Steps:
@@ -122,22 +139,17 @@ def calibrate(
     """
     if type(steps) is not int or steps < 1:
         raise ScenarioError(unusable("steps", steps, "an integer >= 1"))
-    path = Path(file)
-    scenario = load(path)
-    case, settings = case_of(scenario), scenario.settings
+    scenario = load(Path(file))
+    settings = scenario.settings
     driver = driver_of(settings, "rpc", device=device, carrier=carrier)
     if out is not None:  # What cannot be written is known before the run.
         with _writing(out), Path(out).open("a", encoding="utf-8"):
             pass
-    try:
-        with configured(settings), closing(driver):
-            cluster = driver.cluster(settings.seed, clean=True)
-            found = measured(Steps(case, cluster), cluster, steps)
-            network, job_ns = probe(cluster, settings.names, steps)
-    except ScenarioError:
-        raise
-    except JdagError as error:
-        raise ScenarioError(f"{path}: {error}") from error
+    with in_one_line(scenario), configured(settings), closing(driver):
+        case = case_of(scenario)
+        cluster = driver.cluster(settings.seed, clean=True)
+        found = measured(Steps(case, cluster), cluster, steps)
+        network, job_ns = probe(cluster, settings.names, steps)
     tables = {
         "measured": {"scenario": settings.name, "carrier": carrier, **_machine()},
         "network": network,
@@ -212,12 +224,12 @@ def fit_link(sizes: Sequence[int], hops_ns: Sequence[float]) -> tuple[int, int |
     """Return latency in ns and bandwidth in bytes/s of hops of so many bytes.
 
     The alpha-beta model by least squares of relative errors (Hockney 1994); the
-    bandwidth is None if larger messages do not take longer.
+    bandwidth is None if the largest message takes no ns longer than an empty one.
     """
     hops = np.maximum(np.asarray(hops_ns, dtype=float), 1.0)
     beta, alpha = np.polyfit(np.asarray(sizes, dtype=float), hops, 1, w=1 / hops)
-    rate = round(1e9 / beta) if beta > 0 else None
-    return max(round(alpha), 0), rate if rate is None else max(rate, 1)
+    rate = max(round(1e9 / beta), 1) if beta * max(sizes) >= 1 else None
+    return max(round(alpha), 0), rate
 
 
 def relay(w: Any, x: Any) -> Any:

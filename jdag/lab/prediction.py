@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.lab.calibration import WARM, Steps, case_of
+from jdag.errors import ScenarioError, unusable
+from jdag.lab.calibration import WARM, Steps, case_of, in_one_line
 from jdag.report.spans import bubble, spans_of
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.costs import refuse_unmeasured
-from jdag.scenario.driving import Virtual, driver_of
+from jdag.scenario.driving import Driver, Virtual, driver_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,40 +50,54 @@ def predict(
     costs: str | os.PathLike[str] | None = None,
     *,
     measure: int = 0,
-    carrier: str = "socket",
+    carrier: str | None = None,
     device: str | None = None,
 ) -> Prediction:
     """Predict a step of a scenario's program, with values as shapes if that will do.
 
+    Links have no jitter.
+
     Args:
         file: the scenario; its program returns a `Case`.
-        costs: the file that `jdag calibrate` wrote; None: what the scenario says.
+        costs: the file that `jdag calibrate` wrote, in place of the tables of network
+            and devices; None: what the scenario says.
         measure: how many real steps to run as well, on processes of this host.
-        carrier: of these, "socket" or "grpc".
+        carrier: of these, "socket" or "grpc"; None: socket.
         device: where these compute, as of `jdag.launch`.
 
     Raises:
-        ScenarioError: one line: an argument or file is unusable, the costs lack a
-            function, or a step fails.
+        ScenarioError: one line: an argument or file is unusable, the scenario has
+            faults, the costs lack a function, or a step fails or takes no time.
     """
     if type(measure) is not int or measure < 0:
         raise ScenarioError(unusable("measure", measure, "an integer >= 0"))
-    path = Path(file)
-    changes = {} if costs is None else {"costs": str(Path(costs).resolve())}
+    for key, given in (("--carrier", carrier), ("--device", device)):
+        if given is not None and not measure:
+            raise ScenarioError(unusable(key, given, "only with --measure"))
+    path, changes = Path(file), dict[str, Any]()
+    if costs is not None:
+        changes = {"costs": str(Path(costs).resolve()), "network": {}, "devices": {}}
     scenario = load(path, changes=changes)
-    try:
+    settings, real = scenario.settings, None
+    if measure:
+        real = driver_of(settings, "rpc", device=device, carrier=carrier)
+    with in_one_line(scenario):
+        if settings.faults:
+            kind = settings.faults[0]["kind"]
+            allowed = "no faults in a scenario whose steps are predicted"
+            raise ScenarioError(unusable("faults[0].kind", kind, allowed))
         try:
             found = simulated(load(path, changes={**changes, "values": "abstract"}))
         except ScenarioError:
             raise
-        except JdagError:  # It looks at values.
+        except Exception:  # It looks at values.
             found = simulated(scenario)
-        real = _real(scenario, measure, carrier, device) if measure else ()
-    except ScenarioError:
-        raise
-    except JdagError as error:
-        raise ScenarioError(f"{path}: {error}") from error
-    return Prediction(*found, real)
+        if not found[0]:
+            allowed = "a file of costs, or None if links or devices take time"
+            raise ScenarioError(unusable("costs", settings.costs, allowed))
+        return Prediction(
+            *found, () if real is None else _real(scenario, measure, real)
+        )
 
 
 def simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
@@ -102,11 +116,8 @@ def simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]
     return last.ns, busy, held
 
 
-def _real(
-    scenario: Scenario, count: int, carrier: str, device: str | None
-) -> tuple[int, ...]:
+def _real(scenario: Scenario, count: int, driver: Driver) -> tuple[int, ...]:
     settings = scenario.settings
-    driver = driver_of(settings, "rpc", device=device, carrier=carrier)
     with configured(settings), closing(driver):
         cluster = driver.cluster(settings.seed, clean=True)
         steps = Steps(case_of(scenario), cluster, planned=settings.compile)
