@@ -123,3 +123,6 @@ def test_a_report_writes_the_trace_for_other_tools(place: Path):
     assert all([f"trace: {folder / name}\n" in said for name in made - before])
     allowed = "allowed is one of perfetto, chakra, goal"
     assert allowed in refused(place, "report", folder, "--trace-format", "vcd")
+    said = refused(place, "report", folder, "--trace-format", "torch")
+    assert said.startswith("jdag: trace format 'torch': a run without actions of a sch")
+    assert made == {path.name for path in folder.glob("[!.]*")}

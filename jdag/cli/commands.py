@@ -426,10 +426,13 @@ def report(
                 window = tuple(result["window_ns"])
                 render(made, result, trace, drawings, window=window)
                 if formats and trace is None:
-                    raise ValueError("this run has no trace to write")
+                    said = f"{spelled(folder)}: this run has no trace to write"
+                    raise ScenarioError(said)
                 written: list[str] = []
                 if trace is not None:
                     written = write_traces(made, trace, result["workers"], formats)
+        except ScenarioError:
+            raise
         except Exception as error:  # Other programs may have edited the files.
             raise no_run(folder, error) from error
     console = Console()

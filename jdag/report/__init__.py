@@ -13,7 +13,7 @@ from msgspec import convert, to_builtins
 
 from jdag.api.graph import Graph, dot_of, graph_of
 from jdag.engine.drawing import Drawing
-from jdag.errors import JdagError
+from jdag.errors import JdagError, ScenarioError
 from jdag.report.chakra import chakra_of
 from jdag.report.gantt import gantt_of, lists_of
 from jdag.report.goal import goal_of
@@ -101,7 +101,7 @@ def write_traces(
         The names of the files.
 
     Raises:
-        JdagError: a format is none of `FORMATS`.
+        JdagError: a format is none of `FORMATS`, or not for this run.
         OSError: a file cannot be written.
     """
     formats = tuple(dict.fromkeys(formats))
@@ -120,7 +120,8 @@ def write_traces(
     if "torch" in formats:
         lists = lists_of(spans_of(trace).jobs, workers)
         if not any(lists):
-            raise JdagError("a run without actions of a schedule has none to write")
+            why = "a run without actions of a schedule has no order to write"
+            raise ScenarioError(f"trace format 'torch': {why}")
         files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
     if "goal" in formats:
         files["trace.goal"] = goal_of(operations, workers).encode()
