@@ -90,6 +90,7 @@ def test_what_cannot_be_calibrated_is_one_line(
 
 
 def test_a_program_with_contexts_of_its_own_is_refused(tmp_path: Path):
-    path = scenario_of(tmp_path, "player")
+    path, out = scenario_of(tmp_path, "player"), tmp_path / "costs.toml"
     with pytest.raises(ScenarioError, match=r"allowed is one that returns a jdag.scen"):
-        jdag.calibrate(path)
+        jdag.calibrate(path, out)
+    assert not out.exists()

@@ -143,8 +143,11 @@ def calibrate(
     settings = scenario.settings
     driver = driver_of(settings, "rpc", device=device, carrier=carrier)
     if out is not None:  # What cannot be written is known before the run.
-        with _writing(out), Path(out).open("a", encoding="utf-8"):
-            pass
+        with _writing(out):
+            is_new = not Path(out).exists()
+            Path(out).open("a", encoding="utf-8").close()
+            if is_new:
+                Path(out).unlink()
     with in_one_line(scenario), configured(settings), closing(driver):
         case = case_of(scenario)
         cluster = driver.cluster(settings.seed, clean=True)
