@@ -1,4 +1,4 @@
-"""Prediction: what a step takes by simulation with measured costs, and in truth."""
+"""Prediction of a step's time by simulation with measured costs, beside real ones."""
 
 import os
 import statistics

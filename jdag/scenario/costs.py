@@ -2,7 +2,7 @@
 
 It has the tables `[network]` and `[devices]` of a scenario, and `[measured]`: where and
 how. A scenario names it by `costs = "costs.toml"`, relative to its own file; its own
-keys go before those of the file.
+keys take precedence over those of the file.
 """
 
 import json
