@@ -97,7 +97,7 @@ def fan_out(folder):
 def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_end(
     tmp_path,
 ):
-    def backwards(attempt, path, chunks, jobs):
+    def backwards(attempt, path, chunks, jobs, on):
         for at, chunk in reversed([*enumerate(chunks)]):
             yield at, attempt(path, chunk)
 
@@ -128,7 +128,7 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': allowed is an integer >= 1"),
         (
             ["explore", CHAIN, "--jobs", "2", "--strategy", "exhaustive"],
-            "--jobs = 2: allowed is 1 with exhaustive",
+            "--jobs = 2: allowed is one process with exhaustive",
         ),
         (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
         (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),

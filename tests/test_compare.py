@@ -453,8 +453,13 @@ def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
 
 
 @pytest.mark.parametrize("option", ["peer", "ray"])
-def test_without_the_peer_or_ray_one_line_says_what_to_install(option: str):
-    for given in (None, sys.executable + "-that-is-not-there", sys.executable):
+def test_without_the_peer_or_ray_one_line_says_what_to_install(
+    option: str, tmp_path: Path
+):
+    bare = tmp_path / "python"  # It sees no packages.
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o700)
+    for given in (None, sys.executable + "-that-is-not-there", str(bare)):
         with pytest.raises(SystemExit) as refused:
             run.check(option, given)
         (line,) = str(refused.value).splitlines()

@@ -46,6 +46,7 @@ VERSION = ((control.VERSION, str(PROTOCOL)),)
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 REQUESTS = (AttachWorker, Mesh, Peer, Ticket, Detach, Info, Health)
+ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40)
 
 
 def soon(holds: Callable[[], bool]) -> None:
@@ -455,15 +456,15 @@ def test_mutated_requests_crash_no_handler_and_grow_nothing(three, count: int):
 def _example(asked: type) -> bytes:
     known: dict[str, object] = {
         "token": "x" * 20,
-        "secret": "s" * 32,
+        **dict.fromkeys(("secret", "shared"), "s" * 32),
         "secrets": {"b": "s" * 32},
-        "shared": "s" * 32,
         "main": "m",
         "worker": "a",
         "workers": ["m", "a", "b"],
         "incarnations": {"m": 0, "a": 0},
         "allow": ["mod"],
         "deadline_s": 5.0,
+        **{"events_max": 1_000, "journal": None},
         "nesting_max": 7,
         "schedule": {"workers": ["a"], "csv": "0F0,0B0"},
         "control": "h:1",
@@ -493,7 +494,5 @@ def _mutated(rng: np.random.Generator, body: bytes) -> bytes:
             case 3:
                 changed[place:place] = rng.bytes(int(rng.integers(1, 9)))
             case _:
-                odd = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}")
-                values = (*odd, b"9" * 40)
-                changed[place : place + 3] = values[int(rng.integers(0, len(values)))]
+                changed[place : place + 3] = ODD[int(rng.integers(0, len(ODD)))]
     return bytes(changed)
