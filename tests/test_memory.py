@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -206,6 +207,33 @@ def test_what_only_the_collector_of_cycles_finds_lives_until_its_context_ends(
         assert stored(cluster) == 0
     finally:
         gc.set_threshold(*before)
+
+
+def test_the_last_ref_counts_while_another_thread_looks_for_cycles(cluster):
+    begun, over = threading.Event(), threading.Event()
+
+    class Slow:
+        def __del__(self) -> None:
+            begun.set()
+            over.wait(60)
+
+    gc.disable()
+    try:
+        with cluster.context() as ctx:
+            h = ctx.call("b", first)
+            cycle: list[Any] = [Slow()]
+            cycle.append(cycle)
+            del cycle
+            thread = threading.Thread(target=gc.collect)
+            thread.start()
+            assert begun.wait(60)
+            del h
+            over.set()
+            thread.join()
+            flush(ctx)
+            assert stored(cluster) == 0
+    finally:
+        gc.enable()
 
 
 def test_when_python_looks_for_cycles_does_not_change_the_trace():

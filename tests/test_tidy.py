@@ -58,7 +58,7 @@ HOMES = {
     "random": ("runtime.chooser", "lab.strategies"),
     "grpc": ("rpc",),
     "socket": ("rpc",),
-    "threading": ("rpc", "parallel.waiting", "sim.programs"),
+    "threading": ("rpc", "parallel.waiting", "sim.programs", "api.refs"),
     "time": ("rpc", "parallel.waiting", "api.folders", "runtime.signals"),
     "secrets": ("rpc",),
     "ctypes": ("rpc",),

@@ -7,6 +7,7 @@ indexing say what to do instead. To JAX's pytrees a ref is a leaf.
 import gc
 from collections import deque
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
 
 from jdag.compute.avals import Aval
@@ -61,12 +62,12 @@ class Hold:
 
     Python counts refs, and where the last one goes is part of the program. When Python
     collects cycles is not: a value whose refs only the collector finds lives as long as
-    its context.
+    its context. It runs on any thread, and others go on meanwhile.
     """
 
     __slots__ = ("__weakref__", "_copies", "_key", "_loose", "_worker")
 
-    collecting: ClassVar[bool] = False  # Whether Python's collector of cycles runs.
+    collecting: ClassVar[int] = 0  # The thread that Python's collector of cycles is on.
 
     def __init__(
         self, loose: deque[tuple[Key, Worker]], key: Key, worker: Worker
@@ -87,10 +88,10 @@ class Hold:
     def collector(cls, phase: str, info: dict[str, int]) -> None:
         """Python's collector of cycles begins or ends."""
         del info
-        cls.collecting = phase == "start"
+        cls.collecting = get_ident() if phase == "start" else 0
 
     def __del__(self) -> None:
-        if not self.collecting:
+        if self.collecting != get_ident():
             self._loose.append((self._key, self._worker))
 
     def keep(self) -> None:
