@@ -39,12 +39,14 @@ def wait(stream: Stream, event: int) -> None:
     assert stream.pending() or poller.poll(DEADLINE_MS), f"{stream.peer} hangs"
 
 
-def soon(holds: Callable[[], bool]) -> None:
+def soon(
+    holds: Callable[[], bool], every_ms: int = 1, most_ms: int = DEADLINE_MS
+) -> None:
     """Wait until something holds that others bring about, not for ever."""
-    for _ in range(DEADLINE_MS):
+    for _ in range(0, most_ms, every_ms):
         if holds():
             return
-        threading.Event().wait(0.001)
+        threading.Event().wait(every_ms / 1e3)
     raise AssertionError(f"{holds} does not come to hold")
 
 

@@ -1,0 +1,19 @@
+"""What workers on Ray call, without Ray and pytest, which would be long to import."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+
+import jdag
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+@jdag.program
+def facts(ctx):
+    """The process of a worker, and the GPU that it sees by Ray's variable."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or -1
+    return jnp.asarray([os.getpid(), int(gpu)])
