@@ -102,7 +102,7 @@ class Session:
     def __init__(self, plan: SessionPlan) -> None:
         self._plan = plan
         self._process = os.getpid()
-        self._controls = dict(plan.controls)
+        self._moved: dict[str, Address] = {}  # Where workers that joined again are.
         # Starts the process of a worker anew, within so many seconds.
         self.restart: Callable[[str, float], Address] | None = None
         self._secret = fresh_secret()
@@ -197,8 +197,12 @@ class Session:
                     _log.warning("waiting for at most %g s: %s", ready_s, error)
                 self._no_more.wait(_AGAIN_S)
 
+    def _control(self, peer: str) -> Address:
+        """Return where a worker is now, which those who place it may have changed."""
+        return self._moved.get(peer) or self._plan.controls[peer]
+
     def _find(self, peer: str) -> None:
-        client = self._routes.reach(peer, self._controls[peer])
+        client = self._routes.reach(peer, self._control(peer))
         client.ask(Info(token=self._plan.token), timeout_s=self._plan.deadline_s)
 
     def _attach(self, peer: str, incarnation: int) -> Whereabouts:
@@ -226,7 +230,7 @@ class Session:
             journal=plan.journal,
             handshake=dict(plan.handshake),
         )
-        control = self._controls[peer]
+        control = self._control(peer)
         client = self._routes.reach(peer, control)
         mine, its = f"main {plan.main!r}", f"worker {peer!r}"
         try:
@@ -301,7 +305,7 @@ class Session:
                 raise JoinError(said)
             incarnation = self.members.next_incarnation(worker)
             if control is not None:
-                self._controls[worker] = control
+                self._moved[worker] = control
             others = self.members.joined
             there = self._attach(worker, incarnation)
             try:
