@@ -446,8 +446,9 @@ def test_the_collectors_thresholds_are_as_they_were_after_all_clusters(monkeypat
         inside.append(gc.get_threshold()[0])
         return [send("b", 1)] if engine.worker == "a" else None
 
-    # Those that other tests left open do not count.
+    # Those that other tests left open do not count, nor end by a collection meanwhile.
     monkeypatch.setattr("jdag.sim.simulation.COLLECTOR", Collector())
+    gc.disable()
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
     other, played = play(monkeypatch, react), play(monkeypatch, react)
@@ -459,6 +460,7 @@ def test_the_collectors_thresholds_are_as_they_were_after_all_clusters(monkeypat
     other.simulation.close()
     assert gc.get_threshold() == (700, 10, 10)
     gc.set_threshold(*before)
+    gc.enable()
 
 
 def test_an_engine_that_breaks_in_the_loop_breaks_the_wait_and_not_the_cluster(
