@@ -1,5 +1,7 @@
 """A ref says what it names, and refuses to be an array, saying what to do instead."""
 
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -209,3 +211,21 @@ def test_an_exception_is_of_the_class_that_its_failure_names():
     assert type(exception_of(Failure("GraphError", "spent", "a"))).__name__ == (
         "GraphError"
     )
+
+
+# A thread keeps two modules; as Python ends, the globals of the later one go first.
+LATE = """
+import sys, threading, types
+early = sys.modules["early"] = types.ModuleType("early")
+from jdag.api import refs
+early.hold = refs.Hold([], None, None)
+kept = early, refs, threading.Event()
+threading.Thread(target=lambda kept: kept[2].wait(), args=(kept,), daemon=True).start()
+"""
+
+
+@pytest.mark.second
+def test_a_ref_that_outlives_its_module_as_python_ends_says_nothing():
+    command = [sys.executable, "-c", LATE]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -338,7 +338,7 @@ REFUSED = {
     "a function that is given": calls(fine, lambda x: x),
     "a class that is given": calls(fine, type("Local", (), {})),
     "a hook": lambda cluster, ctx, x: ctx.on_gradient(x, lambda g: None),
-    "a builtin": lambda cluster, ctx, x: ctx.on_gradient(x, print),
+    "a builtin": lambda cluster, ctx, x: ctx.on_gradient(x, repr),
     "an unjitted function": calls(jdag.unjitted(lambda x: x + 1), 3),
     "a new leaf by it": lambda cluster, ctx, x: cluster.update(
         jdag.unjitted(lambda x: x + 1, shapes=lambda x: x), x

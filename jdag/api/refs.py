@@ -68,6 +68,8 @@ class Hold:
     __slots__ = ("__weakref__", "_copies", "_key", "_loose", "_worker")
 
     collecting: ClassVar[int] = 0  # The thread that Python's collector of cycles is on.
+    # An attribute: as Python ends, the globals of this module may go before a ref.
+    _thread = staticmethod(get_ident)
 
     def __init__(
         self, loose: deque[tuple[Key, Worker]], key: Key, worker: Worker
@@ -91,7 +93,7 @@ class Hold:
         cls.collecting = get_ident() if phase == "start" else 0
 
     def __del__(self) -> None:
-        if self.collecting != get_ident():
+        if self.collecting != self._thread():
             self._loose.append((self._key, self._worker))
 
     def keep(self) -> None:
