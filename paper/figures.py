@@ -55,6 +55,10 @@ from jdag.engine.protocol import (
     Root,
     Send,
 )
+from jdag.lab.exploration import exploration, sound
+from jdag.lab.strategies import RandomWalk
+from jdag.lab.subject import Subject
+from jdag.scenario.case import Case
 
 RESULTS = Path(__file__).parent / "results"
 REPEATS = 7
@@ -356,6 +360,46 @@ def simulator() -> dict[str, Any]:
     }
 
 
+def explorer() -> dict[str, Any]:
+    """Runs of `jdag.explore` per second of CPU time, beside a queue of events."""
+    runs, found = 200, {}
+    params = dict.fromkeys("xyz", jnp.full(3, 2.0))
+    case = Case(six_calls, params, {"x": "a", "y": "b", "z": "c"})
+
+    def once(subject: Subject) -> float:
+        events, start_s = events_per_s(), time.process_time()
+        explored = exploration(subject, sound, range(runs), RandomWalk())
+        assert explored.failure is None, explored.failure
+        return 1e6 * runs / (time.process_time() - start_s) / events
+
+    for values in ("abstract", "real"):
+        subject = Subject(case, ["a", "b", "c"], values, {})
+        once(subject)
+        rates = sorted(once(subject) for _ in range(REPEATS))
+        of = {"median": statistics.median(rates), "min": rates[0], "max": rates[-1]}
+        found[f"{values}_runs_per_million_events"] = of
+    return {
+        "target": "150 abstract and 106 real: twice those of 2026-11-24",
+        **found,
+        "how": f"{runs} random walks over 6 calls on 3 workers, forward and backward; "
+        "in turn with the queue of the simulator's figure; CPU time",
+    }
+
+
+def six_calls(ctx: jdag.Context, refs: Any) -> jdag.Ref:
+    """Calls whose arguments cross between three workers."""
+    x, y, z = refs["x"], refs["y"], refs["z"]
+    h, g = ctx.call("b", scaled, x, y), ctx.call("c", scaled, y, z)
+    k = ctx.call("a", scaled, h, g)
+    m = ctx.call("c", scaled, ctx.call("b", scaled, k, g), h)
+    return ctx.call("a", jnp.sum, m)
+
+
+def scaled(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Next to nothing."""
+    return x * 2 + y
+
+
 def events_per_s() -> float:
     """How many events a queue in plain Python takes per second of CPU time."""
     heap = [(number, number) for number in range(1_000)]
@@ -412,6 +456,7 @@ FIGURES = {
     "large_layers": large_layers,
     "small_layers": small_layers,
     "simulator": simulator,
+    "explorer": explorer,
     "many_workers": many_workers,
 }
 

@@ -13,7 +13,7 @@ from jdag.engine.graph import Fragment
 from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
-from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Triple, phase_of, triple
+from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Situation, phase_of
 from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import Worker, landing
@@ -90,19 +90,19 @@ class Engine:
         fragment = self._state.contexts.get(context)
         return None if fragment is None else draw(fragment)
 
-    def situations(self, event: protocol.Event) -> list[Triple]:
-        """Role, phase and event, for each context that an event is about.
+    def situations(self, event: protocol.Event) -> list[Situation]:
+        """Phase and event, for each context that an event is about.
 
         To be asked before the event is handled; of what is in `phases.TAKES`.
         """
         state, contexts = self._state, self._state.contexts
         given: Any = event
         if isinstance(event, protocol.Lost | protocol.Joined):
-            return [triple(phase_of(part), type(event)) for part in contexts.values()]
+            return [(phase_of(part), type(event)) for part in contexts.values()]
         if isinstance(event, protocol.Computed):
             part = state.jobs[event.job][1]
             of_context = isinstance(part, Fragment)
-            return [triple(phase_of(part), type(event))] if of_context else []
+            return [(phase_of(part), type(event))] if of_context else []
         if isinstance(event, protocol.Arrived):
             given = None if event.sender in state.lost else event.message
         context = getattr(given, "context", None)
@@ -114,7 +114,7 @@ class Engine:
             phase = phase_of(part)
         elif state.owner(context) == state.worker:
             phase = Phase.RELEASED
-        return [triple(phase, type(given))]
+        return [(phase, type(given))]
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.

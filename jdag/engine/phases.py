@@ -106,7 +106,8 @@ class Part(Enum):
     RELEASED = "released"
 
 
-Triple = tuple[str, str, str]  # Role, phase, event.
+Situation = tuple[Phase | Part, type]  # An event in a phase.
+Triple = tuple[str, str, str]  # The same in words: role, phase, event.
 
 
 def triple(phase: Phase | Part, event: type) -> Triple:

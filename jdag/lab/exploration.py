@@ -6,8 +6,9 @@ Outputs: a `Report`: how many runs and orders there were, and the first run that
 """
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -20,7 +21,9 @@ from jdag.lab.failures import Failure, Property, failure_of
 from jdag.lab.strategies import RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
 from jdag.scenario.case import Case, difference, worst
+from jdag.sim.simulation import COLLECTOR
 from jdag.sim.untimed import Step
+from jdag.wire.encoding import encoded
 
 RELATIVE_MAX = 1e-5  # Of float32; what the oracle fuses may differ in the last bits.
 
@@ -135,22 +138,24 @@ def exploration(
     """Explore a subject by the runs of these numbers."""
     report = Report()
     strategy.planned(len(subject.first().choices))
-    for run in runs:
-        pick = strategy.begin(run)
-        if pick is None:
-            break
-        played = subject.play(pick)
-        strategy.ended(len(played.choices))
-        if played.explored is None:
-            report.redundant += 1
-            continue
-        report.runs += 1
-        report.picks += sum([options > 1 for options in played.options])
-        report.seen[order_of(played.steps)] = None
-        report.reached.update([*played.reached])
-        report.failure = failure_of(subject, played, property, run)
-        if report.failure is not None:
-            break
+    with ExitStack() as leaving:
+        leaving.callback(COLLECTOR.opened(subject))  # Once, not for each run.
+        for run in runs:
+            pick = strategy.begin(run)
+            if pick is None:
+                break
+            played = subject.play(pick)
+            strategy.ended(len(played.choices))
+            if played.explored is None:
+                report.redundant += 1
+                continue
+            report.runs += 1
+            report.picks += sum([options > 1 for options in played.options])
+            report.seen[order_of(played.steps)] = None
+            report.reached.update(played.reached)
+            report.failure = failure_of(subject, played, property, run)
+            if report.failure is not None:
+                break
     report.bound = strategy.bound()
     return report
 
@@ -178,9 +183,7 @@ def sound(run: Explored) -> None:
 
 def order_of(steps: Iterable[Step]) -> bytes:
     """A hash of the order of steps on each worker, which is all that workers see."""
-    by_worker: dict[str, Any] = {}
+    by_worker: dict[str, list[Step]] = defaultdict(list)
     for step in steps:
-        taken = by_worker.setdefault(step.worker, hashlib.sha256())
-        taken.update(f"{step};".encode())
-    said = [f"{worker} {by_worker[worker].hexdigest()}" for worker in sorted(by_worker)]
-    return hashlib.sha256(" ".join(said).encode()).digest()
+        by_worker[step.worker].append(step)
+    return hashlib.sha256(encoded(sorted(by_worker.items()))).digest()

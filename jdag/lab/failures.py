@@ -10,7 +10,7 @@ property too, and has no more choices that are not the first.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ _KEYS = {
 Property = Callable[[Explored], object]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Failure:
     """A run that broke the property; `choices` repeat it.
 
@@ -44,7 +44,6 @@ class Failure:
         steps: what was picked.
         options: of how many steps each was picked.
         firsts: the first one of these.
-        digest: of its trace.
         held: steps that waited until nothing else could happen, where these are all
             that the order has beside first choices.
     """
@@ -55,10 +54,15 @@ class Failure:
     steps: tuple[Step, ...]
     options: tuple[int, ...]
     firsts: tuple[Step, ...]
-    digest: str
+    explored: Explored
     subject: Subject
     property: Property
     held: tuple[Step, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the trace of the run."""
+        return str(self.explored.trace.digest)
 
     def __str__(self) -> str:
         off = [number for number, choice in enumerate(self.choices) if choice]
@@ -237,7 +241,7 @@ def failure_of(
         steps=tuple(played.steps),
         options=tuple(played.options),
         firsts=tuple(played.firsts),
-        digest=explored.trace.digest,
+        explored=explored,
         subject=subject,
         property=property,
     )

@@ -10,6 +10,7 @@ Nothing of one run is left for the next, but compiled functions.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,16 +20,16 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
 from jdag.api.refs import Ref, fetch
 from jdag.engine.functions import name_of, outermost
-from jdag.engine.phases import Triple
+from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.lab.strategies import FAULTS, Redundant
+from jdag.lab.strategies import FAULTS, Pick, Redundant, Script
 from jdag.runtime.trace import Trace
 from jdag.scenario.case import Case, bits
 from jdag.sim.settings import SimSettings
 from jdag.sim.untimed import Step, StepChooser
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Explored:
     """One run, as a property sees it.
 
@@ -41,7 +42,7 @@ class Explored:
         expected: the same by the oracle, of a `Case` with real values; else None.
         same_bits: whether the result has the bits of the run in which each step is the
             first of those there were; so too if one of the two has none.
-        trace: the record of the run.
+        trace: the record of the run, which is run again for it.
         info: `cluster.info()` after it.
         crashed: whether a worker crashed in it.
         left: how many values are held afterwards that are no leaves.
@@ -51,10 +52,15 @@ class Explored:
     result: tuple[Any, ...] | None
     expected: tuple[Any, ...] | None
     same_bits: bool
-    trace: Trace
     info: Mapping[str, Mapping[str, Any]]
     crashed: bool
     left: int
+    again: Callable[[], Trace] = field(repr=False, compare=False)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """See above."""
+        return self.again()
 
 
 @dataclass(slots=True)
@@ -70,7 +76,7 @@ class Played:
     steps: list[Step] = field(default_factory=list)
     options: list[int] = field(default_factory=list)
     firsts: list[Step] = field(default_factory=list)
-    reached: dict[Triple, None] = field(default_factory=dict)
+    reached: list[Triple] = field(default_factory=list)
     explored: Explored | None = None
 
 
@@ -107,9 +113,9 @@ class Subject:
         self._expected: tuple[Any, ...] | None = None
         self._bits: str | None = None  # Of the run of first choices.
         self._first: Played | None = None
-        self._settings(None)  # Refuses workers and values.
+        self._settings(None, trace=False)  # Refuses workers and values.
 
-    def _settings(self, chooser: StepChooser | None) -> SimSettings:
+    def _settings(self, chooser: StepChooser | None, trace: bool) -> SimSettings:
         return SimSettings(
             workers=self.workers,
             seed=0,
@@ -117,6 +123,7 @@ class Subject:
             detect_ns=0,
             values=self.values,
             chooser=chooser,
+            trace=trace,
         )
 
     @property
@@ -125,31 +132,40 @@ class Subject:
         program = self.program
         return name_of(program.program if isinstance(program, Case) else program)
 
-    @outermost  # So that the trace does not depend on who runs it.
-    def play(self, pick: Callable[[tuple[Step, ...]], int]) -> Played:
+    def play(self, pick: Pick) -> Played:
         """Run once, with the steps that are picked."""
-        played = Played()
+        chooser = StepChooser(pick, self.faults.items())
+        explored, _ = self._played(chooser, trace=False)
+        steps, choices = chooser.steps, chooser.choices
+        return Played(
+            choices,
+            [of[index] for of, index in zip(steps, choices, strict=True)],
+            [*map(len, steps)],
+            [of[0] for of in steps],
+            [triple(*one) for one in chooser.reached],
+            explored,
+        )
 
-        def noted(steps: tuple[Step, ...]) -> int:
-            index = pick(steps)
-            played.choices.append(index)
-            played.steps.append(steps[index])
-            played.options.append(len(steps))
-            played.firsts.append(steps[0])
-            return index
-
-        chooser = StepChooser(noted, self.faults.items())
-        cluster = simulated(self._settings(chooser))
-        played.reached = chooser.reached
+    @outermost  # So that the trace does not depend on who runs it.
+    def _played(
+        self, chooser: StepChooser, *, trace: bool
+    ) -> tuple[Explored | None, Trace]:
+        """Run once; None if that was given up."""
+        cluster = simulated(self._settings(chooser, trace))
         try:
-            played.explored = self._explored(cluster)
+            return self._explored(cluster, chooser.choices), cluster.trace
         except Redundant:
-            return played
+            return None, cluster.trace
         finally:
             cluster.close()
-        return played
 
-    def _explored(self, cluster: Cluster) -> Explored:
+    def _again(self, choices: Sequence[int]) -> Trace:
+        pick = Script(choices).begin(0)
+        assert pick is not None, choices
+        chooser = StepChooser(pick, self.faults.items())
+        return self._played(chooser, trace=True)[1]
+
+    def _explored(self, cluster: Cluster, choices: Sequence[int]) -> Explored:
         error: Exception | None = None
         result: tuple[Any, ...] | None = None
         try:
@@ -172,8 +188,8 @@ class Subject:
         leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
         crashed = cluster.driver.crashed
         return Explored(
-            *(error, result, expected, same, cluster.trace),
-            *(info, crashed, held - leaves),
+            *(error, result, expected, same, info, crashed, held - leaves),
+            again=partial(self._again, choices),
         )
 
     def first(self) -> Played:

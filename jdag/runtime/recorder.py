@@ -45,11 +45,11 @@ RECORDED = frozenset((Drop, Resume, Spawn))  # Drivers record the other effects.
 
 
 class Recorder:
-    """Writes what happens to a trace, if there is one."""
+    """Writes what happens to a trace."""
 
-    def __init__(self, trace: Trace | None, clock: Any) -> None:
+    def __init__(self, trace: Trace, clock: Any) -> None:
         self.trace = trace
-        self.note = trace.at(clock) if trace is not None else lambda *_: NO_CAUSE
+        self.note = trace.at(clock)
         # By worker: the record that made each value; the jobs that run, with the record
         # and the detail of their start.
         self._made: dict[str, dict[Key, int]] = defaultdict(dict)
@@ -107,7 +107,7 @@ class Recorder:
         start, detail, job, ended_ns = self._running.pop((worker, event.job))
         failure = event.failure
         detail = (*detail, "" if failure is None else failure.error)
-        if ended_ns is None or self.trace is None:
+        if ended_ns is None:
             record = self.note("finish", worker, detail, (start,))
         else:
             record = self.trace.add(ended_ns, "finish", worker, detail, (start,))
@@ -183,11 +183,34 @@ class Recorder:
 
         The record of its end will be the next one; returns its index.
         """
-        assert self.trace is not None, job
         detail = _said_of(job, ended_ns - began_ns)
         record = self.trace.add(began_ns, "start", worker, detail, tuple(causes))
         self._running[worker, job.id] = (record, detail, job, ended_ns)
         return record + 1
+
+
+class NoRecorder:
+    """Takes what a simulation's recorder does, and keeps nothing."""
+
+    trace = None
+
+    def watch(self, look: Callable[[int], None]) -> None:
+        """There are no records to look at."""
+
+    def note(self, *said: Any) -> int:
+        """No record."""
+        del said
+        return NO_CAUSE
+
+    input = effect = note
+
+    def causes(self, *said: Any) -> tuple[int, ...]:
+        """No causes."""
+        del said
+        return ()
+
+    def started(self, *said: Any, **of: int) -> None:
+        """Nothing is kept."""
 
 
 def _said_of(job: Any, cost_ns: int) -> tuple[Any, ...]:

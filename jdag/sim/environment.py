@@ -5,7 +5,7 @@ from jdag.engine import Engine
 from jdag.engine.protocol import Worker, incarnated
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.host import Driver, Host
-from jdag.runtime.recorder import Recorder
+from jdag.runtime.recorder import NoRecorder, Recorder
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Waiters
 from jdag.sim.faults import Faults
@@ -35,8 +35,9 @@ class Environment:
             if self.chooser.untimed
             else Timeline(settings.events_max)
         )
-        self.recorder = Recorder(Trace() if settings.trace else None, self.timeline)
-        if self.recorder.trace is not None:
+        self.recorder: Recorder | NoRecorder = NoRecorder()
+        if settings.trace:
+            self.recorder = Recorder(Trace(), self.timeline)
             self.recorder.trace.settings = settings.described()
         self.waiters = Waiters()
         self.faults = Faults(settings.faults, self.workers)

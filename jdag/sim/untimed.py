@@ -18,7 +18,8 @@ from collections.abc import Callable, Container, Iterable
 from heapq import heappop
 from typing import Any, NamedTuple
 
-from jdag.runtime.chooser import Chooser, checked
+from jdag.engine.phases import Situation
+from jdag.runtime.chooser import Chooser, out_of_range
 from jdag.sim.timeline import (
     ACTION,
     BEGIN,
@@ -46,7 +47,7 @@ class Step(NamedTuple):
     message: tuple[str, tuple[int, ...]] = ("", ())
 
     @property
-    def chain(self) -> tuple[str, ...]:
+    def chain(self) -> "Chain":
         """What it is the next of: a link, a device, a program, or a kind of fault."""
         if self.kind == "deliver":
             return ("link", self.of, self.worker)
@@ -67,6 +68,9 @@ class Step(NamedTuple):
 
 
 MAIN = "main"
+Chain = tuple[str, ...]
+# The sequence, which is unique, the entry, the step (jobs have several), the chain.
+_Due = tuple[int, Entry, Step, Chain]
 Fault = tuple[Step, tuple[Any, ...]]
 
 
@@ -79,7 +83,9 @@ class StepChooser(Chooser):
             "duplicate".
 
     Attributes:
-        reached: role, phase and event of what came to engines about contexts.
+        steps: those there were at each pick.
+        choices: the index of the one that was picked.
+        reached: phase and event of what came to engines about contexts.
     """
 
     picks_jobs = untimed = True
@@ -93,19 +99,26 @@ class StepChooser(Chooser):
         self._pick = pick
         self.budget = dict(budget)
         self.job = 0
-        self.reached: dict[tuple[str, str, str], None] = {}
+        self.steps: list[tuple[Step, ...]] = []
+        self.choices: list[int] = []
+        self.reached: dict[Situation, None] = {}
 
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
-        return checked(self._pick(steps), len(steps))
+        index = self._pick(steps)
+        if not 0 <= index < len(steps):
+            raise out_of_range(index, len(steps))
+        self.steps.append(steps)
+        self.choices.append(index)
+        return index
 
     def watch(self, engine: Any) -> None:
         """Note what comes to an engine, before it is handled."""
         handle, situations, reached = engine.handle, engine.situations, self.reached
 
         def watched(event: Any) -> Any:
-            for triple in situations(event):
-                reached[triple] = None
+            for situation in situations(event):
+                reached[situation] = None
             return handle(event)
 
         engine.handle = watched
@@ -124,10 +137,9 @@ class UntimedTimeline(Timeline):
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
         self._home = home
-        # By chain, what is due now, in its order: its sequence, which is unique, its
-        # entry and its step (jobs have several).
-        self._chains: dict[tuple[str, ...], deque[tuple[int, Entry, Step]]] = {}
-        self._delivered: dict[tuple[str, ...], int] = {}
+        # By chain, what is due now, in its order.
+        self._chains: dict[Chain, deque[_Due]] = {}
+        self._delivered: dict[Chain, int] = {}
         self._running: dict[str, str] = {}  # By worker, the job begun last.
         self.faults: Callable[[], list[Fault]] = list
 
@@ -140,7 +152,13 @@ class UntimedTimeline(Timeline):
         self._pushed = sequence = self._pushed + 1
         entry = [time_ns, priority, sequence, action]
         step = self._step(action)
-        self._chains.setdefault(step.chain, deque()).append((sequence, entry, step))
+        chain = step.chain
+        due = (sequence, entry, step, chain)
+        queue = self._chains.get(chain)
+        if queue is None:
+            self._chains[chain] = deque((due,))
+        else:
+            queue.append(due)
         return entry
 
     def _step(self, action: tuple[Any, ...]) -> Step:
@@ -185,14 +203,14 @@ class UntimedTimeline(Timeline):
                 continue
             else:
                 return
-            step, entry, job = found[index]
-            if entry is None:
+            step, due, job = found[index]
+            if due is None:
                 return
-            self._take(step)
+            self._take(due)
             if step.kind == "begin":
                 self._running[step.worker] = step.of
             chooser.job = job
-            self._carry_out(entry)
+            self._carry_out(due[1])
 
     def _carry_out(self, entry: Entry) -> None:
         action = entry[ACTION]
@@ -201,29 +219,21 @@ class UntimedTimeline(Timeline):
             self.now_ns = entry[TIME]
             action[0](*action[1:])
 
-    def _enabled(self, main: bool) -> list[tuple[Step, Entry | None, int]]:
+    def _enabled(self, main: bool) -> list[tuple[Step, _Due | None, int]]:
         """What may happen next, in the order in which it was queued; main first."""
-        heads = []
-        for chain, queue in [*self._chains.items()]:
-            while queue and queue[0][1][ACTION] is None:
-                queue.popleft()  # It was cancelled.
-            if queue:
-                heads.append(queue[0])
-            else:
-                del self._chains[chain]
-        heads.sort()
-        found: list[tuple[Step, Entry | None, int]] = []
+        found: list[tuple[Step, _Due | None, int]] = []
         if main:
             found.append((Step(MAIN, self._home), None, 0))
-        for _, entry, step in heads:
+        for due in sorted([queue[0] for queue in self._chains.values()]):
+            step = due[2]
             if step.kind != "begin":
-                found.append((step, entry, 0))
+                found.append((step, due, 0))
                 continue
-            ready = entry[ACTION][2].ready.choices()
+            ready = due[1][ACTION][2].ready.choices()
             named = [Step("begin", step.worker, _said(job)) for job in ready]
-            found += [(one, entry, index) for index, one in enumerate(named)]
+            found += [(one, due, index) for index, one in enumerate(named)]
             if not ready:  # A list waits, or the worker is gone: nothing is begun.
-                found.append((step, entry, 0))
+                found.append((step, due, 0))
         return found
 
     def _faults(self, chooser: Any) -> list[Fault]:
@@ -233,24 +243,24 @@ class UntimedTimeline(Timeline):
         found = [fault for fault in self.faults() if fault[0].kind in left]
         for kind in ("drop", "duplicate"):
             for queue in self._chains.values() if kind in left else ():
-                _, entry, step = queue[0]
+                step = queue[0][2]
                 if step.kind == "deliver":
                     fault = step._replace(kind=kind)
-                    found.append((fault, (self._befall, kind, step, entry)))
+                    found.append((fault, (self._befall, kind, queue[0])))
         return found
 
-    def _befall(self, kind: str, step: Step, entry: Entry) -> None:
+    def _befall(self, kind: str, due: _Due) -> None:
         """Lose the frame at the head of a link, or have it come again behind."""
         if kind == "drop":
-            self._take(step)
+            self._take(due)
         else:
-            self.push(self.now_ns, EVENT, entry[ACTION])
+            self.push(self.now_ns, EVENT, due[1][ACTION])
 
-    def _take(self, step: Step) -> None:
-        queue = self._chains[step.chain]
+    def _take(self, due: _Due) -> None:
+        queue = self._chains[due[3]]
         queue.popleft()
         if not queue:
-            del self._chains[step.chain]
+            del self._chains[due[3]]
 
     def clear(self) -> None:
         """Drop all queued actions."""
