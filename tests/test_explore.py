@@ -305,6 +305,22 @@ def test_a_script_repeats_the_picks_of_a_run():
     assert report.runs == 1
 
 
+def test_the_trace_of_a_run_has_what_was_picked_in_its_order():
+    subject = Subject(TERMS, [*"abcd"], "real", {})
+    subject.first()
+    played: Any = subject.play(RandomWalk(1).begin(4))
+    told = [
+        (one.worker, *one.detail[:2])
+        for one in played.explored.trace.of_kind("deliver")
+    ]
+    picked = [
+        (step.worker, step.of, step.message[0])
+        for step in played.steps
+        if step.kind == "deliver" and step.message[0] != "acknowledgement"
+    ]
+    assert told == picked and len(picked) > 50
+
+
 def picks_of(strategy, run, points):
     pick = strategy.begin(run)
     return [pick(steps) for steps in points]
