@@ -275,18 +275,6 @@ def test_sleep_sets_see_each_order_once_and_none_is_missed():
     assert fewer.runs == fewer.orders == every.orders < every.runs
 
 
-@pytest.mark.second
-def test_two_workers_and_two_calls_have_no_order_that_a_whole_search_misses():
-    whole = Exhaustive(10_000)
-    every = jdag.explore(TWO, [*"ab"], runs=10_000, values="abstract", strategy=whole)
-    assert whole.complete and every.failure is None and every.orders == every.runs
-    for strategy in (RandomWalk(5), PCT(2)):
-        some = jdag.explore(
-            TWO, [*"ab"], runs=200, values="abstract", strategy=strategy
-        )
-        assert [order for order in some.seen if order not in every.seen] == []
-
-
 def test_an_exhaustive_search_ends_at_its_limit():
     strategy = Exhaustive(7)
     report = jdag.explore(TWO, [*"ab"], values="abstract", strategy=strategy)

@@ -18,7 +18,7 @@ from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
 from jdag.lab.failures import Failure, Property, failure_of
-from jdag.lab.strategies import RandomWalk, Strategy
+from jdag.lab.strategies import EVERYWHERE, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
 from jdag.scenario.case import Case, difference, worst
 from jdag.sim.simulation import COLLECTOR
@@ -183,7 +183,10 @@ def sound(run: Explored) -> None:
 
 def order_of(steps: Iterable[Step]) -> bytes:
     """A hash of the order of steps on each worker, which is all that workers see."""
-    by_worker: dict[str, list[Step]] = defaultdict(list)
+    spans: list[dict[str, list[Step]]] = [defaultdict(list)]
     for step in steps:
-        by_worker[step.worker].append(step)
-    return hashlib.sha256(encoded(sorted(by_worker.items()))).digest()
+        spans[-1][step.worker].append(step)
+        if step.kind in EVERYWHERE:
+            spans.append(defaultdict(list))
+    said = [sorted(by_worker.items()) for by_worker in spans]
+    return hashlib.sha256(encoded(said)).digest()

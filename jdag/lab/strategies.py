@@ -18,6 +18,9 @@ from jdag.sim.untimed import Step
 
 Pick = Callable[[tuple[Step, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
+# Dependent on steps of all workers: a return enters each engine, and a crash may happen
+# as long as any other step may.
+EVERYWHERE = ("crash", "rejoin")
 
 
 class Redundant(BaseException):
@@ -140,10 +143,10 @@ class PCT(Strategy):
 class Exhaustive(Strategy):
     """Every order once, as far as orders differ to any worker; at most `max_runs`.
 
-    Two steps depend on each other if they are on one worker; orders that differ only in
-    independent steps are one (sleep sets: Godefroid, "Partial-Order Methods for the
-    Verification of Concurrent Systems", 1996). With `sleep_sets=False` each sequence of
-    steps is a run of its own.
+    Two steps depend on each other if they are on one worker, or one is a crash or a
+    return; orders that differ only in independent steps are one (sleep sets: Godefroid,
+    "Partial-Order Methods for the Verification of Concurrent Systems", 1996). With
+    `sleep_sets=False` each sequence of steps is a run of its own.
     """
 
     def __init__(self, max_runs: int = 100_000, *, sleep_sets: bool = True) -> None:
@@ -199,7 +202,7 @@ class Exhaustive(Strategy):
             return frozenset()
         steps, index, asleep = self._path[-1]
         taken = steps[index]
-        return frozenset([step for step in asleep if step.worker != taken.worker])
+        return frozenset([step for step in asleep if not _dependent(step, taken)])
 
     def _next(self) -> bool:
         """Take the next step at the end of the path that is not asleep."""
@@ -258,6 +261,11 @@ def parsed(text: str) -> Strategy:
 
 def _highest(steps: Sequence[Step], priorities: dict[tuple[str, ...], float]) -> int:
     return max(range(len(steps)), key=lambda index: priorities[steps[index].chain])
+
+
+def _dependent(one: Step, other: Step) -> bool:
+    everywhere = one.kind in EVERYWHERE or other.kind in EVERYWHERE
+    return everywhere or one.worker == other.worker
 
 
 def _natural(key: str, value: object, least: int) -> int:

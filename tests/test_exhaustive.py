@@ -1,0 +1,74 @@
+"""Exhaustive exploration: the orders that a brute force has, each of them once."""
+
+import numpy as np
+import pytest
+
+from jdag.lab.exploration import exploration, order_of, sound
+from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
+from jdag.lab.subject import Subject
+from jdag.sim.untimed import Step
+from tests.brute_orders import TWO_CALLS, case_of, searched
+
+pytestmark = pytest.mark.once
+HERE = case_of("a", ("a", (0,)))
+THERE = case_of("b", ("b", (0,)))
+
+
+def put(cluster):
+    cluster.put("b", np.ones(3, np.float32))
+
+
+CHEAP = ("chain here", "own leaf, here, then there", "own leaf, fan-out to both")
+SECOND = ("there, then here", "own leaf, chain there")
+
+
+def agrees(program, workers, faults):
+    subject = Subject(program, [*workers], "abstract", faults)
+    strategy = Exhaustive(10**6)
+    report = exploration(subject, sound, range(10**6), strategy)
+    assert strategy.complete and report.failure is None
+    ended = searched(subject)
+    assert report.runs == report.orders == len(ended) > 1
+    assert set(report.seen) == set(ended.values())
+    for other in (RandomWalk(5), PCT(2)):
+        some = exploration(subject, sound, range(20), other)
+        assert some.failure is None and set(some.seen) <= set(report.seen)
+
+
+def marks(name):
+    if name in CHEAP:
+        return ()
+    return pytest.mark.second if name in SECOND else pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=marks(name)) for name in TWO_CALLS]
+)
+def test_two_workers_and_two_calls_have_the_orders_of_a_brute_force(name):
+    agrees(TWO_CALLS[name], "ab", {})
+
+
+@pytest.mark.parametrize(
+    ("program", "workers", "faults"),
+    [
+        (put, "abc", {"crash": 2}),
+        (put, "ab", {"crash": 1, "drop": 1}),
+        (put, "ab", {"crash": 1, "rejoin": 1, "drop": 1, "duplicate": 1}),
+        (HERE, "ab", {"crash": 1, "rejoin": 1}),
+        pytest.param(THERE, "ab", {"crash": 1}, marks=pytest.mark.second),
+        pytest.param(THERE, "ab", {"drop": 1}, marks=pytest.mark.second),
+        pytest.param(THERE, "ab", {"duplicate": 1}, marks=pytest.mark.second),
+        pytest.param(THERE, "ab", {"crash": 1, "drop": 1}, marks=pytest.mark.long),
+        pytest.param(THERE, "ab", {"crash": 1, "rejoin": 1}, marks=pytest.mark.long),
+        pytest.param(THERE, "ab", {"drop": 1, "duplicate": 1}, marks=pytest.mark.long),
+    ],
+)
+def test_with_faults_there_are_the_orders_of_a_brute_force(program, workers, faults):
+    agrees(program, workers, faults)
+
+
+def test_a_crash_is_before_or_after_the_steps_of_all_workers():
+    here, there = Step("deliver", "a", "c", 1), Step("deliver", "b", "c", 1)
+    assert order_of([here, there]) == order_of([there, here])
+    for fault in (Step("crash", "b"), Step("rejoin", "b")):
+        assert order_of([here, fault]) != order_of([fault, here])
