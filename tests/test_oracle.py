@@ -190,6 +190,7 @@ def test_an_error_names_function_worker_and_the_users_line():
         (lambda ctx, w: ctx.call("a", hidden, w.fetch(), X), RootError, "shape"),
         (lambda ctx, w: ctx.call("a", jnp.argmax, w), RootError, "int64"),
         (lambda ctx, w: ctx.backward(w), ContextError, "returns its loss"),
+        (lambda ctx, w: ctx.workers[0], ContextError, "hand their names to the"),
         (lambda ctx, w: ctx.gradient(w), ContextError, "returns its loss"),
         (lambda ctx, w: ctx.gradients(), ContextError, "returns its loss"),
         (lambda ctx, w: ctx.call(hidden, w), JdagError, "worker comes first"),

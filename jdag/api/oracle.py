@@ -66,6 +66,14 @@ class OracleRun:
         return "a run of the oracle"
 
     @property
+    def workers(self) -> tuple[str, ...]:
+        """A run on one machine knows none."""
+        raise ContextError(
+            "ctx.workers inside of a program that the oracle runs: it has no workers; "
+            "hand their names to the program"
+        )
+
+    @property
     def state(self) -> "OracleRun":
         """Refs belong to the run that made them."""
         return self

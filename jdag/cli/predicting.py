@@ -55,6 +55,8 @@ def calibrate(
     console.print(table)
     for key, value in {**found["network"], **devices}.items():
         console.print(f"{key}: {formatted(key, value)}", highlight=False)
+    least, middle, most = [formatted("_ns", ns) for ns in found["measured"]["step_ns"]]
+    console.print(f"steps took {middle} ({least} to {most})", highlight=False)
     console.print(f"costs: {spelled(out)}", highlight=False, soft_wrap=True)
 
 

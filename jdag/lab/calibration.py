@@ -151,10 +151,11 @@ def calibrate(
     with in_one_line(scenario), configured(settings), closing(driver):
         case = case_of(scenario)
         cluster = driver.cluster(settings.seed, clean=True)
-        found = measured(Steps(case, cluster), cluster, steps)
+        step_ns, found = measured(Steps(case, cluster), cluster, steps)
         network, job_ns = probe(cluster, settings.names, steps)
+    about = {"scenario": settings.name, "carrier": carrier, "step_ns": step_ns}
     tables = {
-        "measured": {"scenario": settings.name, "carrier": carrier, **_machine()},
+        "measured": {**about, **_machine()},
         "network": network,
         "devices": {"job_ns": job_ns, **found},
     }
@@ -173,15 +174,23 @@ def _writing(out: str | os.PathLike[str]) -> Iterator[None]:
         raise ScenarioError(unusable("out", os.fspath(out), allowed)) from error
 
 
-def measured(steps: Steps, cluster: Cluster, count: int) -> dict[str, Any]:
-    """Return the costs of functions and calls in some steps on processes."""
+def measured(
+    steps: Steps, cluster: Cluster, count: int
+) -> tuple[list[int], dict[str, Any]]:
+    """Return how long steps on processes took, and what functions and calls cost.
+
+    Of the steps the least, the median and the most.
+    """
     _ = [steps.step() for _ in range(WARM)], cluster.driver.times()
     taken = [steps.step() for _ in range(count)]
     times = cluster.driver.times()
     calls = sum([n for each in times.values() for _, of, n, _ in each if of == "F"])
     issue_ns = statistics.median([one.issued_ns - one.began_ns for one in taken])
     call_ns = round(issue_ns * count / max(calls, 1))
-    return {"call_ns": call_ns, **costs_of(times)}
+    took_ns = [one.ns for one in taken]
+    middle_ns = round(statistics.median(took_ns))
+    costs = {"call_ns": call_ns, **costs_of(times)}
+    return [min(took_ns), middle_ns, max(took_ns)], costs
 
 
 def costs_of(times: Times) -> dict[str, Any]:
