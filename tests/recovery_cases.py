@@ -109,6 +109,7 @@ def train(
     steps: int,
     begins: Callable[[int], object] = lambda step: None,
     patient: Callable[..., Any] = lambda do, *args: do(*args),
+    recover: Callable[[], object] | None = None,
 ) -> tuple[Sequence[bytes], int]:
     """The training of the docstring of `recover`; return its bits, and its losses."""
     refs = [patient(cluster.put, worker, drawn(n)) for n, worker in enumerate("bc")]
@@ -129,5 +130,5 @@ def train(
                 optimizer.step(ctx)
         except WorkerLost:
             losses += 1
-            cluster.recover()
+            (recover or cluster.recover)()
     return bits([values, patient(jdag.fetch, [refs, optimizer.states])]), losses

@@ -5,26 +5,30 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import pytest
 import ray
 
 import jdag
-from jdag.errors import JdagError, JoinError, ScenarioError
+from jdag.errors import JdagError, JoinError, RecoveryError, ScenarioError
 from jdag.lab.campaign import campaign
 from jdag.lab.sweep import sweep
 from jdag.rpc import on_ray
-from jdag.rpc.on_ray import replies
+from jdag.rpc.authority import fresh_authority
+from jdag.rpc.on_ray import _end_actor, _Parent, replies
 from tests import stream_cases as waiting
 from tests.ray_cases import facts, layer
+from tests.recovery_cases import train
+from tests.rpc_cases import options_of
 
 ROOT = Path(__file__).parent.parent
-ALLOW = ["tests.ray_cases"]
+ALLOW, RECOVERED = ["tests.ray_cases"], ["tests.recovery_cases"]
 WORKERS = ["main", "a", "b"]
 PLACES = {"a": {"CPU": 1, "GPU": 1, "left": 1}, "b": {"CPU": 1, "right": 1}}
 W = jnp.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -62,9 +66,15 @@ least = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 <<
 head = {**least, "num_gpus": 1, "resources": {"left": 1}, "include_log_monitor": False}
 made = Cluster(initialize_head=True, head_node_args={**head, "no_monitor": True})
 try:
-    right = made.add_node(**least, resources={"right": 1})
-    print(json.dumps([made.address, made.head_node.node_id, right.node_id]), flush=True)
-    sys.stdin.read()
+    made.add_node(**least, resources={"right": 1})
+    print(json.dumps([made.address]), flush=True)
+    added = {}
+    for name, has in map(json.loads, sys.stdin):  # Add a node, or remove it.
+        if has:
+            added[name] = made.add_node(**least, resources=has)
+        else:
+            made.remove_node(added.pop(name), allow_graceful=False)
+        print(json.dumps(sorted(added)), flush=True)
 finally:
     made.shutdown()
 """
@@ -73,9 +83,23 @@ RAY = {"RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0
 RAY["RAY_worker_niceness"] = "0"
 
 
+class Nodes:
+    """More nodes of a Ray, by name, each with what it has."""
+
+    def __init__(self, made: subprocess.Popen[bytes]) -> None:
+        self._made = made
+
+    def __call__(self, name: str, **has: float) -> None:
+        """Add a node that has this, or remove it, as if its host had lost power."""
+        assert self._made.stdin is not None and self._made.stdout is not None
+        self._made.stdin.write(json.dumps([name, has]).encode() + b"\n")
+        self._made.stdin.flush()
+        assert (name in json.loads(self._made.stdout.readline())) == bool(has)
+
+
 @pytest.fixture(scope="module")
-def nodes() -> Iterator[tuple[str, str]]:
-    """A Ray of two nodes, to which this process is connected: where a and b go."""
+def nodes() -> Iterator[Nodes]:
+    """A Ray of two nodes, where a and b go, to which this process is connected."""
     # Names of sockets are short: tests have a long path of their own.
     with (
         TemporaryDirectory(prefix="ray", dir="/tmp") as folder,
@@ -88,9 +112,9 @@ def nodes() -> Iterator[tuple[str, str]]:
     ):
         assert made.stdin is not None and made.stdout is not None
         try:
-            address, *places = json.loads(made.stdout.readline())
+            address, *_ = json.loads(made.stdout.readline())
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-            yield tuple(places)
+            yield Nodes(made)
         finally:
             ray.shutdown()
             made.stdin.close()
@@ -125,6 +149,67 @@ def test_a_worker_that_dies_is_started_again_by_ray_and_joins_again(nodes):
 
         soon(has_joined)
         assert facts_of(cluster, "a")[0] != pid
+
+
+def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any = None) -> int:
+    """Train with workers that are hurt, and have a quiet run's bits; count losses."""
+    names, steps, to_hurt = ("d", "b", "c"), max(hurt) + 2, dict(hurt)
+    with jdag.simulate(names, seed=0, recover=True) as cluster:
+        quiet, _ = train(cluster, steps)
+    needs = {"b": {"CPU": 1, "b": 1}, "c": {"CPU": 1, "left": 1}}
+    with launch(names, resources=needs, allow=RECOVERED, recover=True) as cluster:
+
+        def begins(step: int) -> None:
+            if step in to_hurt:
+                to_hurt.pop(step)(cluster)
+                soon(lambda: bool(cluster.state.recovery.gone))
+
+        patient = partial(cluster.recover, timeout_s=600)
+        again = patient if recover is None else partial(recover, cluster, patient)
+        found, losses = train(cluster, steps, begins, recover=again)
+        assert found == quiet and not to_hurt
+        return losses
+
+
+@pytest.mark.second
+def test_a_training_whose_actors_are_killed_has_the_bits_of_a_quiet_run(nodes):
+    def kill(victim: str, cluster: Any) -> None:
+        ray.kill(cluster.driver.launch._actors[victim], no_restart=False)
+
+    nodes("first", b=1)
+    assert trained({1: partial(kill, "b"), 3: partial(kill, "c")}) >= 2
+    nodes("first")
+
+
+@pytest.mark.second
+def test_a_training_goes_on_on_another_node_with_the_same_bits_or_says_there_is_none(
+    nodes,
+):
+    def move(cluster: Any) -> None:
+        nodes("second", b=1)
+        nodes("first")
+
+    def is_refused(cluster: Any) -> bool:
+        said = "worker 'b' has not joined again within timeout_s=2: "
+        with pytest.raises(RecoveryError, match=said) as raised:
+            cluster.recover(timeout_s=2)
+        return "Ray has no place for" in str(raised.value)  # Once Ray has noticed.
+
+    def recover(cluster: Any, patient: Any) -> None:
+        if none_left:
+            soon(partial(is_refused, cluster))
+            none_left.clear()
+            nodes("third", b=1)
+        patient()
+
+    def remove(cluster: Any) -> None:
+        none_left.append(True)
+        nodes("second")
+
+    none_left: list[bool] = []
+    nodes("first", b=1)
+    assert trained({1: move, 3: remove}, recover) >= 2
+    nodes("third")
 
 
 @pytest.mark.second
@@ -189,6 +274,34 @@ def test_runs_are_on_ray_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(on_ray, "ray", None)
     with pytest.raises(ScenarioError, match=r"--on ray needs Ray, .* 'jdag\[ray\]'"):
         sweep(chain, {"seed": [1]}, on="ray", out=tmp_path)
+
+
+def test_a_process_that_does_not_start_again_is_started_by_who_asks_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    class Started:
+        addresses: ClassVar = {"a": "127.0.0.1:7000"}
+
+        def __init__(self, options: Any, **settings: Any) -> None:
+            begun.append(options[0].worker)
+            if len(begun) < 3:
+                raise JoinError(f"not ready {len(begun)}")
+
+        def on_death(self, tell: Any) -> None:
+            begun.append(tell)
+
+    begun: list[Any] = []
+    monkeypatch.setattr(on_ray, "Launch", Started)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    (options,) = options_of("a")
+    actor = _Parent(options.model_dump_json(), fresh_authority(), None, None, 1.0)
+    assert [actor.where() for _ in range(4)] == [
+        ("", "not ready 1"),
+        ("", "not ready 2"),
+        ("127.0.0.1:7000", ""),
+        ("127.0.0.1:7000", ""),
+    ]
+    assert begun == ["a", "a", "a", _end_actor]
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ try:
     from ray.util.placement_group import (
         PlacementGroup,
         placement_group,
+        placement_group_table,
         remove_placement_group,
     )
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -58,30 +59,44 @@ class _Parent:
     def __init__(
         self, options: str, ca: tuple[str, str], env: Any, logs: Any, ready_s: float
     ) -> None:
-        self._address, self._failed = "", ""
+        self._options = WorkerOptions.model_validate_json(options)
+        self._ca = Authority(*ca)
+        self._settings = {"env": env, "logs": logs, "ready_s": ready_s}
+        self._launch: Launch | None = None
+        self._failed = self._begun()
+
+    def _begun(self) -> str:
+        """Start the process; return why there is none."""
         host = ray.util.get_node_ip_address()
-        made = WorkerOptions.model_validate_json(options)
+        made = self._options
         # Modules may lie elsewhere on this node, as its runtime environment has them.
         path = tuple(dict.fromkeys((*(made.path or ()), *sys.path)))
         with tempfile.TemporaryDirectory(prefix="jdag-") as folder:
-            tls = Authority(*ca).issue(made.worker, host, Path(folder))
+            tls = self._ca.issue(made.worker, host, Path(folder))
             where = {"control": str(Address(host)), "data": f"tcp:{Address(host)}"}
             made = made.model_copy(update={**where, "path": path, "tls": tls})
             try:
-                self._launch = Launch([made], env=env, logs=logs, ready_s=ready_s)
+                self._launch = Launch([made], **self._settings)
             except JdagError as error:  # Ray would add pages to it.
-                self._failed = str(error)
-            else:
-                self._address = str(self._launch.addresses[made.worker])
-                self._launch.on_death(_end_actor)
+                return str(error)
+        self._launch.on_death(_end_actor)
+        return ""
 
     def where(self) -> tuple[str, str]:
-        """Return the address of the process, or why there is none."""
-        return self._address, self._failed
+        """Return the address of the process, or why there is none.
+
+        Who asks again after that has the process started again.
+        """
+        if self._launch is None and not self._failed:
+            self._failed = self._begun()
+        if self._launch is None:
+            failed, self._failed = self._failed, ""
+            return "", failed
+        return str(self._launch.addresses[self._options.worker]), ""
 
     def close(self) -> None:
         """Stop the process, as `Launch` does."""
-        if not self._failed:
+        if self._launch is not None:
             self._launch.close()
 
 
@@ -94,8 +109,9 @@ def _end_actor(worker: str, why: str) -> None:
 class _Controls(Mapping[str, Address]):
     """Where control servers listen now: Ray is asked, since restarts change it."""
 
-    def __init__(self, actors: Mapping[str, Any]) -> None:
+    def __init__(self, actors: Mapping[str, Any], group: Any) -> None:
         self._actors = actors
+        self._group = group
 
     def __getitem__(self, name: str) -> Address:
         try:
@@ -103,7 +119,10 @@ class _Controls(Mapping[str, Address]):
                 self._actors[name].where.remote(), timeout=_ASKED_S
             )
         except RayError as error:
-            said = f"worker {name!r} is not there: Ray says {type(error).__name__}"
+            why = f"Ray says {type(error).__name__}"
+            if placement_group_table(self._group)["state"] == "RESCHEDULING":
+                why = f"Ray has no place for {self._group.bundle_specs} any more"
+            said = f"worker {name!r} is not there: {why}"
             raise JoinError(said, reached=False, absent=True) from None
         if failed:
             raise JoinError(f"worker {name!r} on Ray: {failed}")
@@ -151,7 +170,6 @@ class RayLaunch:
             self.tls: Tls = load_tls(*ca.issue(main, "localhost", Path(folder)))
         self._began = not ray.is_initialized()
         self._actors: dict[str, Any] = {}
-        self.addresses = _Controls(self._actors)
         self._group = None
         try:
             if self._began:
@@ -162,6 +180,7 @@ class RayLaunch:
             if bundles and not group.wait(ready_s):
                 said = f"Ray has no place for {bundles} within ready_s={ready_s:g}"
                 raise JoinError(f"{said}; all that it has is {ray.cluster_resources()}")
+            self.addresses = _Controls(self._actors, group)
             where = None if logs is None else os.path.abspath(logs)
             for at, one in enumerate(options):
                 need = dict(bundles[at])

@@ -103,6 +103,7 @@ class Session:
         self._plan = plan
         self._process = os.getpid()
         self._moved: dict[str, Address] = {}  # Where workers that joined again are.
+        self._refused: dict[str, str] = {}  # Why lost ones have not joined again.
         # Starts the process of a worker anew, within so many seconds.
         self.restart: Callable[[str, float], Address] | None = None
         self._secret = fresh_secret()
@@ -325,11 +326,15 @@ class Session:
                 said = f"incarnation {incarnation} did not join: {error}"
                 self.node.lost(worker, said)
                 raise
+            self._refused.pop(worker, None)
 
     def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
         """Wait until a later incarnation of a worker has joined; False: it has not.
 
         With `restart` the process of a lost worker is started anew.
+
+        Raises:
+            JoinError: the reason why the last attempt has failed, if there was one.
         """
         incarnations = self.node.incarnations
 
@@ -339,7 +344,10 @@ class Session:
         if self.restart is not None and not joined():
             self.node.until(lambda: worker in self.members.lost, within_ns)
             self.join(worker, self.restart(worker, within_ns / _SECOND_NS))
-        return self.node.until(joined, within_ns)
+        has_joined = self.node.until(joined, within_ns)
+        if not has_joined and (why := self._refused.get(worker)) is not None:
+            raise JoinError(why)
+        return has_joined
 
     def _poll(self) -> None:
         while not self._no_more.wait(POLL_S):
@@ -347,6 +355,7 @@ class Session:
                 try:
                     self.join(worker)
                 except JdagError as error:
+                    self._refused[worker] = str(error)
                     _log.debug("%s has not joined again: %s", worker, error)
                 except Exception:  # The others may still join.
                     _log.exception("%s has not joined again", worker)

@@ -1,0 +1,68 @@
+"""How main finds the new process of a lost worker, or says why there is none."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from jdag.errors import JoinError
+from jdag.rpc import session as module
+from jdag.rpc.addresses import Address
+from jdag.rpc.session import Session
+from tests import stream_cases
+from tests.rpc_cases import PlainNode, Seated, plan_of, seated
+
+soon = partial(stream_cases.soon, every_ms=10)
+
+
+class Places(dict[str, Address]):
+    """Where workers are, as those who place them say."""
+
+    lost = ""
+
+    def __init__(self, worker: Seated) -> None:
+        super().__init__(b=worker.server.address)
+        self.die = worker.die
+
+    def __getitem__(self, name: str) -> Address:
+        if name == self.lost:
+            raise JoinError(f"there is no place for {name!r}")
+        return super().__getitem__(name)
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
+    """The place of a worker `b`, which the test is to lose."""
+    monkeypatch.setattr(module, "POLL_S", 0.05)
+    with seated("b") as worker:
+        yield Places(worker)
+
+
+def test_a_lost_worker_is_looked_for_where_it_is_now(places):
+    with Session(plan_of(places, rejoin=True)) as session:
+        places.die()
+        with seated("b") as again:
+            places["b"] = again.server.address
+            soon(lambda: session.node.incarnations.get("b") == 1)
+            assert isinstance(session.node, PlainNode)
+            assert session.node.ask("b", b"anew") == b"answer anew from b\n"
+
+
+def test_who_waits_for_a_lost_worker_in_vain_is_told_why_it_has_not_joined_again(
+    places, monkeypatch
+):
+    def until(holds: Callable[[], bool], within_ns: int) -> bool:
+        soon(lambda: "b" in session._refused or holds())
+        return holds() and within_ns == 9
+
+    monkeypatch.setattr(PlainNode, "until", staticmethod(until), raising=False)
+    with Session(plan_of(places, rejoin=True)) as session:
+        places.lost = "b"
+        places.die()
+        with pytest.raises(JoinError, match=r"^there is no place for 'b'$"):
+            session.rejoined("b", 0, 9)
+        with seated("b") as again:
+            places["b"] = again.server.address
+            places.lost = ""
+            soon(lambda: "b" not in session._refused)  # It has joined.
+            assert session.rejoined("b", 0, 9)
