@@ -102,6 +102,7 @@ class Run:
 
     def _is_new(self, steps: tuple[Step, ...]) -> bool:
         seen, now = seen_of(self.taken), frozenset(steps)
+        assert len(now) == len(steps), f"equal steps: {steps}"
         before = self._enabled.setdefault(seen, now)
         assert before == now, (self.taken, steps)
         if before is now:

@@ -3,19 +3,45 @@
 import numpy as np
 import pytest
 
+import jdag
 from jdag.lab.exploration import exploration, order_of, sound
 from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
 from jdag.lab.subject import Subject
 from jdag.sim.untimed import Step
-from tests.brute_orders import TWO_CALLS, case_of, searched
+from tests.brute_orders import TWO_CALLS, case_of, searched, total
 
 pytestmark = pytest.mark.once
+W = np.array([0.1, 0.7, 1.3], np.float32)
 HERE = case_of("a", ("a", (0,)))
 THERE = case_of("b", ("b", (0,)))
 
 
 def put(cluster):
-    cluster.put("b", np.ones(3, np.float32))
+    cluster.put("b", W)
+
+
+def two_contexts(cluster):
+    w = cluster.put("a", W)
+    with cluster.context() as one, cluster.context() as other:
+        one.backward(one.call("a", total, w))
+        other.backward(other.call("a", total, w))
+
+
+def two_outputs(cluster):
+    w = cluster.put("a", W)
+    with cluster.context() as ctx:
+        ctx.backward(*ctx.call("a", lambda w: (total(w), total(w, w)), w))
+
+
+@jdag.program
+def waits(ctx, worker):
+    return ctx.call(worker, total, W).fetch()
+
+
+def two_programs(cluster):
+    with cluster.context() as ctx:
+        tasks = [ctx.start(worker, waits, worker) for worker in "ba"]
+        [task.result() for task in tasks]
 
 
 CHEAP = ("chain here", "own leaf, here, then there", "own leaf, fan-out to both")
@@ -65,6 +91,30 @@ def test_two_workers_and_two_calls_have_the_orders_of_a_brute_force(name):
 )
 def test_with_faults_there_are_the_orders_of_a_brute_force(program, workers, faults):
     agrees(program, workers, faults)
+
+
+@pytest.mark.parametrize("program", [two_contexts, two_outputs, two_programs])
+def test_steps_have_names_of_their_own_that_do_not_depend_on_other_workers(program):
+    agrees(program, "ab", {})
+
+
+def test_programs_of_two_contexts_begin_in_either_order():
+    begun: list[str] = []
+    orders: dict[tuple[str, ...], None] = {}
+
+    @jdag.program
+    def begins(ctx, name):
+        begun.append(name)
+
+    def program(cluster):
+        begun.clear()
+        with cluster.context() as one, cluster.context() as other:
+            tasks = [one.start("b", begins, "one"), other.start("b", begins, "other")]
+            [task.result() for task in tasks]
+        orders[tuple(begun)] = None
+
+    agrees(program, "ab", {})
+    assert sorted(orders) == [("one", "other"), ("other", "one")]
 
 
 def test_a_crash_is_before_or_after_the_steps_of_all_workers():

@@ -13,7 +13,7 @@ another; a device runs one job at a time; a run is a function of what was picked
 step is asked for, also where there is no other.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
 from heapq import heappop
 from typing import Any, NamedTuple
@@ -132,14 +132,14 @@ class StepChooser(Chooser):
 class UntimedTimeline(Timeline):
     """A timeline on which what is due now happens in the order that is picked."""
 
-    __slots__ = ("_chains", "_delivered", "_home", "_running", "faults")
+    __slots__ = ("_chains", "_counts", "_home", "_running", "faults")
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
         self._home = home
         # By chain, what is due now, in its order.
         self._chains: dict[Chain, deque[_Due]] = {}
-        self._delivered: dict[Chain, int] = {}
+        self._counts: dict[Chain, int] = {}  # Of frames by link, of wake-ups by worker.
         self._running: dict[str, str] = {}  # By worker, the job begun last.
         self.faults: Callable[[], list[Fault]] = list
 
@@ -164,8 +164,7 @@ class UntimedTimeline(Timeline):
     def _step(self, action: tuple[Any, ...]) -> Step:
         kind, at = action[0].__name__.lstrip("_"), action[1]
         if kind == "frame":
-            link = at.peer, at.worker
-            self._delivered[link] = number = self._delivered.get(link, 0) + 1
+            number = self._count((at.peer, at.worker))
             of = action[2].payload
             said = _message(of.message) if of is not None else ("acknowledgement", ())
             return Step("deliver", at.worker, at.peer, number, said)
@@ -175,8 +174,17 @@ class UntimedTimeline(Timeline):
             return Step(kind, at.worker, self._running[at.worker])
         if kind == "acknowledge":
             return Step(kind, at.worker, at.peer)
-        of = str(getattr(action[2], "path", action[2]))
-        return Step(kind, at.worker, of)
+        if kind == "spawn":
+            return Step(
+                kind, at.worker, f"{action[2].context}/{_dotted(action[2].path)}"
+            )
+        if kind == "wake":  # Waiters are numbered over all workers.
+            return Step(kind, at.worker, str(self._count((kind, at.worker))))
+        return Step(kind, at.worker, str(action[2]))
+
+    def _count(self, of: Chain) -> int:
+        self._counts[of] = number = self._counts.get(of, 0) + 1
+        return number
 
     def run(self, chooser: Any, given: Container[int], waiter: int) -> None:
         """Carry out steps until main goes on, or none is left.
@@ -230,8 +238,8 @@ class UntimedTimeline(Timeline):
                 found.append((step, due, 0))
                 continue
             ready = due[1][ACTION][2].ready.choices()
-            named = [Step("begin", step.worker, _said(job)) for job in ready]
-            found += [(one, due, index) for index, one in enumerate(named)]
+            for index, of in enumerate(_distinct([*map(_said, ready)])):
+                found.append((Step("begin", step.worker, of), due, index))
             if not ready:  # A list waits, or the worker is gone: nothing is begun.
                 found.append((step, due, 0))
         return found
@@ -273,5 +281,19 @@ def _message(message: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _said(job: Any) -> str:
-    path = ".".join(map(str, job.path))
-    return f"{type(job).__name__} {job.phase}:{path}"
+    return f"{type(job).__name__} {job.phase}:{_dotted(job.path)}"
+
+
+def _dotted(path: tuple[int, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """The names, of which equal ones (jobs of two contexts, say) are numbered."""
+    if len(set(names)) == len(names):
+        return names
+    counts: Counter[str] = Counter()
+    for number, name in enumerate(names):
+        counts[name] += 1
+        names[number] = f"{name} ({counts[name]})" if counts[name] > 1 else name
+    return names
