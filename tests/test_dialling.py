@@ -14,8 +14,9 @@ from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.membership import Membership
-from jdag.rpc.requests import Health, Whereabouts
+from jdag.rpc.requests import Detach, Health, Whereabouts
 from jdag.rpc.session import Session
+from paper.proxy import Proxy
 from tests.rpc_cases import ANY, free_address, plan_of, seated
 
 
@@ -111,3 +112,27 @@ def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch
             node: Any = session.node
             assert node.ask("d", b"hi") == b"answer hi from d\n"
     assert states == ["idle"] * 3
+
+
+def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mended():
+    told: list[Detach] = []
+
+    def noted(asked: Detach) -> dict[str, Any]:
+        told.append(asked)
+        return {}
+
+    proxy = Proxy(0)
+    with seated("a") as worker:
+        server = ControlServer(
+            "worker 'a'", ANY, {**worker.seat.answers, Detach: noted}
+        )
+        port, gate = proxy.before(server.address.port)
+        plan = plan_of({"a": server.address._replace(port=port)}, deadline_s=60.0)
+        with Session(plan) as session:
+            proxy.do(gate, refuses=True)
+            with pytest.raises(JoinError, match="cannot reach"):
+                session._routes.client("a").ask(Health())
+            proxy.heal([gate])
+        assert told
+        server.close()
+    proxy.close()

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError, WorkerLost
+from jdag.rpc.loop import clock_ns
 from jdag.rpc.node import Node
 from jdag.rpc.peers import LEFT
 from tests.rpc_breaking import Breaking, breaking
@@ -111,6 +112,22 @@ def test_a_worker_that_gives_main_up_leaves_alone() -> None:
             leaf.fetch()
         assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
         assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]
+
+
+@pytest.mark.parametrize("silent", [0.4, 0.6])
+def test_a_worker_that_main_does_not_reach_either_leaves_and_gives_nobody_up(
+    silent: float,
+) -> None:
+    with cluster() as c:
+        b = c.nodes["b"]
+        with b._loop:
+            silent_s = silent * b._session.deadline_s
+            b.peers.connections["a"].heard_ns = clock_ns() - round(silent_s * 1e9)
+            b.peers.failed(b.peers.connections["c"], "it was silent")
+        left, stays = ("b", "c") if silent > 0.5 else ("c", "b")
+        soon(lambda: c.info()[left]["lost"])
+        soon(lambda: has_left(c.nodes[left]))
+        assert not has_left(c.nodes[stays]) and not c.info()[stays]["lost"]
 
 
 def test_a_worker_without_memory_for_a_value_leaves_alone() -> None:

@@ -81,6 +81,9 @@ _CLIENT_OPTIONS = (
     *_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # A network that works again is found so soon: by default after up to 120 s.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
 )
 
 _log = logging.getLogger(__name__)

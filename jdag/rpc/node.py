@@ -403,7 +403,7 @@ class Node:
                     case Broken(why):
                         self.peers.redial(peer, why)
                     case Failed(why):
-                        self.peers.lose(peer, why)
+                        self.peers.failed(peer, why)
                     case Exhausted(why):
                         self.peers.exhausted(peer, why)
                     case _:

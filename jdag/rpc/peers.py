@@ -291,6 +291,19 @@ class PeerTable:
             self.close(why)
             self.end()
 
+    def failed(self, peer: Connection, why: str) -> None:
+        """Give a peer up, or main if it has been silent for half of the deadline.
+
+        Then this node is cut off itself: it leaves, and no other node gives `peer` up.
+        """
+        session = self._session
+        if session.main not in (session.worker, peer.name):
+            main = self._current(session.main)
+            silent_s = (clock_ns() - main.heard_ns) / 1e9
+            if not main.lost and silent_s > session.deadline_s / 2:
+                peer, why = main, f"it gave no sign of life for {silent_s:.1f} s"
+        self.lose(peer, why)
+
     def lose(self, peer: Connection, why: str) -> None:
         """Give a peer up, and announce the loss to the others."""
         if peer.lost or self.stopping.is_set():

@@ -364,12 +364,18 @@ class Session:
         self, peers: Iterable[str], asked: Callable[[str], Request], within_s: float
     ) -> None:
         """Send a request to each peer; nodes detect losses themselves."""
+        due_s = time.monotonic() + within_s
 
         def tell(peer: str) -> None:
-            try:
-                self._routes.client(peer).ask(asked(peer), timeout_s=within_s)
-            except JoinError as error:
-                _log.info("%s was not told: %s", peer, error)
+            while (rest_s := due_s - time.monotonic()) > 0:
+                try:
+                    self._routes.client(peer).ask(asked(peer), timeout_s=rest_s)
+                    return
+                except JoinError as error:
+                    _log.info("%s was not told: %s", peer, error)
+                    if error.reached or error.absent:
+                        return
+                time.sleep(min(_AGAIN_S, rest_s))  # A stream that is mended is found.
 
         self._each(peers, tell)
 
