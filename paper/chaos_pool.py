@@ -5,6 +5,7 @@ import resource
 import signal
 import socket
 import ssl
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -26,6 +27,9 @@ NAMES = ("w0", "w1", "w2", "w3")  # w0 is main.
 DEADLINE_S = 5.0
 FILE_BYTES = 1 << 14  # What a worker may write to a file when its disk is full.
 LONG = float("inf")
+CUT_BITS_MIN, CUT_BITS_MAX = 4, 21  # Of the bytes from one cut to the next.
+# Those that may pass within the deadline; most of them cuts.
+PASSING = ("cut", "cut", "cut", "slow", "hold", "freeze", "strangers")
 _ANNOUNCED = "JDAG_CHAOS_ANNOUNCED"
 
 
@@ -146,12 +150,14 @@ class Pool:
     def kill(self, name: str, rng: Random) -> float:
         """End a process; return how long it lasts, as all faults do."""
         os.kill(self.pid(name), signal.SIGKILL)
+        while name in self._launches[name].alive:  # `heal` counts on it.
+            time.sleep(0.01)
         return LONG
 
     def freeze(self, name: str, rng: Random) -> float:
         """Stop a process."""
         os.kill(self.pid(name), signal.SIGSTOP)
-        return rng.choice((rng.uniform(0.05, DEADLINE_S / 4), LONG))
+        return LONG
 
     def fill(self, name: str, rng: Random) -> float:
         """Have no file of a process grow, shared memory included; also main's."""
@@ -160,9 +166,12 @@ class Pool:
         return LONG
 
     def cut(self, name: str, rng: Random) -> float:
-        """Cut streams in the middle of what they carry."""
-        self.proxy.do(rng.choice(self.gates[name]), cuts=rng.randint(1, 4))
-        return rng.uniform(0.1, 1.0)
+        """Cut streams after drawn bytes, amid what they carry, fast or slowly."""
+        for gate in self.gates[name]:
+            bits = [rng.uniform(CUT_BITS_MIN, CUT_BITS_MAX) for _ in range(4)]
+            cuts = [int(2**one) for one in bits]
+            self.proxy.do(gate, cuts=cuts, delay_s=rng.choice((0.0, 0.005)))
+        return rng.uniform(0.2, 1.5)
 
     def slow(self, name: str, rng: Random) -> float:
         """Delay what streams carry, each by delays of its own."""
@@ -174,7 +183,7 @@ class Pool:
         """Carry nothing, and say nothing."""
         for gate in self.gates[name]:
             self.proxy.do(gate, holds=True)
-        return rng.choice((rng.uniform(0.05, DEADLINE_S / 4), LONG))
+        return LONG
 
     def refuse(self, name: str, rng: Random) -> float:
         """Cut all streams and refuse new ones."""
@@ -200,6 +209,11 @@ class Pool:
                         with context.wrap_socket(s) as secured:
                             secured.recv(1)
         return 0.0
+
+    @property
+    def cuts(self) -> int:
+        """How often streams were cut."""
+        return sum(gate.cut for gate in self.proxy.gates)
 
     @property
     def faults(self) -> dict[str, Callable[[str, Random], float]]:

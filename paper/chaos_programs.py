@@ -1,4 +1,4 @@
-"""The programs of `paper.chaos`: those of scenarios, and one that saves and loads."""
+"""The programs of `paper.chaos`: those of scenarios, one that saves, one of arrays."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -14,9 +14,9 @@ from jdag.scenario import Run, load
 from paper.chaos_pool import NAMES
 from paper.failures import SCENARIOS, Driver
 
-SAVING = "saving"
+SAVING, ARRAYS = "saving", "arrays"
 PROGRAMS = (
-    SAVING,
+    *(SAVING, ARRAYS),
     *("chain", "diamond", "several_roots", "three_hops", "pipeline"),
     *("parameter_server", "ddp_with_rpc", "shared_digits", "two_shards"),
     "remote_embedding",
@@ -75,6 +75,32 @@ def saving(cluster: jdag.Cluster, folder: Path) -> str:
     return once if bits_of(leaves) == once else "differs after load"
 
 
+def scaled(w: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
+    """A layer of many arrays."""
+    return [jnp.tanh(one * w) for one in arrays]
+
+
+def distance(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
+    """A loss."""
+    pairs = zip(left, right, strict=True)
+    return jnp.stack([jnp.mean((one - other) ** 2) for one, other in pairs]).sum()
+
+
+def arrays(cluster: jdag.Cluster) -> str:
+    """Send arrays of 64 B to 1 MiB from each worker to another, there and back."""
+    sizes = [1 << bits for bits in range(4, 19)] + [100] * 50
+    x = [jnp.linspace(0.5, 1.5, size) for size in sizes]
+    leaves = {name: cluster.put(name, jnp.float32(0.9)) for name in NAMES[1:]}
+    w1, w2, w3 = leaves.values()
+    with cluster.context() as ctx:
+        hidden = ctx.call("w1", scaled, w1, x)
+        left, right = (ctx.call(w.worker, scaled, w, hidden) for w in (w2, w3))
+        ctx.backward(ctx.call("w1", distance, left, right))
+        found = [ctx.gradient(leaf) for leaf in leaves.values()]
+        found = [one.fetch() for one in found]
+    return hashlib.sha256(b"".join(one.tobytes() for one in found)).hexdigest()
+
+
 def programs_in(
     folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Program], list[str]]:
@@ -82,6 +108,9 @@ def programs_in(
     found: dict[str, Program] = {}
     modules = [__name__]
     for name in names:
+        if name == ARRAYS:
+            found[name] = arrays
+            continue
         if name == SAVING:
             found[name] = lambda cluster: saving(cluster, folder / "saved")
             continue

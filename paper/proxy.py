@@ -1,7 +1,8 @@
 """A proxy on loopback whose streams can be cut, slowed, held and refused.
 
 Each stream has delays of its own, so that messages of different streams overtake each
-other. A cut comes in the middle of what is under way, and both ends see a reset.
+other. A cut comes after a number of bytes, in the middle of what is under way, and both
+ends see a reset.
 """
 
 import asyncio
@@ -24,13 +25,15 @@ class Gate:
         self.port = port
         self.rng = rng
         self.seen = 0  # Streams.
+        self.cut = 0  # Times.
         self.writers: list[asyncio.StreamWriter] = []
         self.passes = asyncio.Event()
         self.heal()
 
     def heal(self) -> None:
         """Let all pass."""
-        self.cuts, self.delay_s, self.refuses = 0, 0.0, False
+        self.cuts: list[int] = []  # Bytes, of all streams, from one to the next.
+        self.delay_s, self.refuses = 0.0, False
         self.passes.set()
 
     def reset(self) -> None:
@@ -67,11 +70,12 @@ class Gate:
                 await self.passes.wait()
                 if self.delay_s:
                     await asyncio.sleep(self.rng.uniform(0, self.delay_s))
-                if self.cuts:
-                    self.cuts -= 1
-                    writer.write(data[: self.rng.randrange(len(data))])
-                    await asyncio.sleep(0)
+                if self.cuts and self.cuts[0] < len(data):
+                    writer.write(data[: self.cuts.pop(0)])
+                    self.cut += 1
                     return self.reset()
+                if self.cuts:
+                    self.cuts[0] -= len(data)
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -105,7 +109,7 @@ class Proxy:
         return found
 
     def do(self, gate: Gate, **changes: Any) -> None:
-        """Change a gate: `cuts` streams, `delay_s` chunks, `refuses`, or `holds`."""
+        """Change a gate: its `cuts`, `delay_s` of chunks, `refuses`, or `holds`."""
 
         async def done() -> None:
             if changes.pop("holds", False):

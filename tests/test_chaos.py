@@ -62,15 +62,18 @@ def test_what_is_held_arrives_when_it_is_mended():
         assert received(other, len(DATA)) == DATA
 
 
-def test_a_cut_is_a_reset_of_both_ends_amid_what_is_sent():
+def test_a_cut_is_a_reset_of_both_ends_after_so_many_bytes():
     with carried() as (proxy, gate, dialled, other):
-        proxy.do(gate, cuts=1)
+        proxy.do(gate, cuts=[1600])
         dialled.sendall(DATA[:1000])
+        assert received(other, 1000) == DATA[:1000]
+        dialled.sendall(DATA[1000:2000])
         with pytest.raises(ConnectionResetError):
-            assert len(received(other, 1000)) < 1000
+            assert len(received(other, 1000)) <= 600
             other.recv(1)
         with pytest.raises(ConnectionResetError):
             dialled.recv(1)
+        assert gate.cut == 1 and not gate.cuts
 
 
 def test_who_is_refused_sees_a_reset():
