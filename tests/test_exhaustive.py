@@ -1,5 +1,8 @@
 """Exhaustive exploration: the orders that a brute force has, each of them once."""
 
+import json
+from unittest import mock
+
 import numpy as np
 import pytest
 
@@ -8,6 +11,8 @@ from jdag.lab.exploration import exploration, order_of, sound
 from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
 from jdag.lab.subject import Subject
 from jdag.sim.untimed import Step
+from paper import exhaustive
+from paper.figures import RESULTS
 from tests.brute_orders import TWO_CALLS, case_of, searched, total
 
 pytestmark = pytest.mark.once
@@ -44,6 +49,7 @@ def two_programs(cluster):
         [task.result() for task in tasks]
 
 
+COMMITTED = json.loads((RESULTS / "exhaustive.json").read_text())["programs"]
 CHEAP = ("chain here", "own leaf, here, then there", "own leaf, fan-out to both")
 SECOND = ("there, then here", "own leaf, chain there")
 
@@ -59,6 +65,7 @@ def agrees(program, workers, faults):
     for other in (RandomWalk(5), PCT(2)):
         some = exploration(subject, sound, range(20), other)
         assert some.failure is None and set(some.seen) <= set(report.seen)
+    return report.orders
 
 
 def marks(name):
@@ -71,7 +78,9 @@ def marks(name):
     "name", [pytest.param(name, marks=marks(name)) for name in TWO_CALLS]
 )
 def test_two_workers_and_two_calls_have_the_orders_of_a_brute_force(name):
-    agrees(TWO_CALLS[name], "ab", {})
+    counted = COMMITTED[name]
+    assert agrees(TWO_CALLS[name], "ab", {}) == counted["orders"]
+    assert counted["orders"] == counted["brute_force"] == counted["runs"]
 
 
 @pytest.mark.parametrize(
@@ -122,3 +131,35 @@ def test_a_crash_is_before_or_after_the_steps_of_all_workers():
     assert order_of([here, there]) == order_of([there, here])
     for fault in (Step("crash", "b"), Step("rejoin", "b")):
         assert order_of([here, fault]) != order_of([fault, here])
+
+
+def test_all_programs_are_in_the_table_and_no_order_was_wrong():
+    assert sorted(COMMITTED) == sorted(exhaustive.PROGRAMS)
+    for name, of in COMMITTED.items():
+        assert of["runs"] == of["orders"] > 50 and not of["wrong"], name
+    said = (RESULTS / "exhaustive.md").read_text()
+    assert said == exhaustive.table(COMMITTED)
+
+
+def test_the_script_goes_on_where_it_was_stopped(tmp_path):
+    options = "--out", str(tmp_path), "--only", "chain here"
+    path = tmp_path / "exhaustive.json"
+
+    def stopped(*args):
+        if path.exists():
+            raise KeyboardInterrupt
+        return exploration(*args)
+
+    with mock.patch.object(exhaustive, "CHUNK", 100):
+        with (
+            mock.patch.object(exhaustive, "exploration", stopped),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            exhaustive.main(options)
+        assert json.loads(path.read_text())["programs"]["chain here"]["runs"] < 100
+        assert "| stopped |" in (tmp_path / "exhaustive.md").read_text()
+        assert exhaustive.main(options) == 0
+    held = json.loads(path.read_text())["programs"]["chain here"]
+    for key in ("runs", "redundant", "orders", "left", "brute_force", "wrong"):
+        assert held[key] == COMMITTED["chain here"][key], key
+    assert not [*tmp_path.glob("*.orders")]
