@@ -65,12 +65,19 @@ class Trouble(threading.Thread):
     """Hurts the workers at some moments of a round; `done` says when and how."""
 
     def __init__(
-        self, pool: Pool, rng: Random, faults: Sequence[str], count: int, passes: bool
+        self,
+        pool: Pool,
+        rng: Random,
+        faults: Sequence[str],
+        at: Sequence[float],
+        *,
+        passes: bool,
     ) -> None:
         super().__init__(daemon=True)
         self._pool, self._rng, self._passes = pool, rng, passes
-        moments = sorted(rng.uniform(0, HURT_S) for _ in range(count))
-        self._plan = [(at, rng.choice(faults), rng.choice(NAMES[1:])) for at in moments]
+        self._plan = [
+            (s, rng.choice(faults), rng.choice(NAMES[1:])) for s in sorted(at)
+        ]
         self._over = threading.Event()
         self.done: list[dict[str, Any]] = []
         self.failed: list[str] = []
@@ -80,8 +87,8 @@ class Trouble(threading.Thread):
     def run(self) -> None:
         """Do it."""
         try:
-            for at, fault, victim in self._plan:
-                if self._over.wait(max(0.0, self.begun + at - time.monotonic())):
+            for planned_s, fault, victim in self._plan:
+                if self._over.wait(max(0.0, self.begun + planned_s - time.monotonic())):
                     return
                 at_s = time.monotonic() - self.begun
                 lasts_s = self._pool.faults[fault](victim, self._rng)
@@ -258,7 +265,8 @@ def one_round(
     count = rng.randint(1, PASSING_MAX if passes else LASTING_MAX)
     cuts = pool.cuts
     with pool.connect() as cluster:
-        trouble = Trouble(pool, rng, faults, count, passes)
+        moments = [rng.uniform(0, HURT_S) for _ in range(count)]
+        trouble = Trouble(pool, rng, faults, moments, passes=passes)
         one |= {"program": name, "passes": passes, "faults": trouble.done}
         one |= hurt(cluster, programs[name], quiet[name], trouble)
         pool.heal()
@@ -289,7 +297,7 @@ def steady(
     blocks = max(10, steps // BLOCK)
     with pool.connect() as cluster:
         for block in range(blocks):
-            trouble = Trouble(pool, rng, ["cut"], block % 2, passes=True)
+            trouble = Trouble(pool, rng, ["cut"], [0.0] * (block % 2), passes=True)
             found |= {"block": block, "faults": trouble.done}
             with watched(found, write):
                 leaves = fresh(cluster, 64)

@@ -465,3 +465,10 @@ def test_a_caller_with_tls_is_told_that_the_worker_does_not_use_it(
         f"cannot reach worker 'w' at {server.address}: it does not use TLS and this "
         "process does; [tls] has to be in the cluster's file on both sides"
     )
+
+
+def test_a_client_that_was_closed_says_so():
+    client = ControlClient("worker 'a'", Address("127.0.0.1", 9))
+    client.close()
+    with pytest.raises(JoinError, match=r"worker 'a' at 127.0.0.1:9 is asked no more"):
+        client.ask(Health())

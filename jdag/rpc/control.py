@@ -311,6 +311,8 @@ class ControlClient:
         except _MALFORMED as error:
             said = f"{self} answered what cannot be used: {kind.__name__}: {error}"
             raise JoinError(said) from None
+        except ValueError:  # Of gRPC, for lack of a channel: a session ends meanwhile.
+            raise JoinError(f"{self} is asked no more", reached=False) from None
 
     def close(self) -> None:
         """Close the connection."""
