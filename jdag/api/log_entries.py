@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 from jdag.api.current_names import Values
-from jdag.engine.protocol import Assigned, ContextId
+from jdag.engine.protocol import Assigned, ContextId, LeafId
 from jdag.errors import WorkerLost
 
 
@@ -35,3 +35,11 @@ def used_by(event: Assigned) -> list[ContextId]:
     """The contexts of which an assignment uses values."""
     inputs = [key for part in event.parts for key in part.inputs]
     return [key.context for key in inputs if key.context is not None]
+
+
+def changed_by(event: Any) -> dict[LeafId, bool]:
+    """The leaves that an event changes, and whether it brings the values itself."""
+    if type(event) is dict:  # A snapshot.
+        return dict.fromkeys(event, False)
+    parts = event.parts if type(event) is Assigned else ()
+    return {key.name: part.function is None for part in parts for key in part.outputs}

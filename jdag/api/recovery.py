@@ -22,7 +22,14 @@ from msgspec.structs import replace
 
 from jdag.api.current_names import CurrentNames, Values
 from jdag.api.leaves import Assignments
-from jdag.api.log_entries import Entry, context_of, is_lost, place_of, used_by
+from jdag.api.log_entries import (
+    Entry,
+    changed_by,
+    context_of,
+    is_lost,
+    place_of,
+    used_by,
+)
 from jdag.api.reassigning import repeated, restored
 from jdag.api.snapshots import Snapshot, Snapshots
 from jdag.engine.functions import name_of
@@ -81,7 +88,8 @@ class Recovery:
         self._asked: dict[int, tuple[Any, Values]] = {}  # By waiter.
         self._base: Snapshot = {}  # Of the begin of the log.
         self._latest: tuple[int, Snapshot] | None = None  # With the entry after it.
-        self._dirty: dict[LeafId, None] = {}  # Changed since.
+        # Changed since; whether the newest values are the caller's own.
+        self._dirty: dict[LeafId, bool] = {}
         self._due = 0  # Updates since.
         self._made: dict[LeafId, None] = {}  # Leaves that are on their workers now.
         self._stale: dict[Worker, None] = {}  # Lost, and not made again.
@@ -163,7 +171,7 @@ class Recovery:
         elif kind is Assigned:
             outputs = [key for part in event.parts for key in part.outputs]
             self._made.update(dict.fromkeys([key.name for key in outputs]))
-            self._dirty.update(dict.fromkeys([key.name for key in outputs]))
+            self._dirty.update(changed_by(event))
             replaces = any([key.kind == "newest" for key in outputs])
             self._due += replaces or bool(used_by(event))
             self._add(event, values)
@@ -247,7 +255,7 @@ class Recovery:
 
     def replaced(self, leaves: Iterable[LeafId]) -> None:
         """These leaves were replaced by what is not replayed: take a snapshot."""
-        self._dirty.update(dict.fromkeys(leaves))
+        self._dirty.update(dict.fromkeys(leaves, False))
         self.copy()
         if self._latest is not None:
             _, snapshot = self._latest
@@ -257,13 +265,13 @@ class Recovery:
     def replicate(self, every: int, to: str | None) -> None:
         """Keep copies of all leaves on peers from now on; make the first ones."""
         copies = self.copies
-        before = copies.every, copies.to
+        before = copies.every, copies.to, self._dirty
         copies.every, copies.to = every, to
-        self._dirty = dict.fromkeys(self._own())
+        self._dirty = dict.fromkeys(self._own(), False)
         try:
             self.copy()
         except WorkerLost:
-            copies.every, copies.to = before
+            copies.every, copies.to, self._dirty = before
             raise
 
     def _own(self) -> list[LeafId]:
@@ -362,7 +370,8 @@ class Recovery:
         self.count += 1
         if self._latest is not None:
             self._latest = None
-            self._dirty.update(dict.fromkeys(self._changed()))
+            for entry in self._log:
+                self._dirty.update(changed_by(entry.event))
         if self._dirty:
             self.copy()
 
@@ -394,15 +403,6 @@ class Recovery:
             for path, task in opened._frame.tasks.items():
                 if task.end is None and path in news:  # It has ended earlier this time.
                     task.held, task.end = None, self.names.news(news[path])
-
-    def _changed(self) -> Iterator[LeafId]:
-        """The leaves that the log changes."""
-        for entry in self._log:
-            if type(entry.event) is Assigned:
-                for part in entry.event.parts:
-                    yield from [key.name for key in part.outputs]
-            elif type(entry.event) is dict:
-                yield from entry.event
 
     def _restore(self, snapshot: Snapshot) -> None:
         assignments: Assignments = self._cluster._assignments

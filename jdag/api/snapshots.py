@@ -1,10 +1,10 @@
-"""Snapshots: copies of leaves, each on its own worker and on a peer.
+"""Snapshots: copies of leaves, each on its own worker and on a peer, or the caller.
 
 A copy is a kept leaf, which is never assigned to, and goes with its last ref.
 Invariant: a snapshot is returned, or completed, once all its copies have arrived.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jdag.api.current_names import CurrentNames
@@ -33,8 +33,10 @@ class Snapshots:
         self._state = cluster.state
         self._names = names
 
-    def taken(self, before: Snapshot, changed: Iterable[LeafId]) -> Snapshot:
+    def taken(self, before: Snapshot, changed: Mapping[LeafId, bool]) -> Snapshot:
         """Copy leaves that have changed since a snapshot; return the one of now.
+
+        Those with values of the caller's own have a copy there, if on no other peer.
 
         Raises:
             WorkerLost: not all copies have arrived.
@@ -49,7 +51,8 @@ class Snapshots:
         }
         far: dict[str, list[Ref]] = {}
         for ref in refs:
-            peer = self._peer(ref.worker)
+            is_given = changed[ref.key.name]
+            peer = self._peer(ref.worker) or (cluster.here if is_given else None)
             if peer is not None and peer != ref.worker:
                 far.setdefault(peer, []).append(ref)
         if far:
