@@ -168,6 +168,10 @@ class RecoveryError(JdagError):
     """What a lost worker held cannot be made again; names the worker or the leaf."""
 
 
+class ReplayError(JdagError):
+    """A run deviates from its journals; names the first event that does."""
+
+
 class ProtocolError(JdagError):
     """A peer broke the protocol, or bytes on the wire are not a message."""
 

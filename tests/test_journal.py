@@ -2,6 +2,8 @@
 
 import json
 import logging
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -132,16 +134,50 @@ def cut(path: Path) -> None:
     path.write_text(path.read_text()[:-6])
 
 
-def other_version(path: Path) -> None:
-    head, _, rest = path.read_text().partition("\n")
-    path.write_text(json.dumps({**json.loads(head), "jdag": "0.0.9"}) + "\n" + rest)
+def other(text: str, now: str, path: Path) -> None:
+    before = path.read_text()
+    assert text in before
+    path.write_text(before.replace(text, now))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "m b",
+        "m b x Release 1.2 0 ()",
+        "m b 7 Release 1.2 0",
+        "m b 7 Acknowledge - 0 (0,)",
+        "m b 7 Acknowledge - 0 ()",
+        "j 4",
+        "j x ok",
+        "p Left 1.2 ()",
+        "l ",
+        "J b#1 again",
+        "end",
+    ],
+)
+def test_a_line_that_is_no_input_is_refused(tmp_path: Path, line: str):
+    written(tmp_path)
+    other("j 1 ok", line, tmp_path / "b.journal")
+    with pytest.raises(ScenarioError, match=r"b\.journal: line 3 is no input: "):
+        check_journals(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (cut, "b.journal is truncated: it has no last line"),
-        (other_version, "b.journal is of jdag = '0.0.9'; what would replay it has"),
+        (
+            partial(other, f'"{version("jdag")}"', '"0.0.9"'),
+            "b.journal is of jdag = '0.0.9'; what would replay it has",
+        ),
+        (
+            partial(other, '"format": 1', '"format": 2'),
+            "b.journal is of format = 2; wh",
+        ),
+        (partial(other, '"workers": ["a"', '"workers": [3'), "b.journal is no journal"),
+        (partial(other, "j 1 ok", "j ok"), "b.journal: line 3 is no input: 'j ok'"),
         (lambda path: path.unlink(), "b.journal: No such file"),
         (lambda path: path.write_bytes(b"\xff"), "b.journal is no journal"),
         (lambda path: path.write_text("{}"), "b.journal is no journal"),

@@ -17,7 +17,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.cli.commands import app
-from jdag.errors import JdagError
+from jdag.errors import JdagError, ReplayError
 from jdag.rpc.requests import Journaled
 from jdag.runtime.journal import Entries, read_journals
 from jdag.sim.replaying import Replaying, _Worker
@@ -171,6 +171,24 @@ def test_an_input_that_is_another_is_told(journals: Any, kind: str, to: Any, sai
         replayed(changed, thrice)
 
 
+def test_a_run_that_has_deviated_is_not_said_to_be_repeated(journals: Any):
+    def does_more(c: Any) -> None:
+        thrice(c)
+        with pytest.raises(ReplayError):
+            gradient(c)
+
+    with pytest.raises(ReplayError, match="expected 'no more', found 'p "):
+        replayed(journals, does_more)
+
+
+def test_a_journal_without_its_last_lines_is_named(journals: Any):
+    lines = journals["b"].lines[:9]
+    with pytest.raises(
+        ReplayError, match="of worker 'b' has no last line after event 9"
+    ):
+        replayed({**journals, "b": Entries("b", lines, "")}, thrice)
+
+
 def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
     said = "Primal 0.1 0 (1,)"
     lines = [f"m a 4 {said}", "m a 1 Acknowledge 0.1 0 (1,)", f"m a 2 {said}"]
@@ -215,7 +233,32 @@ def test_a_script_is_run_again_by_the_command(
     told = capfd.readouterr()
     assert told.out == "Replaying [4. 4. 4.]\n"
     assert f"as in {folder}: " in told.err and " events of 3 workers" in told.err
+    other = tmp_path / "other.py"
+    other.write_text(SCRIPT)
+    twice = tmp_path / "more" / "script.py"
+    twice.parent.mkdir()
+    twice.write_text(SCRIPT.replace('"c", double', '"b", double'))
+    for file, said in (
+        (other, "a.journal is of program = 'script.py'; what would replay it has 'oth"),
+        (twice, "the run deviates from its journal on worker 'c' at event 1: expected"),
+    ):
+        command[1] = str(file)
+        done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
+        assert done.exit_code == 2
+        line = capfd.readouterr().err
+        assert line.startswith("jdag: ") and line.count("\n") == 1, line
+        assert said in line
+    done = CliRunner().invoke(app, ["replay", str(folder), "--", "true"])
+    assert done.exit_code == 2
+    assert "COMMAND = 'true': allowed is a command that launches a cluster" in (
+        done.output
+    )
     (folder / "b.journal").unlink()
     done = CliRunner().invoke(app, ["replay", str(folder), "--", *command])
     assert done.exit_code == 2
     assert "b.journal: No such file" in done.output
+    done = CliRunner().invoke(app, ["replay", "none", "--", *command])
+    assert (done.exit_code, done.output) == (
+        2,
+        "jdag: none: No such file or directory\n",
+    )

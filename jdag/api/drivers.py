@@ -12,6 +12,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
+from jdag.api.replays import REPLAY, replayed
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import settings_of, share_gpu
@@ -42,7 +43,7 @@ from jdag.rpc.settings import (
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.journal import BYTES_MAX, read_journals
+from jdag.runtime.journal import BYTES_MAX
 from jdag.runtime.tables import (
     COUNT,
     FLAG,
@@ -57,11 +58,9 @@ from jdag.runtime.tables import (
 )
 from jdag.schedules import Schedule
 from jdag.schedules.schedule import check_for
-from jdag.sim.replaying import Replaying
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
-REPLAY = "JDAG_REPLAY"  # The folder of the journals that a script repeats.
 # The settings that `simulate` passes to the simulator.
 SIMULATED = (
     *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
@@ -237,8 +236,10 @@ def launch(  # noqa: PLR0913 - keyword options.
 def _launched(asked: "_Launch") -> Cluster:
     names = tuple(asked.workers)
     check_for(asked.schedule, names)
-    if (replayed := os.environ.get(REPLAY)) is not None:
-        return _replayed(asked, Path(replayed))
+    if (folder := os.environ.get(REPLAY)) is not None:
+        state = ClusterState(names, False, asked.nesting_max)
+        state.schedule = asked.schedule
+        return recoverable(replayed(state, Path(folder)), asked.recover)
     journaled = None
     if asked.journal is not None:
         folder = os.path.abspath(asked.journal)
@@ -280,21 +281,6 @@ def _launched(asked: "_Launch") -> Cluster:
             tls=tls,
         )
         return recoverable(_joined(stack, plan, state, started), asked.recover)
-
-
-def _replayed(asked: "_Launch", folder: Path) -> Cluster:
-    names = tuple(asked.workers)
-    state = ClusterState(names, False, asked.nesting_max)
-    state.schedule = asked.schedule
-    journals = read_journals(folder, names, program_name())
-    run = partial(run_program, state)
-
-    def say(inputs: int) -> None:
-        said = f"as in {folder}: {inputs} events of {len(names)} workers"
-        sys.stderr.write(f"{said}\n")
-
-    state.driver = driver = Replaying(names, journals, run, say)
-    return recoverable(Cluster(state, driver.port), asked.recover)
 
 
 def _started(

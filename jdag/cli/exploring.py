@@ -1,16 +1,18 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
 import os
+import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from jdag.api.drivers import REPLAY
 from jdag.api.progress import Bar
+from jdag.api.replays import REPLAY, REPLAYED
 from jdag.cli.cli_errors import errors_in_one_line
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
@@ -125,17 +127,22 @@ TraceOut = Annotated[
 
 def _run_again(folder: Path, command: list[str]) -> int:
     """Run a command from the journals in a folder; return its exit code."""
-    env = {**os.environ, REPLAY: str(folder.absolute())}
-    with errors_in_one_line():
+    with errors_in_one_line(), NamedTemporaryFile() as told:
+        paths = {REPLAY: str(folder.absolute()), REPLAYED: told.name}
         check_journals(folder)
         if not command:
             allowed = "a command after --, such as python script.py"
             raise ScenarioError(unusable("COMMAND", "", allowed))
         try:
+            env = {**os.environ, **paths}
             code = subprocess.run(command, env=env, check=False).returncode
         except OSError as error:
             said = f"a command that can be run: {reason(error)}"
             raise ScenarioError(unusable("COMMAND", command[0], said)) from error
+        if code == 0 and not told.read():
+            said = "a command that launches a cluster as in these journals, and closes"
+            said = f"{said} it; the run of {folder} was not repeated to its end"
+            raise ScenarioError(unusable("COMMAND", shlex.join(command), said))
     return code if code >= 0 else 1
 
 
@@ -154,7 +161,7 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     if bug.is_dir():
         raise typer.Exit(_run_again(bug, what or []))
     with errors_in_one_line():
-        if len(what or ()) > 1:
+        if len(what or ()) > 1 and bug.exists():
             allowed = "one scenario; only after a journal's folder a command"
             raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))
         file = Path(what[0]) if what else None

@@ -21,6 +21,7 @@ Invariants: a line is whole, or it is the last one; at most `bytes_max` are writ
 import json
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -35,13 +36,18 @@ from jdag.engine.protocol import (
     Lost,
     incarnated,
 )
-from jdag.errors import ScenarioError, reason
+from jdag.errors import ScenarioError, reason, repr_of
 from jdag.runtime.recorder import NO_CAUSE, Recorder, said
 
 FORMAT = 1
 SUFFIX = ".journal"
 END, FULL = "end", "full"
 BYTES_MAX = 1 << 30
+
+_LINE = re.compile(
+    r"m \S+ \d+ (Acknowledge \S+ \d+ \([1-9]\d*,\)|(?!Ack)\w+ \S+ \d+ \([\d, ]*\))"
+    r"|j \d+ \S+|p \w+ \S+ \d+ \([\d, ]*\)|[lJ] \S+"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -95,7 +101,7 @@ class Journal:
         except OSError as error:
             said = f"journal: {path} cannot be made: {reason(error)}"
             raise ScenarioError(said) from error
-        self._write(json.dumps({"format": FORMAT, **head}) + "\n")
+        self._write(json.dumps(head) + "\n")
 
     def input(
         self,
@@ -167,7 +173,7 @@ class Entries:
 def head_of(worker: str, workers: Sequence[str], program: str) -> dict[str, Any]:
     """Return what the first line of a journal says."""
     names = [*workers]
-    made = {"jdag": version("jdag"), "program": program}
+    made = {"format": FORMAT, "jdag": version("jdag"), "program": program}
     return {**made, "worker": worker, "workers": names}
 
 
@@ -177,7 +183,8 @@ def read_journals(
     """Read the journals of a run of these workers by this program.
 
     Raises:
-        ScenarioError: one is missing, truncated, or of another program or version.
+        ScenarioError: one is missing, truncated, damaged, or of another program or
+            version.
     """
     found = {name: _read(folder, name, workers, program) for name in workers}
     lost = {line[2:] for one in found.values() for line in one.lines if line[0] == "l"}
@@ -212,6 +219,9 @@ def _read(folder: Path, name: str, workers: Sequence[str], program: str) -> Entr
             raise ScenarioError(f"{said}; what would replay it has {wanted!r}")
     lines.pop()  # What follows the last line's end: nothing, or a part of a line.
     end = lines.pop() if lines and lines[-1] in (END, FULL) else ""
+    for number, line in enumerate(lines, 2):
+        if not _LINE.fullmatch(line):
+            raise ScenarioError(f"{path}: line {number} is no input: {repr_of(line)}")
     return Entries(name, lines, end)
 
 
@@ -220,7 +230,7 @@ def _parts(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         first, *lines = path.read_text(encoding="utf-8").split("\n")
         head = json.loads(first)
-        if head["format"] == FORMAT:
+        if all([isinstance(one, str) for one in head["workers"]]):
             return head, lines
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error

@@ -38,7 +38,7 @@ from jdag.engine.protocol import (
     Skip,
     Spawn,
 )
-from jdag.errors import JdagError
+from jdag.errors import JdagError, ReplayError
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.journal import FULL, Entries, entry, message_said
@@ -77,6 +77,11 @@ class _Worker:
         """The next input; "" after the last one."""
         return self.lines[self.at] if self.at < len(self.lines) else ""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its journal has no more, and no last line: it was lost then."""
+        return not self.end and self.at == len(self.lines)
+
 
 class Replaying:
     """A cluster that repeats a run from its journals.
@@ -84,7 +89,7 @@ class Replaying:
     `say` is called with the number of inputs when all have been handled.
 
     Raises:
-        JdagError: from whatever waits, if the run deviates from them.
+        ReplayError: from whatever is told or waits once the run deviates from them.
     """
 
     trace = None
@@ -112,6 +117,7 @@ class Replaying:
         self._sent = defaultdict(list)
         self._owed: dict[tuple[str, str, str], deque[_Owed]] = defaultdict(deque)
         self._closed = False
+        self._deviation: ReplayError | None = None
 
     def _made(self, name: str, journal: Entries) -> _Worker:
         engine, lost = Engine(name, self.workers, 0), dict[str, str]()
@@ -145,7 +151,7 @@ class Replaying:
         """Handle the rest of all journals; say how many inputs were repeated.
 
         Raises:
-            JdagError: some input in them does not come.
+            ReplayError: some input in them does not come.
         """
         if self._closed:
             return
@@ -154,7 +160,7 @@ class Replaying:
         left = [one for one in self._all.values() if one.line]
         hosts = [one.host for one in self._all.values()]
         try:
-            if left and not self._is_cut:
+            if self._deviation is not None or (left and not self._is_cut):
                 raise self._deviates()
             self._say(self.now_ns)
         finally:
@@ -242,7 +248,7 @@ class Replaying:
             one.host.lost[rest] = why  # type: ignore[index]
             event = Lost(rest, why)
         else:
-            raise JdagError(
+            raise ReplayError(
                 f"{rest!r} joined again in this run; it cannot be replayed from there"
             )
         self._took(one)
@@ -304,22 +310,35 @@ class Replaying:
     def _is_cut(self) -> bool:
         return any(one.end == FULL and not one.line for one in self._all.values())
 
-    def _deviates(self, one: _Worker | None = None, found: str = "") -> JdagError:
+    def _deviates(self, one: _Worker | None = None, found: str = "") -> ReplayError:
         """The error that names the first event that is not as in the journals."""
+        if self._deviation is None:
+            self._deviation = ReplayError(self._why(one, found))
+        return self._deviation
+
+    def _why(self, one: _Worker | None, found: str) -> str:
         if one is None and self._is_cut:
-            return JdagError(
+            return (
                 f"the journals end here, at journal_bytes: their {self.now_ns} inputs "
                 "were repeated"
             )
-        waiting = [one for one in self._all.values() if one.line or one.early]
+        others = [other for other in self._all.values() if not other.is_over]
+        waiting = [other for other in others if other.line or other.early]
         if one is None:
-            # A program that does something else, before those who wait for it.
-            waiting.sort(key=lambda one: not one.early)
+            # A program that does something else, before those who wait for it; a
+            # message before its acknowledgement.
+            waiting.sort(key=lambda o: (not o.early, _is_acknowledgement(o.line)))
             one = waiting[0] if waiting else self._home
             found = next(iter(one.early.values()), "nothing that could be that")
-        return JdagError(
+        over = "".join(
+            f"; the journal of worker {name!r} has no last line after event {other.at}:"
+            " it was lost then, or that is truncated"
+            for name, other in self._all.items()
+            if other.is_over
+        )
+        return (
             f"the run deviates from its journal on worker {one.host.worker!r} at event"
-            f" {one.at + 1}: expected {one.line or 'no more'!r}, found {found!r}"
+            f" {one.at + 1}: expected {one.line or 'no more'!r}, found {found!r}{over}"
         )
 
     # ----------------------------------------------------------------- what engines ask
@@ -378,4 +397,4 @@ class Replaying:
 
 
 def _is_acknowledgement(line: str) -> bool:
-    return line.split(" ", 4)[3] == Acknowledge.__name__
+    return f" {Acknowledge.__name__} " in line
