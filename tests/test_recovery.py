@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jdag
-from jdag.errors import RecoveryError, WorkerLost
+from jdag.errors import GraphError, PassTimeout, RecoveryError, WorkerLost
 from jdag.sim import Crash, LinkModel
 from tests.recovery_cases import (
     WORKERS,
@@ -324,6 +324,33 @@ def test_a_leaf_that_an_open_context_has_read_may_be_dropped():
         cluster.driver.settle()
         held = [one["values_held"] for one in cluster.info().values()]
         assert held == [0, 0, 2, 1], held  # v, a copy beside it, and one on d.
+
+
+@pytest.mark.parametrize("timeout_s", [5e-8, 1.5e-7, 3.5e-7])
+@pytest.mark.parametrize("retain", [True, False])
+def test_a_pass_that_took_too_long_does_so_again_in_the_replay(
+    retain: bool, timeout_s: float
+):
+    def played(*victims: str) -> Any:
+        with simulated(network=LinkModel(latency_ns=100)) as cluster:
+            w, v = two_leaves(cluster)
+            with cluster.context() as ctx:
+                y = ctx.call("b", layer, w, drawn(3))
+                old = ctx.call("c", mean_square, ctx.call("c", layer, v, y))
+                ctx.backward(old, retain_graph=True)
+                with pytest.raises(PassTimeout):  # Before it has begun, or after.
+                    ctx.backward(old, retain_graph=retain, timeout_s=timeout_s)
+                new = ctx.call("c", mean_square, ctx.call("b", layer, w, drawn(4)))
+                for victim in victims:
+                    lose(cluster, victim)
+                    cluster.recover()
+                ctx.backward(*[old] * retain, new, retain_graph=True)
+                if not retain:  # What had been called before the pass is spent.
+                    with pytest.raises(GraphError):
+                        ctx.backward(old)
+                return bits(jdag.fetch(ctx.gradient([w, v])))
+
+    assert played("b", "c", "d") == played()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -60,7 +60,8 @@ class Recoverable:
         program called in them is called again in the same order, and so are hooks, and
         programs that ran there, by path; so functions and programs have to be pure.
         Refs, leaves and contexts stay usable, and their values have the bits of a run
-        without the loss. What raised WorkerLost has not happened: ask for it again.
+        without the loss; a pass that exceeded its `timeout_s` does so again, at once.
+        What raised WorkerLost has not happened: ask for it again.
 
             try:
                 with cluster.context() as ctx:
@@ -83,7 +84,9 @@ class Recoverable:
 
         Raises:
             RecoveryError: the worker is not lost, or has not joined in time; or there
-                is no copy of a leaf: names it. Another `recover` may follow.
+                is no copy of a leaf: names it; or a pass that exceeded its `timeout_s`
+                has ended before it could do so again: names its context, which is to
+                be left first. Another `recover` may follow.
             JdagError: there is no such worker, or no room for one; or the cluster was
                 made without recover=True.
         """

@@ -42,6 +42,7 @@ from jdag.engine.protocol import (
     Differentiated,
     Discarded,
     Dropped,
+    Expired,
     Issued,
     Launched,
     LeafId,
@@ -444,23 +445,28 @@ class Recovery:
             self._answered(Left, self.context(context))
             self._there.pop(context, None)
         elif kind is Differentiated:
-            passes[context] = self._differentiated(entry).number
+            number = passes.get(context, 0) + 1
+            passes[context] = self._differentiated(entry, number).number
         elif kind is Collected:
             self._ends(entry, came.setdefault(context, {}))
         elif kind is not Dropped:
             self._port.tell(self.names.of(event), self.names.stored(entry.values))
 
-    def _differentiated(self, entry: Entry) -> PassResult:
-        if entry.news:
-            raise RecoveryError(
-                f"context {entry.event.context} cannot be replayed: a pass in it took "
-                "longer than its timeout_s; leave the context, then recover"
-            )
+    def _differentiated(self, entry: Entry, number: int) -> PassResult:
         asked = replace(entry.event, waiter=self._port.waiter(), timeout_ns=None)
-        self._port.tell(self.names.of(asked), self.names.stored(entry.values))
+        told = self.names.of(asked)
+        self._port.tell(told, self.names.stored(entry.values))
+        if entry.news:  # It expires again, now at once.
+            self._port.tell(Expired(told.context, number))
         result: PassResult = self._port.wait(asked.waiter)
         if result.failure is not None and is_lost(result.failure):
             raise exception_of(result.failure)
+        if entry.news and result.outcome is not Outcome.EXPIRED:
+            raise RecoveryError(
+                f"context {entry.event.context} cannot be replayed: pass {number} took "
+                "longer than its timeout_s, and now ends before it can; leave the "
+                "context, then recover"
+            )
         return result
 
     def _ends(self, entry: Entry, came: dict[Path, Any]) -> None:
