@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ import jdag
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
+from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
-from jdag.errors import JdagError, ReplayError
+from jdag.errors import JdagError, ReplayError, ScenarioError, WorkerLost
 from jdag.rpc.requests import Journaled
 from jdag.runtime.journal import Entries, read_journals
 from jdag.sim.replaying import Replaying, _Worker
 from tests.pipeline_cases import step
-from tests.rpc_nodes import cluster
+from tests.rpc_nodes import cluster, connect, made, whereabouts
 from tests.test_node import W, X, gradient, hidden, total
 
 WORKERS = ("a", "b", "c")
@@ -111,6 +113,57 @@ def test_the_loss_of_a_worker_is_repeated(tmp_path: Path):
     assert found == wanted
 
 
+def again(c: Any, name: str, incarnation: int) -> bool:
+    """Let a new node take the place of a lost one."""
+    numbers = {**dict.fromkeys(WORKERS, 0), name: incarnation}
+    journal = c.nodes["a"]._session.journal
+    given: Any = {"incarnations": numbers, "journal": journal}
+    _, node = made(name, WORKERS, ("tests",), **given)
+    for other in WORKERS:
+        if other != name:
+            at = c.nodes[other]
+            at._session.members.attach(name, incarnation, whereabouts(incarnation, ()))
+            node.joined(other, 0)
+            connect(at, node)
+            at.joined(name, incarnation)
+    c.nodes[name] = node
+    node.begin()
+    return True
+
+
+def recovers(c: Any) -> tuple[list[bytes], Any]:
+    """A worker is lost twice; the open context goes on on its third incarnation."""
+    Recovery(c)
+    w, v = c.put("c", W), c.put("b", W)
+    found = []
+    with c.context() as ctx:
+        kept = ctx.call("c", hidden, w, X)
+        for incarnation in (1, 2):
+            if hasattr(c, "nodes"):
+                c.driver.rejoined = lambda *_, to=incarnation: again(c, "c", to)
+                c.nodes["c"].close()
+            with pytest.raises(WorkerLost):
+                ctx.call("c", hidden, w, X).fetch()
+            c.recover()
+        both = ctx.call("a", jnp.add, kept, ctx.call("b", hidden, v, X))
+        ctx.backward(ctx.call("a", total, both))
+        found += [ctx.gradient(w).fetch(), ctx.gradient(v).fetch()]
+    return [np.asarray(one).tobytes() for one in found], c.driver.incarnations
+
+
+def test_the_return_of_a_lost_worker_is_repeated(tmp_path: Path):
+    (wanted, now) = recorded(tmp_path, recovers)
+    assert now == {"c": 2}
+    journals = read_journals(tmp_path, WORKERS, NAME)
+    assert [*journals] == [*WORKERS, "c#1", "c#2"]
+    found, inputs = replayed(journals, recovers)
+    assert found == (wanted, now)
+    assert inputs == sum(len(one.lines) for one in journals.values())
+    (tmp_path / "c#1.journal").unlink()
+    with pytest.raises(ScenarioError, match=r"c#1\.journal: No such file"):
+        read_journals(tmp_path, WORKERS, NAME)
+
+
 def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
     recorded(tmp_path, thrice, bytes_max=1_500)
     journals = read_journals(tmp_path, WORKERS, NAME)
@@ -192,7 +245,7 @@ def test_a_journal_without_its_last_lines_is_named(journals: Any):
 def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
     said = "Primal 0.1 0 (1,)"
     lines = [f"m a 4 {said}", "m a 1 Acknowledge 0.1 0 (1,)", f"m a 2 {said}"]
-    host: Any = None
+    host: Any = SimpleNamespace(worker="b")
     assert _Worker(host, Entries("b", lines, "end")).ranks == {"a": {2: 0, 4: 1}}
 
 

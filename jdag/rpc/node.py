@@ -359,11 +359,11 @@ class Node:
         Acknowledgements wait for the first jobs, and are sent with their results.
         """
         jobs, unflushed = self._jobs, self._loop.unflushed
-        if self._journal is not None:
-            self._journal.flush()
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
+                if self._journal is not None:  # Before what the inputs led to leaves.
+                    self._journal.flush()
                 for _ in range(len(unflushed)):
                     peer = unflushed.popleft()
                     peer.flush()

@@ -46,7 +46,7 @@ BYTES_MAX = 1 << 30
 
 _LINE = re.compile(
     r"m \S+ \d+ (Acknowledge \S+ \d+ \([1-9]\d*,\)|(?!Ack)\w+ \S+ \d+ \([\d, ]*\))"
-    r"|j \d+ \S+|p \w+ \S+ \d+ \([\d, ]*\)|[lJ] \S+"
+    r"|j \d+ \S+|p \w+ \S+ \d+ \([\d, ]*\)|l \S+|J [^#/\s]+#[1-9]\d*"
 )
 
 _log = logging.getLogger(__name__)
@@ -180,13 +180,18 @@ def head_of(worker: str, workers: Sequence[str], program: str) -> dict[str, Any]
 def read_journals(
     folder: Path, workers: Sequence[str], program: str
 ) -> dict[str, Entries]:
-    """Read the journals of a run of these workers by this program.
+    """Read the journals of a run of these workers by this program, incarnations too.
 
     Raises:
         ScenarioError: one is missing, truncated, damaged, or of another program or
             version.
     """
-    found = {name: _read(folder, name, workers, program) for name in workers}
+    found: dict[str, Entries] = {}
+    names = [*workers]
+    for name in names:  # Those that have joined again follow.
+        found[name] = one = _read(folder, name, workers, program)
+        again = [line[2:] for line in one.lines if line[0] == "J"]
+        names += [worker for worker in again if worker not in names]
     lost = {line[2:] for one in found.values() for line in one.lines if line[0] == "l"}
     for name, one in found.items():
         if not one.end and name not in lost:

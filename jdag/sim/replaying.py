@@ -30,6 +30,7 @@ from jdag.engine.protocol import (
     ContextId,
     Event,
     Job,
+    Joined,
     Key,
     Lost,
     Message,
@@ -37,6 +38,8 @@ from jdag.engine.protocol import (
     Send,
     Skip,
     Spawn,
+    incarnation_of,
+    named,
 )
 from jdag.errors import JdagError, ReplayError
 from jdag.runtime.failures import failure_of
@@ -55,6 +58,9 @@ class _Worker:
 
     def __init__(self, host: Host, journal: Entries) -> None:
         self.host = host
+        self.incarnations: dict[str, int] = {}
+        if now := incarnation_of(host.worker):
+            self.incarnations[named(host.worker)] = now
         self.lines = journal.lines
         self.end = journal.end
         self.at = 0
@@ -103,11 +109,11 @@ class Replaying:
     ) -> None:
         self._say = say
         self.workers = tuple(workers)
-        self.incarnations: dict[str, int] = {}
         self.now_ns = 0  # How many inputs have been handled.
         self._run_program = run_program
         self._waiters = Waiters()
-        self._all = {name: self._made(name, journals[name]) for name in workers}
+        self._journals = journals
+        self._all = {name: self._made(name) for name in workers}
         home = self._all[workers[0]]
         self.port = Port(home.host)
         self._home = home
@@ -119,10 +125,11 @@ class Replaying:
         self._closed = False
         self._deviation: ReplayError | None = None
 
-    def _made(self, name: str, journal: Entries) -> _Worker:
-        engine, lost = Engine(name, self.workers, 0), dict[str, str]()
-        given: Any = {"driver": self, "waiters": self._waiters, "lost": lost}
-        return _Worker(Host(name, engine, Machine("real"), **given), journal)
+    def _made(self, worker: str) -> _Worker:
+        engine = Engine(named(worker), self.workers, incarnation_of(worker))
+        given: Any = {"driver": self, "waiters": self._waiters, "lost": {}}
+        host = Host(worker, engine, Machine("real"), **given)
+        return _Worker(host, self._journals[worker])
 
     # ------------------------------------------------------------------ what users see
 
@@ -131,11 +138,17 @@ class Replaying:
         """The port of the program that runs right now."""
         return self._programs.current
 
+    @property
+    def incarnations(self) -> dict[str, int]:
+        """Of workers that joined again, as far as the worker of this program knows."""
+        return self._all[self.current.worker].incarnations
+
     def info(self) -> dict[str, dict[str, Any]]:
-        """For each worker, what it holds."""
+        """For each worker, what its last incarnation holds."""
+        lost = self._home.host.lost
         return {
-            name: info(one.host, Sent(), 0, lost=False)
-            for name, one in self._all.items()
+            named(worker): info(one.host, Sent(), 0, lost=worker in lost)
+            for worker, one in self._all.items()
         }
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
@@ -188,7 +201,10 @@ class Replaying:
             finally:
                 del one.early[turn]
         self._took(one)
-        port.host.tell(port, event, values)
+        try:
+            port.host.tell(port, event, values)
+        finally:
+            self._go_on()
 
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block the caller; return what the waiter was given."""
@@ -199,7 +215,23 @@ class Replaying:
                 self._programs.park(waiter)
             else:
                 self._drive(lambda: waiter in given)
+                self._go_on()
         return given[waiter]
+
+    def _go_on(self) -> None:
+        """Handle all that comes before main tells more: it may have seen a loss."""
+        if self._programs.hub is None:
+            self.settle()
+
+    def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
+        """Return whether this holds before main tells more."""
+        self._check_open()
+        self._go_on()
+        return holds()
+
+    def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
+        """Return whether a later incarnation has joined before main tells more."""
+        return self.until(lambda: self.incarnations.get(worker, 0) > former, within_ns)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -248,12 +280,18 @@ class Replaying:
             one.host.lost[rest] = why  # type: ignore[index]
             event = Lost(rest, why)
         else:
-            raise ReplayError(
-                f"{rest!r} joined again in this run; it cannot be replayed from there"
-            )
+            event = self._joined(one, rest)
         self._took(one)
         one.host.handle(event)
         return True
+
+    def _joined(self, one: _Worker, worker: str) -> Joined:
+        """Begin an incarnation, with whichever worker hears of it first."""
+        if worker not in self._all:
+            self._all[worker] = self._made(worker)
+        name, number = named(worker), incarnation_of(worker)
+        one.incarnations[name] = number
+        return Joined(name, number)
 
     def _tells(self, one: _Worker) -> bool:
         for turn, text in one.early.items():
