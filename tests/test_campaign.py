@@ -136,13 +136,16 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
             ["explore", CHAIN, "--strategy", "dfs"],
             "strategy = 'dfs': allowed is",
         ),
-        (["explore", CHAIN, "--fault", "crash"], "--fault crash = '': allowed is an"),
+        (
+            ["explore", CHAIN, "--fault", "crash"],
+            "--fault = 'crash': allowed is KIND=NUMBER",
+        ),
         (["explore", CHAIN, "--values", "x"], "values = 'x'"),
         (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
         (["explore", "nowhere.toml"], "nowhere.toml"),
         (["replay", "nowhere.json"], "nowhere.json: No such file"),
         (["replay", "nowhere.json", CHAIN], "nowhere.json: No such file"),
-        (["replay", CHAIN, CHAIN], "chain.toml is no file of Failure.save"),
+        (["replay", CHAIN, CHAIN], "chain.toml is no run that jdag explore saved"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said):

@@ -309,6 +309,15 @@ def test_the_trace_of_a_run_has_what_was_picked_in_its_order():
     assert told == picked and len(picked) > 50
 
 
+@pytest.mark.parametrize("make", [RandomWalk, PCT])
+def test_a_crash_comes_anywhere_in_a_run_and_the_report_says_how_many_it_ended(make):
+    budget = {"crash": 1}
+    found = jdag.explore(TERMS, [*"abcd"], runs=60, strategy=make(), faults=budget)
+    assert found.failure is None and 15 < found.lost < 50
+    assert f"60 runs, {found.lost} of them ended by a crash" in str(found)
+    assert found.reached["owner", "ending", "Lost"]
+
+
 def picks_of(strategy, run, points):
     pick = strategy.begin(run)
     return [pick(steps) for steps in points]
@@ -423,7 +432,7 @@ def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
     failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
     failure.save(path)
     path.write_text(path.read_text()[:-40])
-    with pytest.raises(ScenarioError, match=r"is no file of Failure\.save: "):
+    with pytest.raises(ScenarioError, match=r"is no run that jdag explore saved: "):
         jdag.replay(path, ONE)
     with pytest.raises(ScenarioError, match=r"bug\.jso: No such file"):
         jdag.replay(str(path)[:-1], ONE)

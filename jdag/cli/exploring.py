@@ -88,8 +88,7 @@ def explore(  # noqa: PLR0913 - options of a command.
                 report.failure.save(out, str(file))
             except OSError as error:
                 raise ScenarioError(f"{out}: {reason(error)}") from error
-        counts = f"{report.runs:,} runs, {report.orders:,} orders"
-        console.print(counts, highlight=False)
+        console.print(report.counts, highlight=False)
         _say(console, report, file, out)
     raise typer.Exit(1 if report.failure else 0)
 
@@ -209,7 +208,9 @@ def _timeline(held: Mapping[str, Any], played: Played) -> Iterator[str]:
 
 
 def _fault(text: str) -> tuple[str, int]:
-    kind, _, number = text.partition("=")
+    kind, equals, number = text.partition("=")
+    if not equals:
+        raise ScenarioError(unusable("--fault", text, "KIND=NUMBER, such as crash=1"))
     return kind, _natural(f"--fault {kind}", number, 0)
 
 

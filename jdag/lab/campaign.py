@@ -56,7 +56,7 @@ def attempt(path: Path, request: Any) -> dict[str, Any]:
         return {"error": str(error)}
     failure = found.failure
     return {
-        "counts": [found.runs, found.redundant, found.picks],
+        "counts": [found.runs, found.redundant, found.picks, found.lost],
         "seen": [order.hex() for order in found.seen],
         "reached": [found.reached[triple] for triple in TRIPLES],
         "failure": failure and [failure.run, [*failure.choices]],
@@ -138,9 +138,9 @@ def _read(
 ) -> Report:
     strategy.learn(reply["learned"])
     reached = zip(TRIPLES, reply["reached"], strict=True)
-    runs, redundant, picks = reply["counts"]
+    runs, redundant, picks, lost = reply["counts"]
     report = Report(
-        *(runs, redundant, picks),
+        *(runs, redundant, picks, lost),
         seen=dict.fromkeys(map(bytes.fromhex, reply["seen"])),
         reached=Counter({triple: count for triple, count in reached if count}),
     )

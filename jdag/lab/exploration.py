@@ -36,6 +36,7 @@ class Report:
         runs: how many there were.
         redundant: how many more were given up, as their orders had been seen.
         picks: how often a step was picked among several, over all runs.
+        lost: how many runs a worker's crash ended.
         failure: the first run that broke the property; None if none did.
         bound: what the strategy promises; "" for nothing.
         reached: in how many runs an event came in a phase: by role, phase and event
@@ -45,6 +46,7 @@ class Report:
     runs: int = 0
     redundant: int = 0
     picks: int = 0
+    lost: int = 0
     failure: Failure | None = None
     bound: str = ""
     seen: dict[bytes, None] = field(default_factory=dict, repr=False)
@@ -72,6 +74,7 @@ class Report:
             self.runs += other.runs
             self.redundant += other.redundant
             self.picks += other.picks
+            self.lost += other.lost
             self.failure, self.bound = other.failure, other.bound
             self.seen |= other.seen
             self.reached += other.reached
@@ -81,11 +84,17 @@ class Report:
         """How many runs differed in the order of steps on some worker."""
         return len(self.seen)
 
+    @property
+    def counts(self) -> str:
+        """How many runs and orders there were, and how many a crash ended."""
+        ended = f", {self.lost:,} of them ended by a crash" if self.lost else ""
+        return f"{self.runs:,} runs{ended}, {self.orders:,} orders"
+
     def __str__(self) -> str:
         found = (
             "no violation" if self.failure is None else f"violated by {self.failure}"
         )
-        counts = f"{self.runs:,} runs, {self.orders:,} orders, {self.picks:,} picks"
+        counts = f"{self.counts}, {self.picks:,} picks"
         covered = f"{len(self.reached)} of {len(TRIPLES)} triples"
         return "; ".join(filter(None, [counts, covered, self.bound, found]))
 
@@ -151,6 +160,7 @@ def exploration(
                 continue
             report.runs += 1
             report.picks += sum([options > 1 for options in played.options])
+            report.lost += played.explored.error is not None
             report.seen[order_of(played.steps)] = None
             report.reached.update(played.reached)
             report.failure = failure_of(subject, played, property, run)

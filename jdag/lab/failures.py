@@ -195,7 +195,7 @@ def read_failure(path: str | Path) -> dict[str, Any]:
     Raises:
         ScenarioError: the file is no such one, or cannot be read; names what is wrong.
     """
-    wrong = f"{path} is no file of Failure.save"
+    wrong = f"{path} is no run that jdag explore saved"
     try:
         held = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -59,16 +59,34 @@ class Strategy:
 
 
 class RandomWalk(Strategy):
-    """Each step with the same probability, by a seed."""
+    """Each step with the same probability, by a seed; faults anywhere in the run.
+
+    Of each kind of fault in the budget one comes in as many picks as the run of first
+    choices has, on average: with a step's probability it would come at the start.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = _natural("seed", seed, 0)
+        self._planned = 1
+
+    def planned(self, steps: int) -> None:
+        """See `Strategy`."""
+        self._planned = max(1, steps)
 
     def begin(self, run: int) -> Pick:
         """See `Strategy`."""
         random = Random(f"walk {self._seed} {run}")
-        # As `random` does it, without its loop of draws.
-        return lambda steps: int(random.random() * len(steps))
+
+        def pick(steps: tuple[Step, ...]) -> int:
+            count = len(steps)
+            if steps[-1].kind in FAULTS:
+                count, fault = _fault(steps, random, self._planned)
+                if fault is not None:
+                    return fault
+            # As `random` does it, without its loop of draws.
+            return int(random.random() * count)
+
+        return pick
 
 
 class PCT(Strategy):
@@ -76,7 +94,7 @@ class PCT(Strategy):
 
     A bug that needs `depth` steps to come in some order is found by one run with a
     probability of at least 1 / (n k^(depth-1)), for n chains and k picks: half as many
-    again as the run of first choices has. Faults come at random, within their budget.
+    again as the run of first choices has. Faults come as in `RandomWalk`.
 
     Source: Burckhardt, Kothari, Musuvathi, Nagarakatte, "A Randomized Scheduler with
     Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
@@ -114,6 +132,11 @@ class PCT(Strategy):
 
         def pick(steps: tuple[Step, ...]) -> int:
             nonlocal count
+            if steps[-1].kind in FAULTS:
+                ordinary, fault = _fault(steps, random, self._planned)
+                if fault is not None:
+                    return fault
+                steps = steps[:ordinary]
             for step in steps:
                 if step.chain not in priorities:
                     priorities[step.chain] = random.random()
@@ -257,6 +280,20 @@ def parsed(text: str) -> Strategy:
     if name == "random":
         return RandomWalk(*given)
     return PCT(*given) if name == "pct" else Exhaustive(*given)
+
+
+def _fault(steps: Sequence[Step], random: Random, picks: int) -> tuple[int, int | None]:
+    """How many steps are no faults, which come last; the index of one that comes now.
+
+    There is one of each kind in so many picks.
+    """
+    count = len(steps)
+    while count and steps[count - 1].kind in FAULTS:
+        count -= 1
+    kinds = len({step.kind for step in steps[count:]})
+    if count and random.random() * picks >= kinds:
+        return count, None
+    return count, count + int(random.random() * (len(steps) - count))
 
 
 def _highest(steps: Sequence[Step], priorities: dict[tuple[str, ...], float]) -> int:
