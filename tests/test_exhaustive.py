@@ -126,6 +126,13 @@ def test_programs_of_two_contexts_begin_in_either_order():
     assert sorted(orders) == [("one", "other"), ("other", "one")]
 
 
+def test_other_steps_may_come_before_the_main_program_goes_on():
+    subject = Subject(two_programs, [*"ab"], "abstract", {})
+    played = subject.play(lambda steps: len(steps) - 1)
+    picked = zip(played.firsts, played.steps, strict=True)
+    assert any(first.kind == "main" != step.kind for first, step in picked)
+
+
 def test_a_crash_is_before_or_after_the_steps_of_all_workers():
     here, there = Step("deliver", "a", "c", 1), Step("deliver", "b", "c", 1)
     assert order_of([here, there]) == order_of([there, here])
