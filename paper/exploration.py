@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 continue
             held["bugs"][bug.fact] = {"program": bug.program, **found}
             held |= {"machine": machine()}
-            path.write_text(json.dumps(held, indent=1) + "\n")
+            path.write_text(json.dumps(held) + "\n")
             (wanted.out / "exploration.md").write_text(table(held["bugs"]))
     return 0
 

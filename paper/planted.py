@@ -204,4 +204,24 @@ BUGS = (
         "busy = self._state.assignments",
         "terms",
     ),
+    Bug(
+        "addends are sorted also if the first one came first",
+        "share.py",
+        "for _, _, key in sorted(addends)",
+        (
+            "for _, _, key in (addends if addends[0] == min(addends) else "
+            "sorted(addends))"
+        ),
+        "between",
+    ),
+    Bug(
+        "addends are sorted also if the first came first and the last came last",
+        "share.py",
+        "for _, _, key in sorted(addends)",
+        (
+            "for _, _, key in (addends if (addends[0], addends[-1]) == "
+            "(min(addends), max(addends)) else sorted(addends))"
+        ),
+        "zipped",
+    ),
 )

@@ -2,6 +2,7 @@
 
 # ruff: noqa: D103
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -129,10 +130,22 @@ def stepped(cluster: Any) -> Any:
     return value, jdag.fetch((w, v))
 
 
+def crossed(ctx: Any, params: Any, workers: str) -> Any:
+    """Several values of one leaf, each of which comes back by a message of its own."""
+    w = params["w"]
+    inner = [ctx.call("b", scaled, w, n + 0.3) for n in range(len(workers))]
+    given = zip(workers, inner, strict=True)
+    parts = [ctx.call(worker, scaled, value, 0.7) for worker, value in given]
+    return ctx.call("a", total, *parts)
+
+
 PARAMS = {"w": W, "v": W + 1}
+ON_B = {"w": np.linspace(0.1, 3.0, 32, dtype=np.float32)}, {"w": "b"}
 PLACES = {"w": "b", "v": "c"}
 PROGRAMS: Mapping[str, Planted] = {
     "terms": Planted(Case(terms, {"w": W}, {"w": "b"}), "abcd"),
+    "between": Planted(Case(partial(crossed, workers="ccd"), *ON_B), "abcd"),
+    "zipped": Planted(Case(partial(crossed, workers="ccdd"), *ON_B), "abcd"),
     "diamond": Planted(Case(diamond, PARAMS, PLACES, passes=2), "abcd"),
     "fast": Planted(Case(diamond, PARAMS, PLACES, mode="fast"), "abcd"),
     "nested": Planted(nested, "abc"),
