@@ -16,8 +16,12 @@ import jdag
 from jdag import testing
 from jdag.engine import share
 from jdag.errors import ScenarioError
+from jdag.lab.subject import Subject
+from jdag.scenario import Case
+from jdag.testing import checks, plugin
 from jdag.testing.checks import Violation
 from jdag.testing.drawn import Call, Program, program_of
+from tests.pipeline_cases import batches, layer, square, weights
 from tests.test_readme import block
 
 ROOT = Path(__file__).parents[1]
@@ -44,6 +48,42 @@ def test_drawn_schedules_pass_their_check(schedule, workers):
     assert workers[0] == "main" and 2 <= len(workers) <= 3
 
 
+@settings(max_examples=3)
+@given(testing.clusters(2, 4))
+def test_a_program_over_a_drawn_cluster_is_held_to_its_oracle(workers):
+    calls = [Call(worker, "scale", (0, n)) for n, worker in enumerate(workers)]
+    program = Program(workers, (workers[-1],), tuple(calls))
+    testing.assert_equals_oracle(program.case(), workers, runs=2)
+    with pytest.raises(Violation, match="there is no worker 'main'"):
+        testing.assert_equals_oracle(program.case(), workers[1:], runs=1)
+
+
+def pipelined(schedule, target=square):
+    """A pipeline's step, as a case."""
+    stages, count = schedule.stages, schedule.micro_batches
+    names = [f"w{number}" for number in range(stages)]
+    rows = batches(count)
+
+    def program(ctx, params):
+        pipe = jdag.pipeline([layer] * stages, target)
+        return pipe(ctx, [params[name] for name in names], rows, rows)
+
+    return Case(
+        program,
+        params=dict(zip(names, weights(stages), strict=True)),
+        placement={name: schedule.worker(n) for n, name in enumerate(names)},
+    )
+
+
+@settings(max_examples=3)
+@given(testing.schedules(max_stages=3, max_micro_batches=4))
+def test_a_pipeline_under_a_drawn_schedule_is_held_to_its_oracle(schedule):
+    given: Any = {"runs": 1, "simulated": {"schedule": schedule}}
+    with mock.patch.object(checks, "simulate", wraps=jdag.simulate) as simulate:
+        testing.assert_equals_oracle(pipelined(schedule), schedule.workers, **given)
+    assert simulate.call_args.kwargs["schedule"] is schedule
+
+
 def wrong(program):
     """Whether a program's sums are in the order of arrival, where the engine's are."""
     try:
@@ -54,24 +94,57 @@ def wrong(program):
 
 
 THREE = tuple([Call(worker, "scale", (0, 0)) for worker in ("a", "b", "c", "main")])
+LARGE = Program(("main", "a", "b", "c"), ("a",), (*THREE, *THREE[:2]), terms=6)
 
 
 def test_a_program_that_fails_is_shrunk_by_hypothesis(tmp_path):
-    large = Program(("main", "a", "b", "c"), ("a",), (*THREE, *THREE[:2]), terms=6)
     kept = st.builds(
-        lambda count: Program(large.workers, ("a",), large.calls[:count], count),
-        st.integers(1, len(large.calls)),
+        lambda count: Program(LARGE.workers, ("a",), LARGE.calls[:count], count),
+        st.integers(1, len(LARGE.calls)),
     )
     with mock.patch.object(share, "sorted", list, create=True):
-        assert wrong(large)
+        assert wrong(LARGE)
         small = find(kept, wrong, settings=settings(max_examples=10, database=None))
-        assert len(small.calls) < len(large.calls)
+        assert len(small.calls) < len(LARGE.calls)
         with pytest.raises(Violation) as raised:
             testing.assert_equals_oracle(small, runs=15)
         violation: Any = raised.value
         violation.save(tmp_path / "bug.json")
         held = json.loads((tmp_path / "bug.json").read_text())
         assert held["scenario"].startswith("drawn:")
+
+
+def test_the_option_repeats_the_saved_choices_and_explores_nothing(tmp_path):
+    path, played = tmp_path / "bug.json", []
+    play = Subject.play
+
+    def noted(subject, pick):
+        played.append(play(subject, pick))
+        return played[-1]
+
+    with mock.patch.object(share, "sorted", list, create=True):
+        with pytest.raises(Violation) as raised:
+            testing.assert_equals_oracle(LARGE, runs=15)
+        then: Any = raised.value
+        then.save(path)
+        config = mock.Mock(getoption=lambda _: str(path))
+        plugin.pytest_configure(config)
+        try:
+            with (
+                mock.patch.object(checks, "exploration") as exploration,
+                mock.patch.object(Subject, "play", noted),
+                pytest.raises(Violation) as again,
+            ):  # Whichever program was drawn this time.
+                testing.assert_equals_oracle(Program(("a",), ("a",), ()), runs=15)
+        finally:
+            plugin.pytest_unconfigure(config)
+        now: Any = again.value
+        assert now.failure.digest == then.failure.digest
+    assert not exploration.called
+    assert any(then.failure.choices) and now.failure.choices == then.failure.choices
+    assert now.drawn == LARGE
+    assert sum([any(one.choices) for one in played]) == 1  # Else the first order.
+    testing.assert_equals_oracle(LARGE, runs=1)
 
 
 def test_bad_input_is_one_line():
