@@ -362,8 +362,8 @@ class Node:
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
-                if self._journal is not None:  # Before what the inputs led to leaves.
-                    self._journal.flush()
+                if unflushed and self._journal is not None:
+                    self._journal.flush()  # Before what the inputs led to leaves.
                 for _ in range(len(unflushed)):
                     peer = unflushed.popleft()
                     peer.flush()
@@ -377,6 +377,8 @@ class Node:
 
     def _sweep(self) -> None:
         self._buffers.sweep()
+        if self._journal is not None:
+            self._journal.flush()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
     # ------------------------------------------------------------------ what peers say

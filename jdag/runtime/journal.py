@@ -14,7 +14,8 @@ A journal has a head, one line for each input, and a line that says why it ends:
     l WORKER, J WORKER                      that incarnation is lost, or has joined
 
 Inputs:  of a node's host, each event before its engine handles it.
-Outputs: the file, written before what an event led to leaves the process.
+Outputs: the file, written before what an event led to leaves the process, or within a
+         second.
 Invariants: a line is whole, or it is the last one; at most `bytes_max` are written.
 """
 
@@ -57,7 +58,11 @@ def entry(event: Any, causes: tuple[int, ...] = ()) -> str:
     kind = event.__class__
     if kind is Arrived:
         number = causes[0] if causes else 0
-        return f"m {event.sender} {number} {message_said(event.message)}"
+        message = event.message
+        name, context, of, path = said(message)
+        if message.__class__ is Acknowledge:
+            path = (len(message.paths),)
+        return f"m {event.sender} {number} {name} {context or '-'} {of} {path}"
     if kind is Computed:
         failure = event.failure
         return f"j {event.job} {'ok' if failure is None else failure.error}"
@@ -67,14 +72,6 @@ def entry(event: Any, causes: tuple[int, ...] = ()) -> str:
         return f"J {incarnated(event.name, event.incarnation)}"
     name, context, number, path = said(event)
     return f"p {name} {context or '-'} {number} {path}"
-
-
-def message_said(message: Any) -> str:
-    """Return what a line says of a message, beside its sender and number."""
-    name, context, number, path = said(message)
-    if message.__class__ is Acknowledge:
-        path = (len(message.paths),)
-    return f"{name} {context or '-'} {number} {path}"
 
 
 class Journal:

@@ -26,6 +26,7 @@ from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import (
     Acknowledge,
     Alarm,
+    Arrived,
     Computed,
     ContextId,
     Event,
@@ -44,7 +45,7 @@ from jdag.engine.protocol import (
 from jdag.errors import JdagError, ReplayError
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program
-from jdag.runtime.journal import FULL, Entries, entry, message_said
+from jdag.runtime.journal import FULL, Entries, entry
 from jdag.runtime.stats import Sent, info
 from jdag.runtime.waiters import Cancel, Waiters
 from jdag.sim.programs import Programs
@@ -324,8 +325,8 @@ class Replaying:
                 return False
             message, values = sent[rank]
             sent[rank] = message, ()
-            if message_said(message) != said:
-                found = f"m {sender} {number} {message_said(message)}"
+            found = entry(Arrived(sender, message), (int(number),))
+            if found != one.line:
                 raise self._deviates(one, found)
         self._took(one)
         one.host.arrived(sender, message, values)
