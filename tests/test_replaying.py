@@ -20,6 +20,7 @@ from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
 from jdag.errors import JdagError, ReplayError, ScenarioError, WorkerLost
+from jdag.rpc.connection import Connection
 from jdag.rpc.requests import Journaled
 from jdag.runtime.journal import Entries, read_journals
 from jdag.sim.replaying import Replaying, _Worker
@@ -162,6 +163,27 @@ def test_the_return_of_a_lost_worker_is_repeated(tmp_path: Path):
     (tmp_path / "c#1.journal").unlink()
     with pytest.raises(ScenarioError, match=r"c#1\.journal: No such file"):
         read_journals(tmp_path, WORKERS, NAME)
+
+
+def test_a_journal_is_written_before_what_its_inputs_led_to_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    unwritten: list[int] = []
+    flushed = Connection.flush
+
+    def run(c: Any) -> None:
+        journals = {id(node._loop): node._journal for node in c.nodes.values()}
+
+        def flush(peer: Connection) -> None:
+            unwritten.append(len(journals[id(peer._loop)]._lines))
+            flushed(peer)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Connection, "flush", flush)
+            thrice(c)
+
+    recorded(tmp_path, run)
+    assert unwritten and not any(unwritten)
 
 
 def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
