@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from random import Random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from jdag.errors import JdagError, ScenarioError
 from jdag.runtime.chooser import Chooser, checked
 from jdag.runtime.ready import ReadyJobs
+from jdag.schedules import Action
 from jdag.sim import Delay, DeviceModel, Drop, Duplicate, LinkModel
 from jdag.sim.settings import SimSettings
 from tests.face_cases import total
@@ -116,6 +118,20 @@ def test_what_is_cleared_is_not_handed_out():
         ready.add(job, job)
     ready.clear()
     assert len(ready) == 0 and ready.take() == []
+
+
+def test_a_list_waits_for_nothing_while_its_next_action_is_ready():
+    ready = ReadyJobs(Chooser(), "a", (Action("F", 0, 0), Action("F", 0, 1)))
+
+    def add(micro_batch: int) -> None:
+        tag = SimpleNamespace(listed=True, stage=0, micro_batch=micro_batch)
+        ready.add(SimpleNamespace(context=None, action="F", tag=tag), micro_batch)
+
+    add(1)
+    assert ready.stalled.startswith("worker a waits for 0F0,") and not ready.take()
+    add(0)
+    assert not ready.stalled
+    assert [ready.take(), ready.take()] == [[0], [1]]
 
 
 @pytest.mark.parametrize("chooser", [Chooser(), Picking()])

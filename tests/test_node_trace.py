@@ -19,8 +19,9 @@ from tests.rpc_nodes import cluster
 from tests.test_node import gradient
 
 MANY: dict[str, Any] = {"events_max": 100_000}
-# When a value is given back, and how many acknowledgements leave as one, time decides.
-TIMED = ("Acknowledge", "Discard", "Discarded", "ack")
+# When a value is given back, how many acknowledgements leave as one, and how often a
+# worker is passive in a pass, time decides.
+TIMED = ("Acknowledge", "Answer", "Discard", "Discarded", "ack")
 
 
 def events(trace: Trace) -> Counter[Any]:

@@ -12,7 +12,7 @@ from jdag.lab.prediction import Prediction
 from tests.scenario_cases import written
 
 FOUND: dict[str, dict[str, Any]] = {
-    "measured": {},
+    "measured": {"step_ns": [900, 1_000, 1_001]},
     "network": {"latency_ns": 1_500},
     "devices": {"job_ns": 20, "functions": {"shapes:scale": [1_000, 2_000]}},
 }
@@ -31,6 +31,7 @@ def test_a_calibration_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert code == 0
     for text in ("shapes:scale", "1 us", "2 us", "latency_ns: 1.5 us", "c.toml"):
         assert text in out
+    assert "steps took 1 us (900 ns to 1.001 us)" in out
 
 
 def test_a_prediction_is_printed_beside_real_steps(

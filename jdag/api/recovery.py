@@ -373,7 +373,7 @@ class Recovery:
             self._latest = None
             for entry in self._log:
                 self._dirty.update(changed_by(entry.event))
-        if self._dirty:
+        if self._dirty and self.copies.every:  # Else the log has what changed.
             self.copy()
 
     def _host(self) -> None:

@@ -118,6 +118,8 @@ class ReadyJobs:
             if held and self._at < len(self._steps):
                 came = self._runs[run]
                 wanted = [str(a) for a in self._steps[self._at] if a not in came]
+                if not wanted:  # The device has not come to it yet.
+                    return ""
                 behind = ", ".join([str(action) for action, _, _ in held[:4]])
                 more = f" and {len(held) - 4} more" if len(held) > 4 else ""
                 return (
