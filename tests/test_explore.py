@@ -16,7 +16,7 @@ import pytest
 import jdag
 from jdag.engine import share
 from jdag.engine.phases import TRIPLES
-from jdag.errors import ScenarioError
+from jdag.errors import JdagError, ScenarioError
 from jdag.lab.exploration import order_of, sound
 from jdag.lab.failures import said_of
 from jdag.lab.strategies import (
@@ -318,6 +318,38 @@ def test_a_crash_comes_anywhere_in_a_run_and_the_report_says_how_many_it_ended(m
     assert found.reached["owner", "ending", "Lost"]
 
 
+class Raising(Exhaustive):
+    """All orders, but for what one pick raises."""
+
+    def __init__(self, raised):
+        super().__init__()
+        self._raised = raised
+
+    def begin(self, run):
+        pick: Any = super().begin(run)
+        left = iter(range(20))
+
+        def picked(steps):
+            if run == 2 and next(left, None) == 19:
+                raise self._raised
+            return pick(steps)
+
+        return picked
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), ZeroDivisionError("mine")])
+def test_an_interrupt_and_errors_of_a_strategy_are_no_violation(raised):
+    with pytest.raises(type(raised)):
+        jdag.explore(TERMS, [*"abcd"], strategy=Raising(raised))
+
+
+def test_a_pick_that_is_out_of_range_is_no_violation():
+    strategy: Any = Second()
+    strategy.begin = lambda run: lambda steps: 999
+    with pytest.raises(JdagError, match="the chooser picked 999"):
+        jdag.explore(TERMS, [*"abcd"], strategy=strategy)
+
+
 def picks_of(strategy, run, points):
     pick = strategy.begin(run)
     return [pick(steps) for steps in points]
@@ -376,6 +408,7 @@ def test_a_strategy_of_ones_own_is_a_class():
         ({"program": 3}, "program = 3: allowed is a jdag.scenario.Case, or a function"),
         ({"workers": []}, r"workers = \[\]: allowed is a list of one name or more"),
         ({"values": "none"}, "values = 'none'"),
+        ({"faults": [1]}, r"faults = \[1\]: allowed is numbers by kind"),
         ({"faults": {"fire": 1}}, "faults = 'fire': allowed is one of crash, rejoin"),
         ({"faults": {"delay": 1}}, "without a fault, a frame may be as late as it can"),
         ({"faults": {"crash": -1}}, "faults: crash = -1: allowed is an integer >= 0"),

@@ -94,6 +94,7 @@ def test_another_job_listens_at_other_ports(tmp_path: Path):
     ("changes", "workers", "said"),
     [
         ({"SLURM_JOB_ID": None}, None, "SLURM_JOB_ID = None: .* srun jdag up --slurm"),
+        ({"SLURM_PROCID": "9"}, None, "SLURM_PROCID = 9: allowed is less than"),
         ({"SLURM_PROCID": "x"}, None, "SLURM_PROCID = 'x': allowed is an integer"),
         ({"SLURM_NODEID": "0"}, None, "= 0: allowed is 2 for task 2: srun --dist"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, None, r"'2\(3\)': allowed is counts"),

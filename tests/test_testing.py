@@ -196,10 +196,16 @@ def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_p
     assert code == 1, said
     (line,) = [line for line in said.splitlines() if line.startswith("repeat it: ")]
     words = line.removeprefix("repeat it: pytest ").split()
-    assert words[1:] == ["--jdag-replay", words[2]] and words[2].startswith(".jdag/")
+    assert words[:2] == ["-p", "jdag.testing.plugin"] and words[3] == "--jdag-replay"
+    assert words[4].startswith(".jdag/")
     violated = [line for line in said.splitlines() if "the first choice every" in line]
     code, said = pytest_of(*words)
     assert code == 1 and violated[-1].partition(" (")[0] in said
+    other = tmp_path / "other.json"
+    saved = (tmp_path / words[4]).read_text()
+    other.write_text(saved.replace('"program": "', '"program": "other'))
+    code, said = pytest_of("test_mine.py", "--jdag-replay", "other.json")
+    assert code == 1 and "other.json was not repeated" in said
     code, said = pytest_of("test_mine.py", "--jdag-replay", "nowhere.json")
     assert code == 4 and "--jdag-replay nowhere.json: no such file" in said
 

@@ -88,7 +88,8 @@ class Report:
     def counts(self) -> str:
         """How many runs and orders there were, and how many a crash ended."""
         ended = f", {self.lost:,} of them ended by a crash" if self.lost else ""
-        return f"{self.runs:,} runs{ended}, {self.orders:,} orders"
+        more = f" ({self.redundant:,} more seen before)" if self.redundant else ""
+        return f"{self.runs:,} runs{more}{ended}, {self.orders:,} orders"
 
     def __str__(self) -> str:
         found = (
@@ -160,7 +161,8 @@ def exploration(
                 continue
             report.runs += 1
             report.picks += sum([options > 1 for options in played.options])
-            report.lost += played.explored.error is not None
+            explored = played.explored
+            report.lost += explored.crashed and explored.error is not None
             report.seen[order_of(played.steps)] = None
             report.reached.update(played.reached)
             report.failure = failure_of(subject, played, property, run)

@@ -202,7 +202,11 @@ class Exhaustive(Strategy):
             if is_over:  # The program still leaves its context.
                 raise Redundant
             if at < len(path):
-                assert path[at][0] == steps, "a run differs from the one before"
+                if path[at][0] != steps:
+                    raise ScenarioError(
+                        "strategy = 'exhaustive': the program does something else in "
+                        "each run; allowed is one that its order of events decides"
+                    )
             elif at < len(taken):
                 seen = frozenset(steps[: taken[at]] if self._sleep_sets else ())
                 path.append((steps, taken[at], self._asleep() | seen))

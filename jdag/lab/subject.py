@@ -97,6 +97,9 @@ class Subject:
         if not (isinstance(program, Case) or callable(program)):
             allowed = "a jdag.scenario.Case, or a function of a cluster"
             raise ScenarioError(unusable("program", program, allowed))
+        if not isinstance(faults, Mapping):
+            allowed = 'numbers by kind, such as {"crash": 1}'
+            raise ScenarioError(unusable("faults", faults, allowed))
         for kind, number in faults.items():
             if kind not in FAULTS:
                 allowed = f"one of {', '.join(FAULTS)}"
@@ -152,12 +155,20 @@ class Subject:
     ) -> tuple[Explored | None, Trace]:
         """Run once; None if that was given up."""
         cluster = simulated(self._settings(chooser, trace))
+        explored: Explored | None = None
         try:
-            return self._explored(cluster, chooser.choices), cluster.trace
-        except Redundant:
-            return None, cluster.trace
+            explored = self._explored(cluster, chooser.choices)
+        except BaseException as error:
+            _pass_on_interrupt(error)
+            if not isinstance(error, Redundant):
+                raise
         finally:
             cluster.close()
+        if explored is not None:
+            _pass_on_interrupt(explored.error)
+        if chooser.failed is not None:
+            raise chooser.failed
+        return explored, cluster.trace
 
     def _again(self, choices: Sequence[int]) -> Trace:
         pick = Script(choices).begin(0)
@@ -234,3 +245,11 @@ class Subject:
             truth = self.program.truth()
             self._expected = tuple(np.asarray(one) for one in truth)
         return self._expected
+
+
+def _pass_on_interrupt(error: BaseException | None) -> None:
+    """Raise the interrupt that leaving a context has turned into an error."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        error = error.__context__

@@ -141,7 +141,10 @@ def write_cluster_file(
             raise ScenarioError(unusable("--workers", name, NAMES))
     # Host by host, as srun does unless told otherwise.
     of_tasks = [at for at, tasks in enumerate(on_hosts) for _ in range(tasks)]
-    if len(on_hosts) != len(hosts) or len(of_tasks) != count or task >= count:
+    if task >= count:
+        said = f"less than SLURM_NTASKS = {count}"
+        raise ScenarioError(unusable("SLURM_PROCID", task, said))
+    if len(on_hosts) != len(hosts) or len(of_tasks) != count:
         said = f"as many as SLURM_NTASKS = {count} on {len(hosts)} hosts"
         raise ScenarioError(unusable("SLURM_TASKS_PER_NODE", on_hosts, said))
     if of_tasks[task] != node:

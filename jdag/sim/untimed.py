@@ -86,6 +86,7 @@ class StepChooser(Chooser):
         steps: those there were at each pick.
         choices: the index of the one that was picked.
         reached: phase and event of what came to engines about contexts.
+        failed: what picking raised first.
     """
 
     picks_jobs = untimed = True
@@ -102,12 +103,17 @@ class StepChooser(Chooser):
         self.steps: list[tuple[Step, ...]] = []
         self.choices: list[int] = []
         self.reached: dict[Situation, None] = {}
+        self.failed: Exception | None = None
 
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
-        index = self._pick(steps)
-        if not 0 <= index < len(steps):
-            raise out_of_range(index, len(steps))
+        try:
+            index = self._pick(steps)
+            if not 0 <= index < len(steps):
+                raise out_of_range(index, len(steps))
+        except Exception as error:
+            self.failed = self.failed or error
+            raise
         self.steps.append(steps)
         self.choices.append(index)
         return index

@@ -1,7 +1,7 @@
 """`assert_equals_oracle`: a program in several orders of events, in one assertion.
 
 Inputs:  a program, and what `jdag.explore` takes; `replaying`, a file of a failure that
-         the next assertion repeats in place of exploring.
+         the assertion of its program repeats in place of exploring.
 Outputs: nothing, or a `Violation`, whose failure the pytest plugin shrinks and saves.
 """
 
@@ -23,6 +23,7 @@ from jdag.testing.drawn import Program, program_of
 DRAWN = "drawn:"  # Begins a failure's `scenario` if the program was drawn.
 RELATIVE_MAX = 1e-5
 replaying: list[Path] = []  # One file, or none.
+repeated: list[Path] = []  # The same, once its run was repeated.
 
 
 class Violation(AssertionError):
@@ -66,8 +67,7 @@ def assert_equals_oracle(
         ScenarioError: an argument is unusable.
     """
     drawn = program if isinstance(program, Program) else None
-    if replaying:
-        _replay(replaying[0], program, drawn, property)
+    if replaying and _replay(replaying[0], program, workers, drawn, property):
         return
     what = program.case() if isinstance(program, Program) else program
     names = drawn.workers if drawn is not None else tuple(workers)
@@ -95,15 +95,25 @@ def _check_timed(subject: Subject, settings: Mapping[str, Any]) -> None:
 
 
 def _replay(
-    path: Path, program: Any, drawn: Program | None, property: Property
-) -> None:
+    path: Path,
+    program: Any,
+    workers: Sequence[str],
+    drawn: Program | None,
+    property: Property,
+) -> bool:
+    """Repeat the run of a file; False if that is of another assertion of the test."""
     held = read_failure(path)
     if held["scenario"].startswith(DRAWN):
         drawn = program_of(json.loads(held["scenario"].removeprefix(DRAWN)))
     what = program if drawn is None else drawn.case()
-    played = replayed(held, path, what)
     subject = Subject(what, held["workers"], held["values"], held["faults"])
+    own = held["workers"] if drawn is not None else [*workers]
+    if (subject.name, own) != (held["program"], held["workers"]):
+        return False
+    repeated[:] = [path]
+    played = replayed(held, path, what)
     subject.first()
     failure = failure_of(subject, played, property, held["run"])
     if failure is not None:
         raise Violation(failure, drawn)
+    return True

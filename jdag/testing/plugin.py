@@ -29,10 +29,19 @@ def pytest_configure(config: pytest.Config) -> None:
         _checks().replaying[:] = [Path(path)]
 
 
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say if no assertion has repeated the file."""
+    path = config.getoption(OPTION)
+    if path is not None and not _checks().repeated:
+        said = f"{path} was not repeated: its program or workers are in no assertion"
+        terminalreporter.write_line(f"jdag: {said} that was run", red=True)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Repeat nothing any more."""
     if config.getoption(OPTION) is not None:
         _checks().replaying.clear()
+        _checks().repeated.clear()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -46,8 +55,11 @@ def pytest_runtest_makereport(
         path = _file_of(item)
         error.failure = error.failure.shrink()
         error.save(path)
-        test = shlex.quote(item.nodeid)
-        said = f"{error.failure}\nrepeat it: pytest {test} {OPTION} {path}"
+        config: Any = item.config
+        test = shlex.quote(config.cwd_relative_nodeid(item.nodeid))
+        loaded = f"-p {__name__} " * (__name__ in config.invocation_params.args)
+        command = f"pytest {loaded}{test} {OPTION} {path}"
+        said = f"{error.failure}\nrepeat it: {command}"
         report.sections.append(("jdag", said))
     return report
 
