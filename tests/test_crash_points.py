@@ -54,6 +54,7 @@ quiet_life = cache(lambda every: played(partial(lived, every), WORKERS))
 
 @drawn_from(max_examples=sized(50, 400))
 @given(st.integers(0, 99), st.integers(1, 3), crashes(WORKERS))
+@example(42, 3, [(0.838, "c", 165, 0), (0.838, "c", 0, 549)])  # Amid two contexts.
 @example(38, 2, [(0.0026, "b", 0, 731), (0.11, "b", 997, 884)])  # Before any copies.
 def test_open_contexts_go_on_with_the_same_bits_wherever_workers_crash(
     seed: int, every: int, crashed: Any

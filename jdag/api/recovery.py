@@ -304,14 +304,24 @@ class Recovery:
             self._paused = before
 
     def _advance(self) -> None:
-        """Let the log begin at the latest snapshot, if no context began before it."""
+        """Let the log begin at the latest snapshot, if it needs no context from before.
+
+        Those are the contexts that are open, and those of which an update after the
+        snapshot used values.
+        """
         if self._latest is None:
             return
         number, snapshot = self._latest
         if any([began < number for began in self._began.values()]):
             return
         over = [entry.event for entry in self._log if entry.number < number]
-        self._log = [entry for entry in self._log if entry.number >= number]
+        rest = [entry for entry in self._log if entry.number >= number]
+        begun = [event.context for event in over if type(event) is Opened]
+        updates = [e.event for e in rest if type(e.event) is Assigned]
+        if any([context in begun for one in updates for context in used_by(one)]):
+            return
+        over += [entry.event for entry in rest if context_of(entry.event) in begun]
+        self._log = [e for e in rest if context_of(e.event) not in begun]
         self._base, self._latest = snapshot, None
         for event in over:
             if type(event) is Dropped:
