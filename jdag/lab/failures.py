@@ -214,9 +214,7 @@ def read_failure(path: str | Path) -> dict[str, Any]:
 
 def repeated(subject: Subject, choices: Sequence[int]) -> Played:
     """Run a subject with these choices."""
-    pick = Script(choices).begin(0)
-    assert pick is not None, choices
-    return subject.play(pick)
+    return subject.play(Script(choices).pick)
 
 
 def failure_of(

@@ -264,8 +264,11 @@ class Script(Strategy):
 
     def begin(self, run: int) -> Pick | None:
         """See `Strategy`."""
-        if run:
-            return None
+        return None if run else self.pick
+
+    @property
+    def pick(self) -> Pick:
+        """What picks in the run, from its begin."""
         left = iter(self._choices)
         return lambda steps: min(next(left, 0), len(steps) - 1)
 

@@ -171,9 +171,7 @@ class Subject:
         return explored, cluster.trace
 
     def _again(self, choices: Sequence[int]) -> Trace:
-        pick = Script(choices).begin(0)
-        assert pick is not None, choices
-        chooser = StepChooser(pick, self.faults.items())
+        chooser = StepChooser(Script(choices).pick, self.faults.items())
         return self._played(chooser, trace=True)[1]
 
     def _explored(self, cluster: Cluster, choices: Sequence[int]) -> Explored:

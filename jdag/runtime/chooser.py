@@ -76,12 +76,7 @@ class Chooser:
 def checked(index: int, count: int) -> int:
     """Return the index that a chooser picked; JdagError if it is out of range."""
     if not 0 <= index < count:
-        raise out_of_range(index, count)
+        raise JdagError(
+            f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"
+        )
     return index
-
-
-def out_of_range(index: int, count: int) -> JdagError:
-    """The error of a chooser that picked no index of so many."""
-    return JdagError(
-        f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"
-    )

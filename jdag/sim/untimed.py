@@ -19,7 +19,7 @@ from heapq import heappop
 from typing import Any, NamedTuple
 
 from jdag.engine.phases import Situation
-from jdag.runtime.chooser import Chooser, out_of_range
+from jdag.runtime.chooser import Chooser, checked
 from jdag.sim.timeline import (
     ACTION,
     BEGIN,
@@ -108,9 +108,7 @@ class StepChooser(Chooser):
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
         try:
-            index = self._pick(steps)
-            if not 0 <= index < len(steps):
-                raise out_of_range(index, len(steps))
+            index = checked(self._pick(steps), len(steps))
         except Exception as error:
             self.failed = self.failed or error
             raise
