@@ -12,7 +12,7 @@ up to three faults last, and may end the program with an error of jdag that name
 worker, within the deadline. Then everything is mended, and in the same session the
 program has to end in the right bits, with no context or pass left on any worker, and
 with no connection, shared memory or descriptor of it left. In some rounds with TLS a
-worker has a certificate that nobody trusts, and joining has to be refused.
+worker has an untrusted certificate, and must not be able to join.
 
 `paper/results/chaos.json` has each round, `chaos.md` the table; both are written after
 each round. A round that hangs is wrong, and ends the campaign with all threads' stacks.

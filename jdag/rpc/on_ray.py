@@ -85,7 +85,7 @@ class _Parent:
     def where(self) -> tuple[str, str]:
         """Return the address of the process, or why there is none.
 
-        Who asks again after that has the process started again.
+        The next request after that starts the process again.
         """
         if self._launch is None and not self._failed:
             self._failed = self._begun()

@@ -199,7 +199,7 @@ class Session:
                 self._no_more.wait(_AGAIN_S)
 
     def _control(self, peer: str) -> Address:
-        """Return where a worker is now, which those who place it may have changed."""
+        """Return the address of a worker, which may have moved since it was started."""
         return self._moved.get(peer) or self._plan.controls[peer]
 
     def _find(self, peer: str) -> None:

@@ -364,8 +364,8 @@ class Replaying:
         others = [other for other in self._all.values() if not other.is_over]
         waiting = [other for other in others if other.line or other.early]
         if one is None:
-            # A program that does something else, before those who wait for it; a
-            # message before its acknowledgement.
+            # Programs that deviate come before workers that wait for them, messages
+            # before their acknowledgements.
             waiting.sort(key=lambda o: (not o.early, _is_acknowledgement(o.line)))
             one = waiting[0] if waiting else self._home
             found = next(iter(one.early.values()), "nothing that could be that")
