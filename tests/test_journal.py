@@ -28,22 +28,22 @@ from jdag.runtime.journal import (
     head_of,
     read_journals,
 )
-from jdag.runtime.recorder import NO_CAUSE
 
 CONTEXT = ContextId(1, 2, 0)
 WORKERS = ("a", "b")
+OK = '["j",1,"ok"]'
 
 
 def journal(folder: Path, worker: str, bytes_max: int = 10_000) -> Journal:
     path = folder / f"{worker}.journal"
-    return Journal(path, head_of(worker, WORKERS, "train.py"), bytes_max, None)
+    return Journal(path, head_of(worker, WORKERS, "train.py"), bytes_max)
 
 
 def written(folder: Path, *, jobs: int = 3, ends: bool = True) -> None:
     for worker in WORKERS:
         made = journal(folder, worker)
         for number in range(jobs):
-            assert made.input(worker, Computed(number, None), (), (), ()) == NO_CAUSE
+            made.note((Computed(number, None), ()))
             made.flush()
         if ends:
             made.close()
@@ -83,28 +83,43 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 def test_lines_are_in_the_file_once_they_are_flushed(tmp_path: Path):
     made = journal(tmp_path, "a")
-    made.input("a", Computed(1, None), (), (), ())
+    made.note((Computed(1, None), ()))
     made.flush()
-    assert (tmp_path / "a.journal").read_text().endswith("\nj 1 ok\n")
+    assert (tmp_path / "a.journal").read_text().endswith(f"\n{OK}\n")
 
 
+@pytest.mark.parametrize("bytes_max", range(40, 60))
 def test_a_journal_that_is_full_ends_with_a_whole_line_and_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, bytes_max: int
 ):
-    made = journal(
-        tmp_path, "a", 100 + len(json.dumps(head_of("a", WORKERS, "train.py")))
-    )
+    head = len(json.dumps(head_of("a", WORKERS, "train.py")) + "\n")
+    made = journal(tmp_path, "a", head + bytes_max)
     for number in range(100):
-        made.input("a", Computed(number, None), (), (), ())
+        made.note((Computed(number, Failure("Büro", "", "a", (), "")), ()))
         if number % 3 == 0:
             made.flush()
     made.close()
     path = tmp_path / "a.journal"
     *lines, end, nothing = path.read_text().split("\n")
     assert (end, nothing) == ("full", "")
-    assert lines[1:] == [f"j {number} ok" for number in range(len(lines) - 1)]
-    assert 5 <= len(lines) <= 15
+    assert lines[1:] == [f'["j",{number},"Büro"]' for number in range(len(lines) - 1)]
+    # No other line would have had room.
+    assert 0 <= head + bytes_max - path.stat().st_size < len('["j",0,"Büro"]\n') + 1
     assert "it has journal_bytes; what is there can be replayed" in caplog.text
+
+
+def test_a_journal_that_has_no_room_for_its_head_has_it_alone(tmp_path: Path):
+    made = journal(tmp_path, "a", 20)
+    made.note((Computed(1, None), ()))
+    made.close()
+    assert (tmp_path / "a.journal").read_text().split("\n")[1:] == ["full", ""]
+
+
+def test_what_comes_after_the_end_of_a_journal_is_not_kept(tmp_path: Path):
+    made = journal(tmp_path, "a")
+    made.close()
+    made.note((Computed(1, None), ()))
+    assert not made._noted
 
 
 def test_a_disk_that_is_full_ends_the_journal_and_not_the_run(
@@ -117,9 +132,9 @@ def test_a_disk_that_is_full_ends_the_journal_and_not_the_run(
 
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
         patched.setattr("os.write", full)
-        made.input("a", Computed(1, None), (), (), ())
+        made.note((Computed(1, None), ()))
         made.flush()
-    made.input("a", Computed(2, None), (), (), ())
+    made.note((Computed(2, None), ()))
     made.close()
     assert "No space left" in caplog.text
 
@@ -144,22 +159,29 @@ def other(text: str, now: str, path: Path) -> None:
     "line",
     [
         "",
-        "m b",
-        "m b x Release 1.2 0 ()",
-        "m b 7 Release 1.2 0",
-        "m b 7 Acknowledge - 0 (0,)",
-        "m b 7 Acknowledge - 0 ()",
-        "j 4",
-        "j x ok",
-        "p Left 1.2 ()",
-        "l ",
-        "J b#1 again",
+        "3",
+        "{}",
+        "[]",
+        "[" * 100_000,
+        '["m","b"]',
+        '["m","b","x","Release",[0,1,0],0,[]]',
+        '["m","b",7,"Release",[0,1],0,[]]',
+        '["m","b",7,"Release",[0,1,0],0]',
+        '["m","b",7,"Release",[0,1,0],0,3]',
+        '["m","b",7,"Release",[0,1,0],0,["a"]]',
+        '["m","b",7,"Acknowledge",null,0,[0]]',
+        '["m","b",7,"Acknowledge",null,0,[]]',
+        '["j",4]',
+        '["j","x","ok"]',
+        '["p","Left",[0,1,0],[]]',
+        '["l",""]',
+        '["J","b#1 again"]',
         "end",
     ],
 )
 def test_a_line_that_is_no_input_is_refused(tmp_path: Path, line: str):
     written(tmp_path)
-    other("j 1 ok", line, tmp_path / "b.journal")
+    other(OK, line, tmp_path / "b.journal")
     with pytest.raises(ScenarioError, match=r"b\.journal: line 3 is no input: "):
         check_journals(tmp_path)
 
@@ -173,11 +195,11 @@ def test_a_line_that_is_no_input_is_refused(tmp_path: Path, line: str):
             "b.journal is of jdag = '0.0.9'; what would replay it has",
         ),
         (
-            partial(other, '"format": 1', '"format": 2'),
-            "b.journal is of format = 2; wh",
+            partial(other, '"format": 2', '"format": 1'),
+            "b.journal is of format = 1; wh",
         ),
         (partial(other, '"workers": ["a"', '"workers": [3'), "b.journal is no journal"),
-        (partial(other, "j 1 ok", "j ok"), "b.journal: line 3 is no input: 'j ok'"),
+        (partial(other, OK, '["j"]'), r"b.journal: line 3 is no input: '\[\"j\"\]'"),
         (lambda path: path.unlink(), "b.journal: No such file"),
         (lambda path: path.write_bytes(b"\xff"), "b.journal is no journal"),
         (lambda path: path.write_text("{}"), "b.journal is no journal"),
@@ -208,5 +230,5 @@ def test_the_journal_of_a_lost_worker_needs_no_end(tmp_path: Path):
     written(tmp_path, ends=False)
     for worker, lost in (("a", "b"), ("b", "a")):
         with (tmp_path / f"{worker}.journal").open("a") as file:
-            file.write(f"l {lost}\nj 9 o")
+            file.write(f'["l","{lost}"]\n["j",9,"o')
     assert read_journals(tmp_path, WORKERS, "train.py")["b"].lines[-1] == "l a"

@@ -175,7 +175,7 @@ def test_a_journal_is_written_before_what_its_inputs_led_to_leaves(
         journals = {id(node._loop): node._journal for node in c.nodes.values()}
 
         def flush(peer: Connection) -> None:
-            unwritten.append(len(journals[id(peer._loop)]._lines))
+            unwritten.append(len(journals[id(peer._loop)]._noted))
             flushed(peer)
 
         with monkeypatch.context() as patched:

@@ -151,8 +151,7 @@ class Node:
 
     def _make_host(self, gone: Mapping[str, str], value_bytes_max: int) -> Host:
         recorder = None if self._recording is None else self._recording.recorder
-        self._journal = journal_of(self._session, recorder)
-        return Host(
+        host = Host(
             self.worker,
             Engine(self.name, self.workers, self.incarnation),
             Machine("real", leaving_bytes_max=value_bytes_max),
@@ -160,8 +159,10 @@ class Node:
             waiters=self._waiters,
             lost=gone,
             value_bytes_max=value_bytes_max,
-            recorder=recorder if self._journal is None else self._journal,
+            recorder=recorder,
         )
+        host.journal = self._journal = journal_of(self._session)
+        return host
 
     def _connector(self, value_bytes_max: int) -> Callable[[str, int], Connection]:
         return partial(
@@ -226,10 +227,7 @@ class Node:
             self._collector.sample()
 
     def _record_no_more(self) -> None:
-        if self._journal is None:
-            self._host.recorder = None
-        else:
-            self._journal.recorder = None
+        self._host.recorder = None
 
     # ------------------------------------------------------------------ for programs
 

@@ -128,7 +128,7 @@ def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording 
     return Recording(worker, session.events_max, stop)
 
 
-def journal_of(session: SessionInfo, recorder: Recorder | None) -> Journal | None:
+def journal_of(session: SessionInfo) -> Journal | None:
     """Return the journal of the node of a session, if its session has one.
 
     Raises:
@@ -140,7 +140,7 @@ def journal_of(session: SessionInfo, recorder: Recorder | None) -> Journal | Non
     worker = incarnated(session.worker, session.members.incarnation)
     path = Path(asked.folder, worker + SUFFIX)
     head = head_of(worker, session.workers, asked.program)
-    return Journal(path, head, asked.bytes_max, recorder)
+    return Journal(path, head, asked.bytes_max)
 
 
 class Collector:

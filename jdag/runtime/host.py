@@ -48,7 +48,8 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.recorder import NO_CAUSE, RECORDED
+from jdag.runtime.journal import Journal
+from jdag.runtime.recorder import NO_CAUSE, RECORDED, NoRecorder, Recorder
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 
@@ -59,23 +60,6 @@ _WAITING = frozenset(
 )
 # The program gets values in place of keys.
 _VALUED = (Fetched.__name__, Stepping.__name__)
-
-
-class Records(Protocol):
-    """What notes the events of an engine, and its effects: a recorder, a journal."""
-
-    def input(
-        self,
-        worker: str,
-        event: Any,
-        causes: tuple[int, ...],
-        keys: Sequence[Key],
-        told: tuple[Any, ...],
-    ) -> int:
-        """Note an event and the values held with it; return its record."""
-
-    def effect(self, worker: str, effect: Any, cause: int) -> int:
-        """Note one of `RECORDED`; return the cause of what it brings about."""
 
 
 class Driver(Protocol):
@@ -118,6 +102,8 @@ class Driver(Protocol):
 class Host:
     """The state of one worker.
 
+    `journal` notes each event before that is recorded or handled, if there is one.
+
     Args:
         worker: its name, with its incarnation.
         lost: the reason for each lost peer; filled by the driver.
@@ -131,6 +117,7 @@ class Host:
         "alive",
         "driver",
         "engine",
+        "journal",
         "lost",
         "machine",
         "objects",
@@ -149,7 +136,7 @@ class Host:
         waiters: Waiters,
         lost: Mapping[str, str],
         value_bytes_max: int | None = None,
-        recorder: Records | None = None,
+        recorder: Recorder | NoRecorder | None = None,
     ) -> None:
         self.worker = worker
         self.engine = engine
@@ -160,6 +147,7 @@ class Host:
         self.driver = driver
         self.waiters = waiters
         self.recorder = recorder
+        self.journal: Journal | None = None
         self._read: dict[Key, Any] = {}  # Values of incomplete fetches.
         self._value_bytes_max = value_bytes_max
 
@@ -217,7 +205,9 @@ class Host:
         `causes` are the trace records that led to the event, `keys` those of the values
         that came with it, which are stored already. Returns the event's record.
         """
-        recorder = self.recorder
+        journal, recorder = self.journal, self.recorder
+        if journal is not None:
+            journal.note((event, causes))
         record = NO_CAUSE
         if recorder is not None:
             record = recorder.input(self.worker, event, causes, keys, said)
@@ -246,19 +236,23 @@ class Host:
                     self.drop(effect.keys)
                 elif kind is Resume:
                     self._resume(effect, cause)
-                elif kind is Alarm:
-                    alarm = driver.alarm(self, effect, cause)
-                    self.waiters.alarms[effect.waiter] = alarm
-                elif kind is Skip:
-                    driver.skip(self, effect)
                 else:
-                    assert kind is Spawn, effect
-                    driver.spawn(self, effect, cause)
+                    self._rarer(effect, cause)
             except Exception as error:
                 failed = failed or error
         if failed is not None and self.alive:
             raise failed
         return record
+
+    def _rarer(self, effect: Alarm | Skip | Spawn, cause: int) -> None:
+        if isinstance(effect, Alarm):
+            alarm = self.driver.alarm(self, effect, cause)
+            self.waiters.alarms[effect.waiter] = alarm
+        elif isinstance(effect, Skip):
+            self.driver.skip(self, effect)
+        else:
+            assert isinstance(effect, Spawn), effect
+            self.driver.spawn(self, effect, cause)
 
     def _resume(self, resume: Resume, cause: int) -> None:
         waiter, result, waiters = resume.waiter, resume.result, self.waiters

@@ -5,7 +5,8 @@ all its effects. What they are follows from the effects of all engines and from 
 programs; so the order of inputs on each worker decides the whole run. How the workers'
 inputs interleave does not: no engine sees it.
 
-A journal has a head, one line for each input, and a line that says why it ends:
+A journal has a head, one line for each input, and a line that says why it ends. An
+input is a JSON list; as text, its parts are separated by spaces:
 
     m SENDER NUMBER KIND CONTEXT PASS PATH  a message, by its number on its link; of an
                                             acknowledgement the PATH is how many
@@ -16,31 +17,37 @@ A journal has a head, one line for each input, and a line that says why it ends:
 Inputs:  of a node's host, each event before its engine handles it.
 Outputs: the file, written before what an event led to leaves the process, or within a
          second.
-Invariants: a line is whole, or it is the last one; at most `bytes_max` are written.
+Invariants: a line is whole, or it is the last one; at most `bytes_max` are written,
+also with the last line, if the head has room in them.
 """
 
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from errno import ENOSPC
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from msgspec.json import Encoder
 
 from jdag.engine.protocol import (
     Acknowledge,
     Arrived,
     Computed,
+    ContextId,
     Joined,
     Lost,
     incarnated,
 )
 from jdag.errors import ScenarioError, reason, repr_of
-from jdag.runtime.recorder import NO_CAUSE, Recorder, said
+from jdag.runtime.recorder import HAS
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".journal"
 END, FULL = "end", "full"
 BYTES_MAX = 1 << 30
@@ -50,112 +57,135 @@ _LINE = re.compile(
     r"|j \d+ \S+|p \w+ \S+ \d+ \([\d, ]*\)|l \S+|J [^#/\s]+#[1-9]\d*"
 )
 
+Input = tuple[Any, tuple[int, ...]]  # An event, and its causes.
+
+_encode, _encode_lines = Encoder().encode, Encoder().encode_lines
+
 _log = logging.getLogger(__name__)
 
 
+def rows(inputs: Iterable[Input]) -> list[tuple[Any, ...]]:
+    """Return the lines of inputs, to be encoded; of a message, its cause is its number.
+
+    This is the hot loop: it calls no function of Python.
+    """
+    found: list[tuple[Any, ...]] = []
+    for event, causes in inputs:
+        kind = event.__class__
+        row: tuple[Any, ...]
+        if kind is Arrived:
+            message, sender = event.message, event.sender
+            number = causes[0] if causes else 0
+            kind = message.__class__
+            if kind is Acknowledge:
+                count = (len(message.paths),)
+                row = "m", sender, number, "Acknowledge", message.context, 0, count
+            else:
+                has_context, has_number, has_path = HAS[kind]
+                row = (
+                    "m",
+                    sender,
+                    number,
+                    kind.__name__,
+                    message.context if has_context else None,
+                    message.number if has_number else 0,
+                    message.path if has_path else (),
+                )
+        elif kind is Computed:
+            failure = event.failure
+            row = "j", event.job, "ok" if failure is None else failure.error
+        elif kind is Lost:
+            row = "l", event.worker
+        elif kind is Joined:
+            row = "J", incarnated(event.name, event.incarnation)
+        else:
+            has_context, has_number, has_path = HAS[kind]
+            row = (
+                "p",
+                kind.__name__,
+                event.context if has_context else None,
+                event.number if has_number else 0,
+                event.path if has_path else (),
+            )
+        found.append(row)
+    return found
+
+
 def entry(event: Any, causes: tuple[int, ...] = ()) -> str:
-    """Return the line of an input; of a message, the cause is its number."""
-    kind = event.__class__
-    if kind is Arrived:
-        number = causes[0] if causes else 0
-        message = event.message
-        name, context, of, path = said(message)
-        if message.__class__ is Acknowledge:
-            path = (len(message.paths),)
-        return f"m {event.sender} {number} {name} {context or '-'} {of} {path}"
-    if kind is Computed:
-        failure = event.failure
-        return f"j {event.job} {'ok' if failure is None else failure.error}"
-    if kind is Lost:
-        return f"l {event.worker}"
-    if kind is Joined:
-        return f"J {incarnated(event.name, event.incarnation)}"
-    name, context, number, path = said(event)
-    return f"p {name} {context or '-'} {number} {path}"
+    """Return the line of an input as text."""
+    return _text(json.loads(_encode(rows([(event, causes)])[0])))
+
+
+def _text(row: Any) -> str:
+    """Return a line as text, to compare it and for errors."""
+    if row[0] in ("m", "p"):
+        *row, context, number, path = row
+        context = "-" if context is None else str(ContextId(*context))
+        row += context, number, tuple(path)
+    return " ".join(map(str, row))
 
 
 class Journal:
-    """Writes the journal of one node; stands before its recorder, if there is one.
+    """Writes the journal of one node.
+
+    `note` takes an input, before its engine handles it. It becomes a line when it is
+    written, together with others.
 
     Raises:
         ScenarioError: the file cannot be made.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        head: dict[str, Any],
-        bytes_max: int,
-        recorder: Recorder | None,
-    ) -> None:
-        self.recorder = recorder
+    def __init__(self, path: Path, head: dict[str, Any], bytes_max: int) -> None:
         self._path = path
-        self._left_bytes = bytes_max
-        self._lines: list[str] = []
+        self._left_bytes = bytes_max - len(f"{FULL}\n")
+        self._noted: list[Input] = []
+        self.note: Callable[[Input], object] = self._noted.append
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
             said = f"journal: {path} cannot be made: {reason(error)}"
             raise ScenarioError(said) from error
-        self._write(json.dumps(head) + "\n")
-
-    def input(
-        self,
-        worker: str,
-        event: Any,
-        causes: tuple[int, ...],
-        keys: Sequence[Any],
-        told: tuple[Any, ...],
-    ) -> int:
-        """Note an event of an engine; see `Recorder.input`."""
-        if self._file >= 0:
-            self._lines.append(entry(event, causes))
-        if self.recorder is None:
-            return NO_CAUSE
-        return self.recorder.input(worker, event, causes, keys, told)
-
-    def effect(self, worker: str, effect: Any, cause: int) -> int:
-        """Pass an effect on; see `Recorder.effect`."""
-        if self.recorder is None:
-            return cause
-        return self.recorder.effect(worker, effect, cause)
+        self._write(json.dumps(head).encode() + b"\n")
 
     def flush(self) -> None:
         """Write what has been noted, as far as there is room."""
-        if not self._lines:
+        if not self._noted:
             return
-        text = "\n".join(self._lines) + "\n"
-        self._lines.clear()
-        if len(text) > self._left_bytes:
-            whole = text.rfind("\n", 0, self._left_bytes) + 1
-            self._end(text[:whole] + FULL)
+        data = _encode_lines(rows(self._noted))
+        self._noted.clear()
+        if len(data) > self._left_bytes:
+            whole = data.rfind(b"\n", 0, max(self._left_bytes, 0)) + 1
+            self._end(data[:whole], FULL)
             why = "it has journal_bytes; what is there can be replayed"
             _log.warning("the journal %s ends: %s", self._path, why)
         else:
-            self._write(text)
+            self._write(data)
 
     def close(self) -> None:
         """Write the rest; the run has ended."""
         self.flush()
         if self._file >= 0:
-            self._end(END)
+            self._end(b"", END)
 
-    def _end(self, text: str) -> None:
-        self._write(text + "\n")
+    def _end(self, data: bytes, why: str) -> None:
+        self._write(data + f"{why}\n".encode())
         if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+            self._stop()
 
-    def _write(self, text: str) -> None:
-        data = text.encode()
+    def _write(self, data: bytes) -> None:
         self._left_bytes -= len(data)
         try:
-            os.write(self._file, data)
+            if os.write(self._file, data) < len(data):
+                raise OSError(ENOSPC, os.strerror(ENOSPC))
         except OSError as error:
             _log.warning("the journal %s ends: %s", self._path, reason(error))
-            os.close(self._file)
-            self._file = -1
+            self._stop()
+
+    def _stop(self) -> None:
+        os.close(self._file)
+        self._file = -1
+        self.note = deque[Input](maxlen=0).append  # What comes now is not kept.
 
 
 @dataclass(slots=True)
@@ -221,10 +251,17 @@ def _read(folder: Path, name: str, workers: Sequence[str], program: str) -> Entr
             raise ScenarioError(f"{said}; what would replay it has {wanted!r}")
     lines.pop()  # What follows the last line's end: nothing, or a part of a line.
     end = lines.pop() if lines and lines[-1] in (END, FULL) else ""
-    for number, line in enumerate(lines, 2):
-        if not _LINE.fullmatch(line):
-            raise ScenarioError(f"{path}: line {number} is no input: {repr_of(line)}")
-    return Entries(name, lines, end)
+    return Entries(name, [_input(path, *line) for line in enumerate(lines, 2)], end)
+
+
+def _input(path: Path, number: int, line: str) -> str:
+    """Return a line of a journal as text."""
+    try:
+        if _LINE.fullmatch(text := _text(json.loads(line))):
+            return text
+    except (ValueError, TypeError, LookupError, RecursionError):
+        pass
+    raise ScenarioError(f"{path}: line {number} is no input: {repr_of(line)}")
 
 
 def _parts(path: Path) -> tuple[dict[str, Any], list[str]]:

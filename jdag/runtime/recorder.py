@@ -225,7 +225,7 @@ def _said_of(job: Any, cost_ns: int) -> tuple[Any, ...]:
 def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     """Return kind, context ("": none), pass (0: none) and path for a trace."""
     kind: Any = thing.__class__
-    has_context, has_number, has_path = _HAS[kind]
+    has_context, has_number, has_path = HAS[kind]
     given: Any = thing
     label = _label(given.context) if has_context else ""
     number = given.number if has_number else 0
@@ -238,7 +238,7 @@ def _label(context: ContextId | None) -> str:
 
 
 # Of each class of messages, events and effects: whether it has context, pass and path.
-_HAS: Mapping[type, tuple[bool, ...]] = {
+HAS: Mapping[type, tuple[bool, ...]] = {
     cls: tuple([hasattr(cls, name) for name in ("context", "number", "path")])
     for union in (Message, Event, Effect)
     for cls in get_args(union)
