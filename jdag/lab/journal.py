@@ -58,7 +58,7 @@ def journal(
             except (KeyError, TypeError, ValueError) as error:
                 raise OSError(f"{RUNS} is not as jdag wrote it: {error}") from error
             if differing:
-                raise OSError(f"this one has another {' and another '.join(differing)}")
+                raise OSError(f"this one differs in: {', '.join(differing)}")
             file.truncate(sum([len(line.encode()) for line in lines]))
             if not lines:
                 file.write(f"{json.dumps(about)}\n")
