@@ -1,13 +1,17 @@
 """How main finds the new process of a lost worker, or says why there is none."""
 
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc import session as module
 from jdag.rpc.addresses import Address
+from jdag.rpc.control import ControlClient
+from jdag.rpc.requests import AttachWorker
 from jdag.rpc.session import Session
 from tests import stream_cases
 from tests.rpc_cases import PlainNode, Seated, plan_of, seated
@@ -66,3 +70,27 @@ def test_who_waits_for_a_lost_worker_in_vain_is_told_why_it_has_not_joined_again
             places.lost = ""
             soon(lambda: "b" not in session._refused)  # It has joined.
             assert session.rejoined("b", 0, 9)
+
+
+def test_a_session_that_ends_while_a_worker_is_attached_leaves_it_free(
+    places, monkeypatch
+):
+    learn = ControlClient.learn
+
+    def closing_meanwhile(client: ControlClient, asked: Any, *rest: Any, **named: Any):
+        answer = learn(client, asked, *rest, **named)
+        if isinstance(asked, AttachWorker):
+            ending.start()
+            soon(lambda: session._closing)
+        return answer
+
+    with Session(plan_of(places)) as session:
+        ending = threading.Thread(target=session.close)
+        places.die()
+        soon(lambda: "b" in session.members.lost)
+        with seated("b") as again:
+            monkeypatch.setattr(ControlClient, "learn", closing_meanwhile)
+            with pytest.raises(JoinError, match="'b' cannot join: the session is clos"):
+                session.join("b", again.server.address)
+            ending.join()
+            assert again.seat._lease is None

@@ -132,7 +132,8 @@ class PeerTable:
             self._joined(peer, incarnation)
 
     def _joined(self, name: str, incarnation: int) -> None:
-        if name == self._session.worker:  # A node is no peer of itself.
+        # A node is no peer of itself, and one that has left has no peers.
+        if name == self._session.worker or self.stopping.is_set():
             return
         member = self._session.members[name]
         if incarnation < member.incarnation:

@@ -301,14 +301,13 @@ class Session:
                 closed.
         """
         with self._joining:
-            if self._closing:
-                said = f"worker {worker!r} cannot join: the session is closed"
-                raise JoinError(said)
+            self._refuse_if_closing(worker)
             incarnation = self.members.next_incarnation(worker)
             if control is not None:
                 self._moved[worker] = control
             others = self.members.joined
             there = self._attach(worker, incarnation)
+            self._refuse_if_closing(worker)
             try:
 
                 def asked(other: str) -> Peer:
@@ -327,6 +326,11 @@ class Session:
                 self.node.lost(worker, said)
                 raise
             self._refused.pop(worker, None)
+
+    def _refuse_if_closing(self, worker: str) -> None:
+        if self._closing:
+            said = f"worker {worker!r} cannot join: the session is closed"
+            raise JoinError(said)
 
     def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
         """Wait until a later incarnation of a worker has joined; False: it has not.
@@ -387,11 +391,14 @@ class Session:
             if self._closing:
                 return
             self._closing = True
-            there = self.members.joined
         self._no_more.set()
         self.node.close()
         atexit.unregister(self._goodbye)
-        self._tell(there, self._detach, self._leaving_s)
+        # A worker that is being attached is detached as well.
+        is_free = self._joining.acquire(timeout=self._leaving_s)
+        self._tell(self.members.joined, self._detach, self._leaving_s)
+        if is_free:
+            self._joining.release()
         self._asking.shutdown(wait=False)
         self._routes.close()
         if self._server is not None:
