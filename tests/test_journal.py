@@ -110,7 +110,8 @@ def test_a_journal_that_is_full_ends_with_a_whole_line_and_a_warning(
 
 def test_a_journal_that_has_no_room_for_its_head_has_it_alone(tmp_path: Path):
     made = journal(tmp_path, "a", 20)
-    made.note((Computed(1, None), ()))
+    for number in range(100):  # More than the head is too long.
+        made.note((Computed(number, None), ()))
     made.close()
     assert (tmp_path / "a.journal").read_text().split("\n")[1:] == ["full", ""]
 

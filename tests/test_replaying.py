@@ -20,6 +20,7 @@ from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
 from jdag.errors import JdagError, ReplayError, ScenarioError, WorkerLost
+from jdag.rpc.bulk import Assembler
 from jdag.rpc.connection import Connection
 from jdag.rpc.requests import Journaled
 from jdag.runtime.journal import Entries, read_journals
@@ -119,6 +120,7 @@ def again(c: Any, name: str, incarnation: int) -> bool:
     numbers = {**dict.fromkeys(WORKERS, 0), name: incarnation}
     journal = c.nodes["a"]._session.journal
     given: Any = {"incarnations": numbers, "journal": journal}
+    made(name, WORKERS, ("tests",), **given)[1].close()  # An attach that failed.
     _, node = made(name, WORKERS, ("tests",), **given)
     for other in WORKERS:
         if other != name:
@@ -266,9 +268,36 @@ def test_a_journal_without_its_last_lines_is_named(journals: Any):
 
 def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
     said = "Primal 0.1 0 (1,)"
-    lines = [f"m a 4 {said}", "m a 1 Acknowledge 0.1 0 (1,)", f"m a 2 {said}"]
+    ack = "Acknowledge 0.1 0 (1,)"
+    lines = [f"m a 4 {said}", f"m a 1 {ack}", f"m a 2 {said}", f"m a 3 {ack}"]
     host: Any = SimpleNamespace(worker="b")
-    assert _Worker(host, Entries("b", lines, "end")).ranks == {"a": {2: 0, 4: 1}}
+    ranks = {2: range(1), 4: range(1, 2)}
+    assert _Worker(host, Entries("b", lines, "end")).ranks == {"a": ranks}
+    # Message 3 never came whole: it may have been of either kind.
+    ranks = {2: range(1), 4: range(1, 3)}
+    assert _Worker(host, Entries("b", lines[:3], "")).ranks == {"a": ranks}
+
+
+def overtaken(c: Any) -> tuple[bytes, str]:
+    """A small message overtakes a large one, whose values never come; then a loss."""
+    with c.context() as one, c.context() as other:
+        there = one.move("c", jnp.arange(3_000_000.0))
+        small = other.call("c", hidden, W, X).fetch()
+        if hasattr(c, "nodes"):
+            c.nodes["c"].close()
+        with pytest.raises(WorkerLost) as caught:
+            there.fetch()
+    return np.asarray(small).tobytes(), type(caught.value).__name__
+
+
+def test_a_worker_that_is_lost_before_a_large_value_has_come_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(Assembler, "received", lambda *_: ())
+    wanted = recorded(tmp_path, overtaken)
+    journals = read_journals(tmp_path, WORKERS, NAME)
+    found, _ = replayed(journals, overtaken)
+    assert found == wanted
 
 
 SCRIPT = """

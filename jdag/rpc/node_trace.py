@@ -11,6 +11,7 @@ Invariants: a node keeps `events_max` records, and those of the event in which i
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,9 @@ def journal_of(session: SessionInfo) -> Journal | None:
     worker = incarnated(session.worker, session.members.incarnation)
     path = Path(asked.folder, worker + SUFFIX)
     head = head_of(worker, session.workers, asked.program)
+    if session.members.incarnation:  # What is there is of an attach that failed.
+        with suppress(OSError):
+            path.unlink()
     return Journal(path, head, asked.bytes_max)
 
 

@@ -69,15 +69,20 @@ class _Worker:
         self.alarms: dict[int, Event] = {}
         # Of the programs that are early: what each would tell, by the waiter for that.
         self.early: dict[int, str] = {}
-        # By sender: the ranks of its messages, by their numbers.
-        self.ranks: dict[str, dict[int, int]] = {}
-        numbers: dict[str, list[int]] = defaultdict(list)
+        # By sender: the ranks that its messages may have, by their numbers. One that
+        # overtook others, which never came whole, may be any of so many.
+        self.ranks: dict[str, dict[int, range]] = {}
+        numbers: dict[str, list[tuple[int, bool]]] = defaultdict(list)
         for line in journal.lines:
-            if line[0] == "m" and not _is_acknowledgement(line):
-                _, sender, number, *_ = line.split(" ", 3)
-                numbers[sender].append(int(number))
+            if line[0] == "m":
+                _, sender, text, *_ = line.split(" ", 3)
+                numbers[sender].append((int(text), _is_acknowledgement(line)))
         for sender, of in numbers.items():
-            self.ranks[sender] = {number: n for n, number in enumerate(sorted(of))}
+            self.ranks[sender], rank = {}, 0
+            for before, (number, is_acknowledgement) in enumerate(sorted(of), 1):
+                if not is_acknowledgement:
+                    least, rank = rank, rank + 1
+                    self.ranks[sender][number] = range(least, rank + number - before)
 
     @property
     def line(self) -> str:
@@ -120,7 +125,8 @@ class Replaying:
         self._home = home
         self._programs = Programs(self.port)
         self._soon: deque[Callable[[], object]] = deque()
-        self._sent: dict[tuple[str, str], list[tuple[Message, _Values]]]
+        # By sender and receiver; None once it has arrived.
+        self._sent: dict[tuple[str, str], list[tuple[Message, _Values] | None]]
         self._sent = defaultdict(list)
         self._owed: dict[tuple[str, str, str], deque[_Owed]] = defaultdict(deque)
         self._closed = False
@@ -320,14 +326,20 @@ class Replaying:
             first = [owed.popleft() for _ in range(paths)]
             message = Acknowledge(first[0][0], tuple([path for _, path in first]))
         else:
-            rank, sent = one.ranks[sender][int(number)], self._sent[sender, here]
-            if rank >= len(sent):
-                return False
-            message, values = sent[rank]
-            sent[rank] = message, ()
-            found = entry(Arrived(sender, message), (int(number),))
-            if found != one.line:
+            sent, found = self._sent[sender, here], ""
+            ranks = one.ranks[sender][int(number)]
+            for rank in ranks:
+                if rank >= len(sent):
+                    return False
+                if (sending := sent[rank]) is not None:
+                    told = entry(Arrived(sender, sending[0]), (int(number),))
+                    if told == one.line:
+                        break
+                    found = found or told
+            else:
                 raise self._deviates(one, found)
+            message, values = sending
+            sent[rank] = None
         self._took(one)
         one.host.arrived(sender, message, values)
         return True
