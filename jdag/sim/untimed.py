@@ -13,8 +13,10 @@ another; a device runs one job at a time; a run is a function of what was picked
 step is asked for, also where there is no other.
 """
 
+from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable
+from functools import lru_cache
 from heapq import heappop
 from typing import Any, NamedTuple
 
@@ -69,8 +71,10 @@ class Step(NamedTuple):
 
 MAIN = "main"
 Chain = tuple[str, ...]
-# The sequence, which is unique, the entry, the step (jobs have several), the chain.
-_Due = tuple[int, Entry, Step, Chain]
+_ACKNOWLEDGEMENT = ("acknowledgement", ())
+# The sequence, which is unique, the step, the index of the job that it begins, the
+# entry, which only main has not, and the chain.
+_Due = tuple[int, Step, int, Entry, Chain]
 Fault = tuple[Step, tuple[Any, ...]]
 
 
@@ -136,13 +140,14 @@ class StepChooser(Chooser):
 class UntimedTimeline(Timeline):
     """A timeline on which what is due now happens in the order that is picked."""
 
-    __slots__ = ("_chains", "_counts", "_home", "_running", "faults")
+    __slots__ = ("_chains", "_counts", "_heads", "_main", "_running", "faults")
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
-        self._home = home
-        # By chain, what is due now, in its order.
+        self._main: _Due = (0, Step(MAIN, home), 0, [], ())
+        # By chain, what is due now, in its order; and the first of each, as queued.
         self._chains: dict[Chain, deque[_Due]] = {}
+        self._heads: list[_Due] = []
         self._counts: dict[Chain, int] = {}  # Of frames by link, of wake-ups by worker.
         self._running: dict[str, str] = {}  # By worker, the job begun last.
         self.faults: Callable[[], list[Fault]] = list
@@ -157,10 +162,11 @@ class UntimedTimeline(Timeline):
         entry = [time_ns, priority, sequence, action]
         step = self._step(action)
         chain = step.chain
-        due = (sequence, entry, step, chain)
+        due = (sequence, step, 0, entry, chain)
         queue = self._chains.get(chain)
         if queue is None:
             self._chains[chain] = deque((due,))
+            self._heads.append(due)
         else:
             queue.append(due)
         return entry
@@ -168,9 +174,9 @@ class UntimedTimeline(Timeline):
     def _step(self, action: tuple[Any, ...]) -> Step:
         kind, at = action[0].__name__.lstrip("_"), action[1]
         if kind == "frame":
-            number = self._count((at.peer, at.worker))
-            of = action[2].payload
-            said = _message(of.message) if of is not None else ("acknowledgement", ())
+            number, parcel = self._count((at.peer, at.worker)), action[2].payload
+            is_bare = parcel is None
+            said = _ACKNOWLEDGEMENT if is_bare else (parcel.said[0], parcel.said[3])
             return Step("deliver", at.worker, at.peer, number, said)
         if kind == "begin":
             return Step(kind, at.worker)
@@ -201,28 +207,27 @@ class UntimedTimeline(Timeline):
                 self._carry_out(heappop(heap))
                 continue
             found = self._enabled(waiter in given)
-            faults = self._faults(chooser) if found and chooser.budget else []
-            if found:
-                steps = tuple([one[0] for one in (*found, *faults)])
-                index = chooser.pick_step(steps)
-                if index >= len(found):
-                    step, action = faults[index - len(found)]
-                    chooser.budget[step.kind] -= 1
-                    action[0](*action[1:])
-                    continue
-            elif heap:
+            if not found:
+                if not heap:
+                    return
                 self._carry_out(heappop(heap))
                 continue
-            else:
+            steps = [step for _, step, *_ in found]
+            faults = self._faults(chooser) if chooser.budget else ()
+            steps += [step for step, _ in faults]
+            index = chooser.pick_step(tuple(steps))
+            if index >= len(found):
+                step, action = faults[index - len(found)]
+                chooser.budget[step.kind] -= 1
+                action[0](*action[1:])
+                continue
+            _, step, chooser.job, entry, chain = found[index]
+            if not entry:
                 return
-            step, due, job = found[index]
-            if due is None:
-                return
-            self._take(due)
+            self._take(chain)
             if step.kind == "begin":
                 self._running[step.worker] = step.of
-            chooser.job = job
-            self._carry_out(due[1])
+            self._carry_out(entry)
 
     def _carry_out(self, entry: Entry) -> None:
         action = entry[ACTION]
@@ -231,22 +236,27 @@ class UntimedTimeline(Timeline):
             self.now_ns = entry[TIME]
             action[0](*action[1:])
 
-    def _enabled(self, main: bool) -> list[tuple[Step, _Due | None, int]]:
+    def _enabled(self, main: bool) -> list[_Due]:
         """What may happen next, in the order in which it was queued; main first."""
-        found: list[tuple[Step, _Due | None, int]] = []
-        if main:
-            found.append((Step(MAIN, self._home), None, 0))
-        for due in sorted([queue[0] for queue in self._chains.values()]):
-            step = due[2]
-            if step.kind != "begin":
-                found.append((step, due, 0))
-                continue
-            ready = due[1][ACTION][2].ready.choices()
-            for index, of in enumerate(_distinct([*map(_said, ready)])):
-                found.append((Step("begin", step.worker, of), due, index))
-            if not ready:  # A list waits, or the worker is gone: nothing is begun.
-                found.append((step, due, 0))
+        found = [self._main] if main else []
+        for due in self._heads:
+            if due[1].kind == "begin":
+                found += self._begun(due)
+            else:
+                found.append(due)
         return found
+
+    def _begun(self, due: _Due) -> list[_Due]:
+        """For each job that a device may begin, what is due."""
+        sequence, step, _, entry, chain = due
+        ready = entry[ACTION][2].ready.choices()
+        if not ready:  # A list waits, or the worker is gone: nothing is begun.
+            return [due]
+        names = [_said(type(job).__name__, job.phase, job.path) for job in ready]
+        return [
+            (sequence, Step(step.kind, step.worker, of), index, entry, chain)
+            for index, of in enumerate(_distinct(names))
+        ]
 
     def _faults(self, chooser: Any) -> list[Fault]:
         left = [kind for kind, number in chooser.budget.items() if number > 0]
@@ -255,7 +265,7 @@ class UntimedTimeline(Timeline):
         found = [fault for fault in self.faults() if fault[0].kind in left]
         for kind in ("drop", "duplicate"):
             for queue in self._chains.values() if kind in left else ():
-                step = queue[0][2]
+                step = queue[0][1]
                 if step.kind == "deliver":
                     fault = step._replace(kind=kind)
                     found.append((fault, (self._befall, kind, queue[0])))
@@ -264,28 +274,29 @@ class UntimedTimeline(Timeline):
     def _befall(self, kind: str, due: _Due) -> None:
         """Lose the frame at the head of a link, or have it come again behind."""
         if kind == "drop":
-            self._take(due)
+            self._take(due[4])
         else:
-            self.push(self.now_ns, EVENT, due[1][ACTION])
+            self.push(self.now_ns, EVENT, due[3][ACTION])
 
-    def _take(self, due: _Due) -> None:
-        queue = self._chains[due[3]]
-        queue.popleft()
-        if not queue:
-            del self._chains[due[3]]
+    def _take(self, chain: Chain) -> None:
+        queue = self._chains[chain]
+        self._heads.remove(queue.popleft())
+        if queue:
+            insort(self._heads, queue[0])
+        else:
+            del self._chains[chain]
 
     def clear(self) -> None:
         """Drop all queued actions."""
         super().clear()
         self._chains.clear()
+        self._heads.clear()
 
 
-def _message(message: Any) -> tuple[str, tuple[int, ...]]:
-    return type(message).__name__, getattr(message, "path", ())
-
-
-def _said(job: Any) -> str:
-    return f"{type(job).__name__} {job.phase}:{_dotted(job.path)}"
+@lru_cache(4096)
+def _said(kind: str, phase: int, path: tuple[int, ...]) -> str:
+    """The name of a job; of one that is ready it is asked for at each pick."""
+    return f"{kind} {phase}:{_dotted(path)}"
 
 
 def _dotted(path: tuple[int, ...]) -> str:
