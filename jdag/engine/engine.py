@@ -95,26 +95,27 @@ class Engine:
 
         To be asked before the event is handled; of what is in `phases.TAKES`.
         """
-        state, contexts = self._state, self._state.contexts
+        state = self._state
         given: Any = event
-        if isinstance(event, protocol.Lost | protocol.Joined):
-            return [(phase_of(part), type(event)) for part in contexts.values()]
-        if isinstance(event, protocol.Computed):
-            part = state.jobs[event.job][1]
-            of_context = isinstance(part, Fragment)
-            return [(phase_of(part), type(event))] if of_context else []
         if isinstance(event, protocol.Arrived):
             given = None if event.sender in state.lost else event.message
-        context = getattr(given, "context", None)
-        if context is None or type(given) not in OF_CONTEXTS:
+        kind = given.__class__
+        if kind not in OF_CONTEXTS:
             return []
-        part = contexts.get(context)
-        phase: Phase | Part = Part.RELEASED if state.gone(context) else Part.ABSENT
+        if kind is protocol.Lost or kind is protocol.Joined:
+            return [(phase_of(part), kind) for part in state.contexts.values()]
+        if kind is protocol.Computed:
+            part = state.jobs[given.job][1]
+            return [(phase_of(part), kind)] if isinstance(part, Fragment) else []
+        context = getattr(given, "context", None)
+        part = state.contexts.get(context)
         if part is not None:
-            phase = phase_of(part)
-        elif state.owner(context) == state.worker:
-            phase = Phase.RELEASED
-        return [(phase, type(given))]
+            return [(phase_of(part), kind)]
+        if context is None:
+            return []
+        if state.owner(context) == state.worker:
+            return [(Phase.RELEASED, kind)]
+        return [(Part.RELEASED if state.gone(context) else Part.ABSENT, kind)]
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.

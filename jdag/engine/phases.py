@@ -66,6 +66,7 @@ class Phase(Enum):
     FAILED = "failed"  # A participating worker was lost.
     LEAVING = "leaving"
     RELEASED = "released"
+    __hash__ = object.__hash__  # That of Enum takes a call of Python at each event.
 
 
 # The transitions, caused by events of its programs and by messages to or from workers.
@@ -104,6 +105,7 @@ class Part(Enum):
     FAILED = "in a failed pass"
     LEAVING = "leaving"  # Released, but calls have not run or values are not sent.
     RELEASED = "released"
+    __hash__ = object.__hash__
 
 
 Situation = tuple[Phase | Part, type]  # An event in a phase.
