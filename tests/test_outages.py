@@ -94,9 +94,8 @@ def test_leaves_calls_and_programs_are_on_the_next_one_and_the_former_stays_lost
             for gradient, wanted in zip(found, (ONES, ONES, ONES), strict=True):
                 np.testing.assert_array_equal(gradient.fetch(), wanted)
         nothing_is_left(cluster)
-        assert not cluster.state.is_lost(new.leaf.id) and cluster.state.is_lost(
-            w.leaf.id
-        )
+        living = cluster.state.living(cluster.info())
+        assert new.leaf.id in living and w.leaf.id not in living
         cluster.drop([w, v, new, made])
         cluster.driver.settle()
         assert [held["values_held"] for held in cluster.info().values()] == [0, 0, 0]

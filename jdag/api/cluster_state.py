@@ -3,7 +3,7 @@
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -169,11 +169,10 @@ class ClusterState:
         """Return a failure as an exception; outside of contexts none is recorded."""
         return exception_of(failure)
 
-    def is_lost(self, leaf: LeafId) -> bool:
-        """Whether the incarnation of a worker that kept a leaf is gone."""
-        name = named(leaf.worker)
-        driver = self.driver
-        return leaf.worker != self._now(name) or bool(driver.info()[name]["lost"])
+    def living(self, info: Mapping[str, Mapping[str, Any]]) -> list[LeafId]:
+        """The leaves whose owners are not gone, as `Cluster.info` tells it."""
+        owners = [self._now(name) for name in info if not info[name]["lost"]]
+        return [leaf for leaf in self.leaves if leaf.worker in owners]
 
     def record(self, id: LeafId, aval: Aval) -> Leaf:
         """Return the record of a leaf, which another process may have made."""

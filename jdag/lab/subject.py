@@ -194,7 +194,7 @@ class Subject:
             expected = self.truth()
         info = cluster.info()
         held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
-        leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
+        leaves = len(cluster.state.living(info))
         crashed = cluster.driver.crashed
         return Explored(
             *(error, result, expected, same, info, crashed, held - leaves),

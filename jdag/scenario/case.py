@@ -478,8 +478,8 @@ def left_over(run: Run, cluster: Cluster) -> Figures:
         cluster.drop(())  # With this go plans that no program names any more.
     if run.compile or not run.virtual:
         cluster.driver.settle()
-    living = [one for one in cluster.info().values() if not one["lost"]]
+    info = cluster.info()
+    living = [one for one in info.values() if not one["lost"]]
     held = {name: sum(int(one[name]) for one in living) for name in _HELD}
-    leaves = sum(not cluster.state.is_lost(leaf) for leaf in cluster.state.leaves)
-    held["values_left"] = held.pop("values_held") - leaves
+    held["values_left"] = held.pop("values_held") - len(cluster.state.living(info))
     return held

@@ -61,7 +61,7 @@ class Environment:
             driver=self._driver,
             waiters=self.waiters,
             lost=self.lost[worker],
-            recorder=self.recorder,
+            recorder=self.recorder if self.settings.trace else None,
         )
 
     def restart(self, name: str) -> Host:
