@@ -52,6 +52,9 @@ class Scripted:
         self.told.append((self.simulation.now_ns, event))
         return list(self.react(self, event) or ())
 
+    def clear(self) -> None:
+        """What it heard stays."""
+
     @property
     def heard(self) -> list[tuple[int, str, int]]:
         """(time, sender, tag) of each answer and cotangent that arrived."""

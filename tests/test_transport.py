@@ -1,11 +1,16 @@
 """Links in virtual time: what arrives when, over which faults; who gives up whom."""
 
+import gc
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+import jdag
+from jdag.engine import Engine
+from jdag.engine.backward import Backward
 from jdag.engine.protocol import (
     Arrived,
     Compute,
@@ -16,11 +21,12 @@ from jdag.engine.protocol import (
     Resume,
     Send,
 )
+from jdag.engine.state import State
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
-from jdag.sim.transport import link_settings
+from jdag.sim.transport import LinkEnd, link_settings
 from jdag.wire.link import FRAME_BYTES, LinkSettings
 from tests.sim_cases import (
     Work,
@@ -418,3 +424,21 @@ def test_over_a_faulty_control_lane_each_message_arrives_once(monkeypatch, seed)
     tags = [tag for _, tag in heard]
     assert sorted(tags) == list(range(1, 61)) != tags
     assert played.simulation.info()["a"]["resends"] > 0
+
+
+def test_engines_and_links_of_a_closed_cluster_are_in_no_cycle():
+    def there() -> int:
+        kinds = Engine, State, Backward, LinkEnd
+        return sum([isinstance(one, kinds) for one in gc.get_objects()])
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = there()
+        with jdag.simulate([*"ab"], seed=0, trace=False) as cluster:
+            with cluster.context() as ctx:
+                ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
+            assert there() == before + 2 * 4
+        assert there() == before
+    finally:
+        gc.enable()

@@ -85,6 +85,12 @@ class Engine:
         """Number of plans that have a part here."""
         return len(self._steps.parts)
 
+    def clear(self) -> None:
+        """Undo what its parts know of each other, so that no cycle of them is left."""
+        del self._steps.stepped, self._steps.came
+        for part in (self._state, self._backward, self):
+            vars(part).clear()
+
     def graph(self, context: protocol.ContextId) -> Drawing | None:
         """This worker's fragment of a context's graph; None if there is none."""
         fragment = self._state.contexts.get(context)

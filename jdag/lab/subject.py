@@ -140,6 +140,7 @@ class Subject:
         chooser = StepChooser(pick, self.faults.items())
         explored, _ = self._played(chooser, trace=False)
         steps, choices = chooser.steps, chooser.choices
+        chooser.steps = []  # They are many, and the run itself is full of cycles.
         return Played(
             choices,
             [of[index] for of, index in zip(steps, choices, strict=True)],

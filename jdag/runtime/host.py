@@ -294,6 +294,8 @@ class Host:
         self.machine.clear()
         self.objects.clear()
         self._read.clear()
+        if self.engine is not None:
+            self.engine.clear()
         self.engine = None
 
 

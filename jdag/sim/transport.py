@@ -185,6 +185,9 @@ class SimTransport:
 
     def clear(self) -> None:
         """Drop all links, with what is on its way."""
+        for ends in self._ends.values():
+            for end in ends.values():
+                del end.twin  # So that no cycle is left.
         self._ends.clear()
 
     def send(
