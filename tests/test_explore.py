@@ -30,7 +30,6 @@ from jdag.lab.strategies import (
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
 from jdag.sim.untimed import Step
-from jdag.wire.link import FRAME_BYTES
 
 
 def scaled(w, x):
@@ -97,17 +96,6 @@ def test_sums_in_the_order_of_arrival_are_found_shrunk_and_replayed(tmp_path):
         run, steps = jdag.replay(tmp_path / "bug.json", TERMS)
         assert run.trace.digest == small.digest and steps == small.steps
     assert jdag.explore(TERMS, [*"abcd"], runs=60).failure is None
-
-
-def test_bytes_are_in_the_trace_of_a_run_and_not_counted_in_its_info():
-    def counted(run):
-        sent = [record for record in run.trace if record.kind == "send"]
-        assert all(record.named["wire_bytes"] > FRAME_BYTES for record in sent)
-        names = ("messages_sent", "frames_sent", "bytes_sent", "payload_bytes_sent")
-        found = [sum(int(one[name]) for one in run.info.values()) for name in names]
-        assert found[0] == len(sent) <= found[1] and found[2:] == [0, 0]
-
-    assert jdag.explore(TWO, [*"ab"], counted, runs=1).failure is None
 
 
 def test_a_failure_says_what_comes_before_which_other_step_in_one_line():

@@ -43,7 +43,7 @@ class Explored:
         same_bits: whether the result has the bits of the run in which each step is the
             first of those there were; so too if one of the two has none.
         trace: the record of the run, which is run again for it.
-        info: `cluster.info()` after it; it counts no bytes, which `trace` tells.
+        info: `cluster.info()` after it.
         crashed: whether a worker crashed in it.
         left: how many values are held afterwards that are no leaves.
     """

@@ -139,22 +139,17 @@ class SimTransport:
         self._settings = env.settings.link
         self._timeline = env.timeline
         self._chooser = env.chooser
-        # Where no time passes, only a trace tells how many bytes travel.
-        self._is_sized = env.settings.trace or not env.chooser.untimed
         self._recorder = env.recorder
         self._ends: dict[Worker, dict[Worker, LinkEnd]] = defaultdict(dict)
 
     def sent(self, name: str) -> Sent:
-        """Return the counts of all incarnations of a worker.
-
-        Where no time passes, no bytes are counted.
-        """
+        """Return the counts of all incarnations of a worker."""
         numbers = range(self._incarnations.get(name, 0) + 1)
         ends = [e for n in numbers for e in self._ends[incarnated(name, n)].values()]
         lanes = [*{end.route: end.out for end in ends}.values()]
         data = {end.route: end.data for end in ends}.values()
         lanes += [lane for lane in data if lane is not None]
-        found = Sent(
+        return Sent(
             messages=sum([end.link.sent for end in ends]),
             payload_bytes=sum([end.payload_bytes for end in ends]),
             zero_bytes=sum([end.zero_bytes for end in ends]),
@@ -163,9 +158,6 @@ class SimTransport:
             resends=sum([end.link.resent for end in ends]),
             duplicates=sum([end.link.duplicates for end in ends]),
         )
-        if self._chooser.untimed:  # With a trace as without one.
-            found.payload_bytes = found.bytes = 0
-        return found
 
     def _end(self, worker: Worker, peer: Worker) -> LinkEnd:
         """One worker's end of its link to a peer."""
@@ -240,9 +232,7 @@ class SimTransport:
         causes: tuple[int, ...],
     ) -> None:
         recorder, timeline, worker = self._recorder, self._timeline, end.worker
-        payload_bytes = frame_bytes = 0
-        if self._is_sized:
-            payload_bytes, frame_bytes = size(message, arrays)
+        payload_bytes, frame_bytes = size(message, arrays)
         wire_bytes = frame_bytes = frame_bytes + FRAME_BYTES
         end.payload_bytes += payload_bytes
         if not end.open:
@@ -255,12 +245,13 @@ class SimTransport:
         arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
         if before:
             causes = (*causes, *before)
-        what, record = said(message), NO_CAUSE
-        if recorder.trace is not None:
+        prints: tuple[int, ...] = ()
+        if arrays and recorder.trace is not None:
             prints = tuple(map(fingerprint, arrays))
-            detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
-            record = recorder.note("send", worker, detail, causes)
-            end.passed(record, value_bytes)
+        what = said(message)
+        detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
+        record = recorder.note("send", worker, detail, causes)
+        end.passed(record, value_bytes)
         parcel = Parcel(
             message, what, arrays, frame_bytes, record, value_bytes, whole_ns
         )
