@@ -7,10 +7,12 @@ from unittest import mock
 import pytest
 from typer.testing import CliRunner
 
+from jdag.cli import exploring
 from jdag.cli.commands import app
 from jdag.engine import share
 from jdag.lab import campaign as campaigns
 from jdag.lab.campaign import campaign
+from jdag.lab.failures import Failure
 from jdag.runtime.trace import read_trace
 
 CHAIN = "scenarios/chain.toml"
@@ -42,6 +44,26 @@ def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
     assert any(line.startswith("> ") for line in said.splitlines())
     assert "waited until nothing else could happen" in said
     assert said.split("\n")[0].split() == ["w0", "w1", "w2", "w3", "w4", "w5"]
+
+
+def test_where_a_wrong_run_is_to_be_written_is_checked_before_the_first_run(tmp_path):
+    for out in (tmp_path / "none" / "bug.json", tmp_path, CHAIN + "/bug.json"):
+        with mock.patch.object(exploring, "campaign") as ran:
+            code, said = command("explore", CHAIN, "--out", out)
+        assert code == 2 and not ran.called
+        assert said.startswith(f"jdag: --out = '{out}': allowed is a file in a folder")
+        assert said.count("\n") == 1
+
+
+def test_a_wrong_run_that_cannot_be_written_is_printed(tmp_path):
+    bug, full = tmp_path / "bug.json", OSError(28, "No space left on device")
+    with (
+        mock.patch.object(share, "sorted", list, create=True),
+        mock.patch.object(Failure, "save", side_effect=full),
+    ):
+        code, said = command("explore", fan_out(tmp_path), "--out", bug)
+    assert code == 2 and "wrong: run" in said
+    assert said.endswith(f"jdag: {bug}: No space left on device\n")
 
 
 WANTED = {"values": "abstract", "strategy": "pct:2", "faults": {"drop": 1}}

@@ -76,6 +76,10 @@ def explore(  # noqa: PLR0913 - options of a command.
         most, processes = _natural("--runs", runs, 1), _natural("--jobs", jobs, 1)
         faults = dict(map(_fault, fault or ()))
         wanted = {"values": values, "strategy": strategy, "faults": faults}
+        place = out if out.is_file() else f"{out.parent}/"
+        if out.is_dir() or not os.access(place, os.W_OK):  # Known before the first run.
+            allowed = "a file in a folder that is there and can be written"
+            raise ScenarioError(unusable("--out", str(out), allowed))
         scenario = load(file)
         console = Console()
         with Bar(scenario.settings.name, most) as bar:
@@ -84,16 +88,19 @@ def explore(  # noqa: PLR0913 - options of a command.
         if report.failure is not None:
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()
+        console.print(report.counts, highlight=False)
+        _say(console, report)
+        if report.failure is not None:
             try:
                 report.failure.save(out, str(file))
             except OSError as error:
                 raise ScenarioError(f"{out}: {reason(error)}") from error
-        console.print(report.counts, highlight=False)
-        _say(console, report, file, out)
+            said = f"repeat it: jdag replay {out}"
+            console.print(said, highlight=False, soft_wrap=True)
     raise typer.Exit(1 if report.failure else 0)
 
 
-def _say(console: Console, report: Report, file: Path, out: Path) -> None:
+def _say(console: Console, report: Report) -> None:
     if report.bound:
         console.print(report.bound, highlight=False, soft_wrap=True)
     for line in report.coverage():
@@ -102,7 +109,6 @@ def _say(console: Console, report: Report, file: Path, out: Path) -> None:
         console.print("all of them are right")
         return
     console.print(f"wrong: {report.failure}", highlight=False, soft_wrap=True)
-    console.print(f"repeat it: jdag replay {out}", highlight=False, soft_wrap=True)
 
 
 Bug = Annotated[
