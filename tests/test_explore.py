@@ -449,6 +449,8 @@ def test_a_strategy_that_is_unusable_is_one_line(make, said):
         (lambda held: held.pop("choices"), "choices = None: allowed is a list"),
         (lambda held: held.update(digest=0), "digest = 0: allowed is a str"),
         (lambda held: held["steps"].reverse(), "pick 0 is '.*', and was '"),
+        (lambda held: held["steps"].pop(), r"pick \d+ is '.+', and was 'none'"),
+        (lambda held: held["steps"].append("x"), r"pick \d+ is 'none', and was 'x'"),
     ],
 )
 def test_a_file_of_another_run_is_refused(tmp_path, change, said):
@@ -461,6 +463,14 @@ def test_a_file_of_another_run_is_refused(tmp_path, change, said):
     path.write_text(json.dumps(held))
     with pytest.raises(ScenarioError, match=said):
         jdag.replay(path, ONE)
+
+
+def test_a_run_with_other_values_in_the_same_steps_is_told(tmp_path):
+    path = tmp_path / "bug.json"
+    failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
+    failure.save(path)
+    with pytest.warns(UserWarning, match=r"bug\.json: .* but the digest differs"):
+        jdag.replay(path, Case(one_call, {"w": PARAMS["w"] + 1}, {"w": "b"}))
 
 
 def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):

@@ -19,8 +19,8 @@ from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report, sound
-from jdag.lab.failures import read_failure, replayed, said_of
-from jdag.lab.subject import Played
+from jdag.lab.failures import OTHER_BITS, read_failure, replayed, said_of
+from jdag.lab.subject import Played, Subject
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
 
@@ -92,7 +92,8 @@ def explore(  # noqa: PLR0913 - options of a command.
         _say(console, report)
         if report.failure is not None:
             try:
-                report.failure.save(out, str(file))
+                with configured(scenario.settings):
+                    report.failure.save(out, str(file))
             except OSError as error:
                 raise ScenarioError(f"{out}: {reason(error)}") from error
             said = f"repeat it: jdag replay {out}"
@@ -174,11 +175,12 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         if file is None and not held["scenario"]:
             raise ScenarioError(f"{bug} is of no scenario: use jdag.replay, in Python")
         scenario = load(file or Path(held["scenario"]))
-        case = case_of(scenario)
+        given = held["workers"], held["values"], held["faults"]
         with configured(scenario.settings):
-            played = replayed(held, bug, case)
-        run = played.explored
-        assert run is not None
+            played = replayed(held, bug, Subject(case_of(scenario), *given))
+            run = played.explored
+            assert run is not None
+            is_other = run.trace.digest != held["digest"]
         if trace is not None:
             try:
                 run.trace.write(trace)
@@ -187,6 +189,8 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         console = Console()
         for line in _timeline(held, played):
             console.print(line, highlight=False, soft_wrap=True)
+        if is_other:
+            console.print(OTHER_BITS, highlight=False, soft_wrap=True)
         try:
             sound(run)
         except AssertionError as error:

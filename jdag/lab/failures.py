@@ -8,10 +8,12 @@ property too, and has no more choices that are not the first.
 """
 
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from importlib.metadata import version
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ from jdag.sim.untimed import Step
 
 FORMAT = 1
 SHOWN_MAX = 4
+OTHER_BITS = (
+    "the steps are those that were saved, but the digest differs: values or messages "
+    "in the trace are others now"
+)
 _KEYS = {
     **{"jdag": str, "program": str, "scenario": str, "workers": list, "values": str},
     **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
@@ -163,28 +169,33 @@ def replay(
     Returns:
         The run, and the steps that were picked in it.
 
+    Warns:
+        UserWarning: the steps are the same, but the digest of the trace is not.
+
     Raises:
         ScenarioError: the file is no such one, or the run is another than it was; names
             the first step that differs.
     """
-    played = replayed(read_failure(path), path, program)
-    assert played.explored is not None
-    return played.explored, tuple(played.steps)
-
-
-def replayed(
-    held: Mapping[str, Any], path: str | Path, program: Case | Callable[[Cluster], Any]
-) -> Played:
-    """As `replay`, of what was read from the file."""
+    held = read_failure(path)
     subject = Subject(program, held["workers"], held["values"], held["faults"])
+    played = replayed(held, path, subject)
+    run = played.explored
+    assert run is not None
+    if run.trace.digest != held["digest"]:
+        warnings.warn(f"{path}: {OTHER_BITS}", stacklevel=2)
+    return run, tuple(played.steps)
+
+
+def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> Played:
+    """As `replay`, of what was read from the file; the digest is not compared."""
     played = repeated(subject, held["choices"])
-    steps = [str(step) for step in played.steps]
-    for number, (now, then) in enumerate(zip(steps, held["steps"], strict=False)):
+    steps = map(str, played.steps)
+    for number, (now, then) in enumerate(zip_longest(steps, held["steps"])):
         if now != then:
             raise ScenarioError(
                 f"{path}: the run is another one than was saved: pick {number} is "
-                f"{now!r}, and was {then!r}; {held['program']} has changed since, or "
-                f"jdag, which was {held['jdag']}"
+                f"{now or 'none'!r}, and was {then or 'none'!r}; {held['program']} has "
+                f"changed since, or jdag, which was {held['jdag']}"
             )
     return played
 

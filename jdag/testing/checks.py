@@ -111,7 +111,7 @@ def _replay(
     if (subject.name, own) != (held["program"], held["workers"]):
         return False
     repeated[:] = [path]
-    played = replayed(held, path, what)
+    played = replayed(held, path, subject)
     subject.first()
     failure = failure_of(subject, played, property, held["run"])
     if failure is not None:
