@@ -16,7 +16,7 @@ import pytest
 import jdag
 from jdag.engine import share
 from jdag.engine.phases import TRIPLES
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import ScenarioError
 from jdag.lab.exploration import order_of, sound
 from jdag.lab.failures import said_of
 from jdag.lab.strategies import (
@@ -346,10 +346,19 @@ def test_an_interrupt_and_errors_of_a_strategy_are_no_violation(raised):
         jdag.explore(TERMS, [*"abcd"], strategy=Raising(raised))
 
 
-def test_a_pick_that_is_out_of_range_is_no_violation():
+@pytest.mark.parametrize(
+    ("begun", "said"),
+    [
+        (3, r"Second\.begin\(0\) = 3: allowed is a function that takes steps"),
+        (lambda steps: 999, "pick of Second = 999: allowed is an int from 0 to 2: "),
+        (lambda steps: None, "pick of Second = None: allowed is an int from 0 to 2"),
+        (lambda steps: np.int64(0), "pick of Second = .*: allowed is an int from 0"),
+    ],
+)
+def test_what_a_strategy_of_ones_own_gives_is_checked(begun, said):
     strategy: Any = Second()
-    strategy.begin = lambda run: lambda steps: 999
-    with pytest.raises(JdagError, match="the chooser picked 999"):
+    strategy.begin = lambda run: begun
+    with pytest.raises(ScenarioError, match=f"strategy: {said}"):
         jdag.explore(TERMS, [*"abcd"], strategy=strategy)
 
 
@@ -429,7 +438,12 @@ def test_a_setting_that_is_unusable_is_one_line(given, said):
         (lambda: PCT(0), "depth = 0: allowed is an integer >= 1"),
         (lambda: RandomWalk(-1), "seed = -1: allowed is an integer >= 0"),
         (lambda: Exhaustive(0), "max_runs = 0"),
-        (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is integers >= 0"),
+        (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is a list of integ"),
+        (
+            lambda bad=["a"]: Script(bad),
+            r"choices = \['a'\]: allowed is a list of integers",
+        ),
+        (lambda bad=3: Script(bad), "choices = 3: allowed is a list of integers >= 0"),
         (
             lambda: parsed("fuzz"),
             r"strategy = 'fuzz': allowed is one of random\[:SEED\]",

@@ -18,7 +18,7 @@ from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
 from jdag.lab.failures import Failure, Property, failure_of
-from jdag.lab.strategies import EVERYWHERE, RandomWalk, Strategy
+from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
 from jdag.scenario.case import Case, difference, worst
 from jdag.sim.simulation import COLLECTOR
@@ -151,7 +151,7 @@ def exploration(
     with ExitStack() as leaving:
         leaving.callback(COLLECTOR.opened(subject))  # Once, not for each run.
         for run in runs:
-            pick = strategy.begin(run)
+            pick = _begun(strategy, run)
             if pick is None:
                 break
             played = subject.play(pick)
@@ -170,6 +170,25 @@ def exploration(
                 break
     report.bound = strategy.bound()
     return report
+
+
+def _begun(strategy: Strategy, run: int) -> Pick | None:
+    """What picks in a run; what a strategy of one's own gives is checked."""
+    pick, name = strategy.begin(run), type(strategy).__qualname__
+    if pick is None or type(strategy).__module__ == Strategy.__module__:
+        return pick
+    if not callable(pick):
+        allowed = "a function that takes steps and returns the index of one, or None"
+        raise ScenarioError(unusable(f"strategy: {name}.begin({run})", pick, allowed))
+
+    def checked(steps: tuple[Step, ...]) -> int:
+        index = pick(steps)
+        if type(index) is not int or not 0 <= index < len(steps):
+            allowed = f"an int from 0 to {len(steps) - 1}: the index of a step"
+            raise ScenarioError(unusable(f"strategy: pick of {name}", index, allowed))
+        return index
+
+    return checked
 
 
 def sound(run: Explored) -> None:

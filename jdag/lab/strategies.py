@@ -258,8 +258,10 @@ class Script(Strategy):
     """The picks of a former run, once; what follows them are first choices."""
 
     def __init__(self, choices: Sequence[int]) -> None:
-        if not all(type(choice) is int and choice >= 0 for choice in choices):
-            raise ScenarioError(unusable("choices", choices, "integers >= 0"))
+        given = choices if isinstance(choices, Sequence) else [None]
+        if not all(type(choice) is int and choice >= 0 for choice in given):
+            allowed = "a list of integers >= 0"
+            raise ScenarioError(unusable("choices", choices, allowed))
         self._choices = tuple(choices)
 
     def begin(self, run: int) -> Pick | None:
