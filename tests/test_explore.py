@@ -459,7 +459,7 @@ def test_a_strategy_that_is_unusable_is_one_line(make, said):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda held: held.update(format=0), "format = 0: allowed is 1"),
+        (lambda held: held.update(format=0), "format = 0: allowed is 2"),
         (lambda held: held.pop("choices"), "choices = None: allowed is a list"),
         (lambda held: held.update(digest=0), "digest = 0: allowed is a str"),
         (lambda held: held["steps"].reverse(), "pick 0 is '.*', and was '"),

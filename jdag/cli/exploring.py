@@ -1,9 +1,11 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
@@ -18,8 +20,15 @@ from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
-from jdag.lab.exploration import Report, sound
-from jdag.lab.failures import OTHER_BITS, read_failure, replayed, said_of
+from jdag.lab.exploration import Report
+from jdag.lab.failures import (
+    OTHER_BITS,
+    failure_of,
+    read_failure,
+    replayed,
+    said_of,
+)
+from jdag.lab.places import at
 from jdag.lab.subject import Played, Subject
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
@@ -122,10 +131,11 @@ Bug = Annotated[
 What = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="FILE|-- COMMAND...",
-        help="The scenario, if not the file explored; or the command of that journal.",
+        metavar="FILE|MODULE:NAME|-- COMMAND...",
+        help="The scenario or program, if not that explored; the journal's command.",
     ),
 ]
+_PLACE = re.compile(r"[\w./-]+:[^\W\d]\w*")  # As in `jdag.lab.places`.
 TraceOut = Annotated[
     Path | None, typer.Option("--trace", help="Write the trace of the run here.")
 ]
@@ -158,6 +168,9 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     jdag replay FOLDER -- python script.py runs the script again, with what it launches
     in one process, in the order of the journals of `jdag.launch(..., journal=FOLDER)`.
 
+    The file names the scenario, or the program by the module, or the script with a
+    guard, that has it at top level; another one may be given.
+
     A line is a step, with a lane for each worker. Those that differ from the order of
     first choices are marked, and say what they come before.
 
@@ -168,19 +181,19 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         raise typer.Exit(_run_again(bug, what or []))
     with errors_in_one_line():
         if len(what or ()) > 1 and bug.exists():
-            allowed = "one scenario; only after a journal's folder a command"
+            allowed = "one scenario or program; only after a journal's folder a command"
             raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))
-        file = Path(what[0]) if what else None
         held = read_failure(bug)
-        if file is None and not held["scenario"]:
-            raise ScenarioError(f"{bug} is of no scenario: use jdag.replay, in Python")
-        scenario = load(file or Path(held["scenario"]))
-        given = held["workers"], held["values"], held["faults"]
-        with configured(scenario.settings):
-            played = replayed(held, bug, Subject(case_of(scenario), *given))
+        place = what[0] if what else held["scenario"]
+        program, configuration = _explored(bug, held, place)
+        property = at(held["property"]) if held["property"] else None
+        with configuration:
+            subject = Subject(program, held["workers"], held["values"], held["faults"])
+            played = replayed(held, bug, subject)
             run = played.explored
             assert run is not None
             is_other = run.trace.digest != held["digest"]
+            found = property and failure_of(subject, played, property, held["run"])
         if trace is not None:
             try:
                 run.trace.write(trace)
@@ -191,12 +204,29 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
             console.print(line, highlight=False, soft_wrap=True)
         if is_other:
             console.print(OTHER_BITS, highlight=False, soft_wrap=True)
-        try:
-            sound(run)
-        except AssertionError as error:
-            console.print(f"wrong: {error}", highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
-        console.print("it is right")
+        said = "it is right" if found is None else f"wrong: {found.why}"
+        if property is None:
+            said = f"its property is found by no name; it said then: {held['why']}"
+        console.print(said, highlight=False, soft_wrap=True)
+    raise typer.Exit(int(found is not None or property is None))
+
+
+def _explored(
+    bug: Path, held: Mapping[str, Any], place: str
+) -> tuple[Any, AbstractContextManager[None]]:
+    """What was explored, and the configuration of JAX that it had."""
+    if place.startswith("drawn:"):
+        said = f"a program that a test has drawn: pytest TEST --jdag-replay {bug}"
+        raise ScenarioError(f"{bug} is of {said}")
+    if not place:
+        raise ScenarioError(
+            f"{bug} does not say where {held['program']} is: name it, as in "
+            f"jdag replay {bug} MODULE:NAME, or SCRIPT.py:NAME; or use jdag.replay"
+        )
+    if _PLACE.fullmatch(place) and not Path(place).exists():
+        return at(place), nullcontext()
+    scenario = load(Path(place))
+    return case_of(scenario), configured(scenario.settings)
 
 
 def _timeline(held: Mapping[str, Any], played: Played) -> Iterator[str]:

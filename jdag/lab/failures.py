@@ -19,12 +19,13 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError, reason
+from jdag.lab.places import place_of
 from jdag.lab.strategies import Script
 from jdag.lab.subject import Explored, Played, Subject
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
 
-FORMAT = 1
+FORMAT = 2
 SHOWN_MAX = 4
 OTHER_BITS = (
     "the steps are those that were saved, but the digest differs: values or messages "
@@ -33,7 +34,7 @@ OTHER_BITS = (
 _KEYS = {
     **{"jdag": str, "program": str, "scenario": str, "workers": list, "values": str},
     **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
-    **{"faults": dict, "digest": str},
+    **{"faults": dict, "digest": str, "property": str},
 }
 
 Property = Callable[[Explored], object]
@@ -133,7 +134,9 @@ class Failure:
 
         Args:
             path: the file.
-            scenario: the file of the scenario, if it is one.
+            scenario: the file of the scenario, if it is one; else the place of what was
+                explored is kept: module:name, if a module or a script with a guard has
+                it at top level.
 
         Raises:
             OSError: the file cannot be written.
@@ -143,7 +146,8 @@ class Failure:
             "format": FORMAT,
             "jdag": version("jdag"),
             "program": subject.name,
-            "scenario": scenario,
+            "scenario": scenario or place_of(subject.program),
+            "property": place_of(self.property),
             "workers": [*subject.workers],
             "values": subject.values,
             "faults": subject.faults,
@@ -188,6 +192,7 @@ def replay(
 
 def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> Played:
     """As `replay`, of what was read from the file; the digest is not compared."""
+    subject.first()  # What it raises, it raises in every order.
     played = repeated(subject, held["choices"])
     steps = map(str, played.steps)
     for number, (now, then) in enumerate(zip_longest(steps, held["steps"])):

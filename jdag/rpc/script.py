@@ -48,6 +48,19 @@ def main_script() -> Script | None:
     return Script(path, sys.modules[MAIN].__package__, tuple(sys.argv))
 
 
+def import_script(path: str) -> ModuleType:
+    """Import a script as the `__main__` of this process, with false guards.
+
+    Raises:
+        JdagError: it has none, or cannot be imported.
+    """
+    if not _has_guard(path):
+        raise JdagError(f"{path} is no script that runs under `{GUARD}`")
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    expect(Script(path, None, (path,)))
+    return main_module()
+
+
 def program_name() -> str:
     """Return the name of the file of what runs; "" if it has none."""
     path = _file()
@@ -131,5 +144,5 @@ def _import(script: Script) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         lines = [f":{one.lineno}" for one in frames if one.filename == script.path]
         where = f"{script.path}{''.join(lines[-1:])}"
-        said = f"a worker cannot import the script {where}: {named_text(error)}"
+        said = f"cannot import the script {where}: {named_text(error)}"
         raise JdagError(said) from error

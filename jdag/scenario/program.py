@@ -37,7 +37,9 @@ def player_of(settings: Settings, folder: Path) -> Player:
         ScenarioError: it cannot be imported, takes no such settings, raised, or
             returned what cannot be played; or there is no such parameter to place.
     """
-    function = _imported(settings, folder)
+    function = imported(settings.program, folder)
+    if not callable(function):
+        raise settings.refused(f"module:function; this is {repr_of(function)}")
     given = _given(settings, function, folder)
     try:
         player = function(settings.names, **given)
@@ -66,8 +68,17 @@ def raised(error: BaseException) -> str:
     return text
 
 
-def _imported(settings: Settings, folder: Path) -> Any:
-    module_name, _, name = settings.program.partition(":")
+def imported(program: str, folder: Path) -> Any:
+    """What `module:name` names, in a module that is found as for `player_of`.
+
+    Raises:
+        ScenarioError: it cannot be imported, or has no such name.
+    """
+
+    def refused(allowed: str) -> ScenarioError:
+        return ScenarioError(unusable("program", program, allowed))
+
+    module_name, _, name = program.partition(":")
     folders = tuple(dict.fromkeys((str(folder), str(Path.cwd()))))
     for place in reversed(folders):  # The last is looked into first.
         if place in sys.path:
@@ -76,24 +87,21 @@ def _imported(settings: Settings, folder: Path) -> Any:
     where = f"module:function, of a module in {', in '.join(folders)} or installed"
     moved = module_name.removeprefix(_FORMER)
     if moved != module_name:
-        raise settings.refused(
+        raise refused(
             f'"{moved}:{name}": that module is now the file scenarios/{moved}.py, '
             "beside the scenarios that name it"
         )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise settings.refused(f"{where}; {text_of(error)}") from error
+        raise refused(f"{where}; {text_of(error)}") from error
     except (Exception, SystemExit) as error:
         why = f"importing this one raised {raised(error)}"
-        raise settings.refused(f"{where}; {why}") from error
+        raise refused(f"{where}; {why}") from error
     if not hasattr(module, name):
         why = f"{getattr(module, '__file__', None)} has no attribute {name!r}"
-        raise settings.refused(f"{where}; {why}{meant(name, dir(module))}")
-    function = getattr(module, name)
-    if not callable(function):
-        raise settings.refused(f"{where}; this is {repr_of(function)}")
-    return function
+        raise refused(f"{where}; {why}{meant(name, dir(module))}")
+    return getattr(module, name)
 
 
 def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:

@@ -1,0 +1,43 @@
+"""Names by which another process finds what was explored, and its property.
+
+A place is module:name, or script.py:name for what the program that was started has.
+"""
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.rpc.script import MAIN, import_script, main_script
+from jdag.scenario.program import imported
+
+_imported = cache(import_script)
+
+
+def place_of(thing: Any) -> str:
+    """The place of an object; "" if it has none, as in a script without a guard."""
+    for name, module in [*sys.modules.items()]:
+        for key, value in [*getattr(module, "__dict__", {}).items()]:
+            if value is thing and name != MAIN:
+                return f"{name}:{key}"
+            if value is thing and (script := main_script()) is not None:
+                return f"{os.path.relpath(script.path)}:{key}"
+    return ""
+
+
+def at(place: str) -> Any:
+    """The object at a place; modules of the current folder come first.
+
+    Raises:
+        ScenarioError: nothing is there.
+    """
+    where, _, name = place.rpartition(":")
+    if not where.endswith(".py"):
+        return imported(place, Path.cwd())
+    try:
+        return getattr(_imported(where), name)
+    except (JdagError, AttributeError) as error:
+        allowed = f"what a script has above its guard; {error}"
+        raise ScenarioError(unusable("program", place, allowed)) from error
