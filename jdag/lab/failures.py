@@ -49,8 +49,7 @@ class Failure:
         why: what the property said.
         choices: for each step the index that was picked; after these, 0.
         steps: what was picked.
-        options: of how many steps each was picked.
-        firsts: the first one of these.
+        firsts: the first one of those that each was picked of.
         held: steps that waited until nothing else could happen, where these are all
             that the order has beside first choices.
     """
@@ -59,7 +58,6 @@ class Failure:
     why: str
     choices: tuple[int, ...]
     steps: tuple[Step, ...]
-    options: tuple[int, ...]
     firsts: tuple[Step, ...]
     explored: Explored
     subject: Subject
@@ -253,7 +251,6 @@ def failure_of(
         why=why,
         choices=tuple(played.choices[: last + 1]),
         steps=tuple(played.steps),
-        options=tuple(played.options),
         firsts=tuple(played.firsts),
         explored=explored,
         subject=subject,

@@ -168,13 +168,11 @@ class Exhaustive(Strategy):
 
     Two steps depend on each other if they are on one worker, or one is a crash or a
     return; orders that differ only in independent steps are one (sleep sets: Godefroid,
-    "Partial-Order Methods for the Verification of Concurrent Systems", 1996). With
-    `sleep_sets=False` each sequence of steps is a run of its own.
+    "Partial-Order Methods for the Verification of Concurrent Systems", 1996).
     """
 
-    def __init__(self, max_runs: int = 100_000, *, sleep_sets: bool = True) -> None:
+    def __init__(self, max_runs: int = 100_000) -> None:
         self.max_runs = _natural("max_runs", max_runs, 1)
-        self._sleep_sets = sleep_sets
         # The path of the run: at each pick the steps, which one, and the asleep ones.
         self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
         self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
@@ -208,7 +206,7 @@ class Exhaustive(Strategy):
                         "each run; allowed is one that its order of events decides"
                     )
             elif at < len(taken):
-                seen = frozenset(steps[: taken[at]] if self._sleep_sets else ())
+                seen = frozenset(steps[: taken[at]])
                 path.append((steps, taken[at], self._asleep() | seen))
             else:
                 path.append((steps, -1, self._asleep()))
@@ -225,7 +223,7 @@ class Exhaustive(Strategy):
 
     def _asleep(self) -> frozenset[Step]:
         """The steps of which all that follows has been seen, after the path so far."""
-        if not self._path or not self._sleep_sets:
+        if not self._path:
             return frozenset()
         steps, index, asleep = self._path[-1]
         taken = steps[index]
@@ -234,7 +232,7 @@ class Exhaustive(Strategy):
     def _next(self) -> bool:
         """Take the next step at the end of the path that is not asleep."""
         steps, index, asleep = self._path.pop()
-        if index >= 0 and self._sleep_sets:
+        if index >= 0:
             asleep |= {steps[index]}
         for other in range(index + 1, len(steps)):
             if steps[other] not in asleep:
