@@ -131,7 +131,7 @@ def test_the_option_repeats_the_saved_choices_and_explores_nothing(tmp_path):
         plugin.pytest_configure(config)
         try:
             with (
-                mock.patch.object(checks, "exploration") as exploration,
+                mock.patch.object(checks, "explore") as explore,
                 mock.patch.object(Subject, "play", noted),
                 pytest.raises(Violation) as again,
             ):  # Whichever program was drawn this time.
@@ -140,7 +140,7 @@ def test_the_option_repeats_the_saved_choices_and_explores_nothing(tmp_path):
             plugin.pytest_unconfigure(config)
         now: Any = again.value
         assert now.failure.digest == then.failure.digest
-    assert not exploration.called
+    assert not explore.called
     assert any(then.failure.choices) and now.failure.choices == then.failure.choices
     assert now.drawn == LARGE
     assert sum([any(one.choices) for one in played]) == 1  # Else the first order.
@@ -151,10 +151,15 @@ def test_bad_input_is_one_line():
     for said, options in (
         ("runs = 0: allowed is an integer >= 1", {"runs": 0}),
         ("faults = 'fire'", {"faults": {"fire": 1}}),
+        ("strategy = 'pct:3': allowed is one of jdag.str", {"strategy": "pct:3"}),
+        ("property = 3: allowed is a function of a run", {"property": 3}),
+        ("simulated = 3: allowed is settings of jdag.simulate", {"simulated": 3}),
     ):
         with pytest.raises(ScenarioError, match=said):
             testing.assert_equals_oracle(Program(("a",), ("a",), ()), **options)
-    with pytest.raises(ScenarioError, match=r"simulated = .*: allowed is only with a"):
+    with pytest.raises(ScenarioError, match="workers = 3: allowed is a list of one"):
+        testing.assert_equals_oracle(lambda cluster: None, 3)
+    with pytest.raises(ScenarioError, match=r"simulated = .*and only with a"):
         testing.assert_equals_oracle(lambda cluster: None, ["a"], simulated={})
     with pytest.raises(AttributeError, match="no attribute 'program'"):
         _ = testing.program

@@ -160,7 +160,7 @@ def exploration(
                 report.redundant += 1
                 continue
             report.runs += 1
-            report.picks += sum([options > 1 for options in played.options])
+            report.picks += played.picks
             explored = played.explored
             report.lost += explored.crashed and explored.error is not None
             report.seen[order_of(played.steps)] = None
@@ -208,8 +208,14 @@ def sound(run: Explored) -> None:
     assert run.crashed or not run.left, f"{run.left} values are left"
     assert run.same_bits, "the result has other bits than in the order of first choices"
     if run.result is not None and run.expected is not None:
-        apart = worst(list(map(difference, run.result, run.expected)))
-        assert apart <= RELATIVE_MAX, f"a gradient is off the oracle's by {apart:.1e}"
+        near(run.result, run.expected)
+
+
+def near(result: Sequence[Any], expected: Sequence[Any], where: str = "") -> None:
+    """Raise AssertionError if a gradient is not what the oracle says."""
+    apart = worst(list(map(difference, result, expected)))
+    said = f"{where}a gradient is off the oracle's by {apart:.1e}"
+    assert apart <= RELATIVE_MAX, said
 
 
 def order_of(steps: Iterable[Step]) -> bytes:

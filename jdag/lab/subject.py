@@ -65,7 +65,7 @@ class Explored:
 
 @dataclass(slots=True)
 class Played:
-    """What was picked in a run, out of how many steps, and what came of it.
+    """What was picked in a run, how often among several steps, and what came of it.
 
     `firsts` has the first of the steps at each pick.
     `explored` is None if it was given up, as its order had been seen; `reached` has
@@ -74,7 +74,7 @@ class Played:
 
     choices: list[int] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    options: list[int] = field(default_factory=list)
+    picks: int = 0
     firsts: list[Step] = field(default_factory=list)
     reached: list[Triple] = field(default_factory=list)
     explored: Explored | None = None
@@ -119,10 +119,11 @@ class Subject:
         self._settings(None, trace=False)  # Refuses workers and values.
 
     def _settings(self, chooser: StepChooser | None, trace: bool) -> SimSettings:
+        is_list = isinstance(self.workers, list | tuple)  # Another one is refused.
         return SimSettings(
             workers=self.workers,
             seed=0,
-            home=next(iter(self.workers), ""),
+            home=next(iter(self.workers), "") if is_list else "",
             detect_ns=0,
             values=self.values,
             chooser=chooser,
@@ -144,7 +145,7 @@ class Subject:
         return Played(
             choices,
             [of[index] for of, index in zip(steps, choices, strict=True)],
-            [*map(len, steps)],
+            sum([len(of) > 1 for of in steps]),
             [of[0] for of in steps],
             [triple(*one) for one in chooser.reached],
             explored,

@@ -13,15 +13,14 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
 from jdag.errors import ScenarioError, unusable
-from jdag.lab.exploration import exploration, sound
+from jdag.lab.exploration import explore, near, sound
 from jdag.lab.failures import Failure, Property, failure_of, read_failure, replayed
-from jdag.lab.strategies import RandomWalk, Strategy
+from jdag.lab.strategies import Strategy
 from jdag.lab.subject import Subject
-from jdag.scenario.case import Case, difference, worst
+from jdag.scenario.case import Case
 from jdag.testing.drawn import Program, program_of
 
 DRAWN = "drawn:"  # Begins a failure's `scenario` if the program was drawn.
-RELATIVE_MAX = 1e-5
 replaying: list[Path] = []  # One file, or none.
 repeated: list[Path] = []  # The same, once its run was repeated.
 
@@ -47,7 +46,7 @@ def assert_equals_oracle(
     runs: int = 20,
     strategy: Strategy | None = None,
     faults: Mapping[str, int] | None = None,
-    property: Property = sound,
+    property: Property | None = None,
     simulated: Mapping[str, Any] | None = None,
 ) -> None:
     """Hold a program against the oracle in several orders of its events.
@@ -58,7 +57,7 @@ def assert_equals_oracle(
         runs: how many orders are run at most.
         strategy: what picks them; None: `RandomWalk()`.
         faults: a budget for each run, as `jdag.explore` takes it.
-        property: what each run has to keep; by default what `jdag.explore` asks for.
+        property: what each run has to keep; None: what `jdag.explore` asks for.
         simulated: settings of `jdag.simulate` for one more run, in virtual time:
             network, faults, devices, seed. Of a `Case` or a drawn program.
 
@@ -67,31 +66,27 @@ def assert_equals_oracle(
         ScenarioError: an argument is unusable.
     """
     drawn = program if isinstance(program, Program) else None
-    if replaying and _replay(replaying[0], program, workers, drawn, property):
+    if replaying and _replay(replaying[0], program, workers, drawn, property or sound):
         return
     what = program.case() if isinstance(program, Program) else program
-    names = drawn.workers if drawn is not None else tuple(workers)
-    if type(runs) is not int or runs < 1:
-        raise ScenarioError(unusable("runs", runs, "an integer >= 1"))
-    subject = Subject(what, names, "real", faults or {})
-    found = exploration(subject, property, range(runs), strategy or RandomWalk())
+    names = drawn.workers if drawn is not None else workers
+    found = explore(what, names, property, runs=runs, strategy=strategy, faults=faults)
     if found.failure is not None:
         raise Violation(found.failure, drawn)
     if simulated is not None:
-        _check_timed(subject, simulated)
+        _check_timed(Subject(what, names, "real", {}), simulated)
 
 
 def _check_timed(subject: Subject, settings: Mapping[str, Any]) -> None:
-    if not isinstance(subject.program, Case):
-        allowed = "only with a jdag.scenario.Case or a drawn program"
+    if not (isinstance(subject.program, Case) and isinstance(settings, Mapping)):
+        allowed = "settings of jdag.simulate, by name; and only with a "
+        allowed += "jdag.scenario.Case or a drawn program"
         raise ScenarioError(unusable("simulated", settings, allowed))
     with simulate(subject.workers, **{"seed": 0, **settings}) as cluster:
         result = subject.run(cluster)
     expected = subject.truth()
     assert expected is not None, subject.name
-    apart = worst(list(map(difference, result, expected)))
-    said = f"with {dict(settings)} a gradient is off the oracle's by {apart:.1e}"
-    assert apart <= RELATIVE_MAX, said
+    near(result, expected, f"with {dict(settings)} ")
 
 
 def _replay(
@@ -112,7 +107,6 @@ def _replay(
         return False
     repeated[:] = [path]
     played = replayed(held, path, subject)
-    subject.first()
     failure = failure_of(subject, played, property, held["run"])
     if failure is not None:
         raise Violation(failure, drawn)
