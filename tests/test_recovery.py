@@ -124,6 +124,21 @@ def test_what_was_put_and_not_changed_since_comes_from_the_caller():
             assert bits([w.fetch(), v.fetch()]) == bits([drawn(0), drawn(1)])
 
 
+def test_where_first_copies_fail_the_caller_still_knows_what_it_has_put():
+    with simulated() as cluster:
+        w, gone = cluster.put("b", drawn(1)), cluster.put("d", drawn(2))
+        lose(cluster, "c")  # It would keep the copy of w.
+        with pytest.raises(WorkerLost):
+            cluster.replicate_leaves()
+        cluster.recover()
+        cluster.drop(gone)
+        with cluster.context():
+            pass  # Now the log begins anew, without what was dropped.
+        lose(cluster, "b")
+        cluster.recover()
+        assert bits(w.fetch()) == bits(drawn(1))
+
+
 def test_both_copies_of_a_leaf_may_be_lost_one_after_the_other():
     with simulated() as cluster:
         w, v = two_leaves(cluster)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,7 +79,27 @@ def failing(c: Any) -> str:
     return str(caught.value).partition("\n")[0]
 
 
-@pytest.mark.parametrize("run", [thrice, large, failing])
+GO_ON = Event()
+
+
+@jdag.program
+def held(ctx: Any) -> Any:
+    assert GO_ON.wait(60)
+    return ctx.call("c", hidden, W, X)
+
+
+def early(c: Any) -> list[bytes]:
+    """A program goes on when its worker has done more; in the replay, at once."""
+    (GO_ON.clear if hasattr(c, "nodes") else GO_ON.set)()
+    with c.context() as ctx:
+        task = ctx.start("b", held)
+        between = ctx.call("b", hidden, W, X).fetch()
+        GO_ON.set()
+        found = task.result().fetch()
+    return [np.asarray(one).tobytes() for one in (between, found)]
+
+
+@pytest.mark.parametrize("run", [thrice, large, failing, early])
 def test_a_run_is_repeated_with_its_results_in_the_order_of_its_journals(
     tmp_path: Path, run: Any
 ):
