@@ -1,5 +1,6 @@
 """The command `jdag explore`: over processes, interrupted; failures repeated."""
 
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,8 +28,15 @@ def command(*words):
 
 def test_the_command_explores_a_scenario():
     code, said = command("explore", CHAIN, "--runs", 5, "--strategy", "pct:2")
-    assert code == 0 and "5 runs, 5 orders" in said and "all of them are right" in said
-    assert "a bug of depth 2 is found by one run in" in said
+    counts, bound, covered, verdict = said.splitlines()
+    assert code == 0 and verdict == "all runs are right"
+    assert re.fullmatch("5 runs, 5 orders, [0-9,]+ choice points", counts)
+    said = (
+        r"each run finds a bug of depth 2 with probability at least 1/[0-9,]+ \(\d+ c"
+    )
+    assert re.match(said, bound) and covered.endswith(" reached (--coverage: which)")
+    code, said = command("explore", CHAIN, "--runs", 1, "--coverage")
+    assert "1 run, 1 order, " in said and " reached, but not:\n  owner, open: " in said
 
 
 def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):

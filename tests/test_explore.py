@@ -375,7 +375,9 @@ def test_pct_runs_one_chain_until_a_change_point():
         for of in (picks_of(strategy, run, CHAINS) for run in range(40))
     ]
     assert max(changes) == 2 and changes.count(2) > 8
-    assert strategy.bound().startswith("a bug of depth 3 is found by one run in 2,700 ")
+    assert strategy.bound().endswith(
+        "a bug of depth 3 with probability at least 1/2,700 (3 chains, 30 steps)"
+    )
 
 
 def test_equal_runs_of_a_strategy_pick_alike_and_others_differ():

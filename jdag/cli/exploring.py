@@ -61,6 +61,14 @@ Resume = Annotated[
     Path | None,
     typer.Option(help="Folder that keeps the runs; the same call again goes on."),
 ]
+Coverage = Annotated[
+    bool,
+    typer.Option(
+        "--coverage",
+        help="Print which events came in no run, by role and phase of a context. "
+        "Some cannot come in this program.",
+    ),
+]
 
 
 def explore(  # noqa: PLR0913 - options of a command.
@@ -73,6 +81,7 @@ def explore(  # noqa: PLR0913 - options of a command.
     jobs: Jobs = "1",
     on: On = None,
     resume: Resume = None,
+    coverage: Coverage = False,
     out: Out = Path(BUG),
 ) -> None:
     """Run a scenario's case in many orders of its events, until one is wrong.
@@ -98,7 +107,7 @@ def explore(  # noqa: PLR0913 - options of a command.
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()
         console.print(report.counts, highlight=False)
-        _say(console, report)
+        _say(console, report, coverage)
         if report.failure is not None:
             try:
                 with configured(scenario.settings):
@@ -110,15 +119,17 @@ def explore(  # noqa: PLR0913 - options of a command.
     raise typer.Exit(1 if report.failure else 0)
 
 
-def _say(console: Console, report: Report) -> None:
+def _say(console: Console, report: Report, coverage: bool) -> None:
     if report.bound:
         console.print(report.bound, highlight=False, soft_wrap=True)
-    for line in report.coverage():
+    first, *rest = report.coverage()
+    if not coverage:
+        first, rest = f"{first.removesuffix(', but not:')} (--coverage: which)", []
+    for line in (first, *rest):
         console.print(line, highlight=False, soft_wrap=True)
-    if report.failure is None:
-        console.print("all of them are right")
-        return
-    console.print(f"wrong: {report.failure}", highlight=False, soft_wrap=True)
+    found = report.failure
+    said = "all runs are right" if found is None else f"wrong: {found}"
+    console.print(said, highlight=False, soft_wrap=True)
 
 
 Bug = Annotated[

@@ -54,7 +54,10 @@ class Report:
 
     @property
     def unreached(self) -> tuple[Triple, ...]:
-        """What may come to an engine, and has not in any run."""
+        """What may come to an engine, and has not in any run.
+
+        Much of it cannot come in one program: it has no such call, pass or fault.
+        """
         return tuple([triple for triple in TRIPLES if triple not in self.reached])
 
     def coverage(self) -> list[str]:
@@ -89,15 +92,19 @@ class Report:
         """How many runs and orders there were, and how many a crash ended."""
         ended = f", {self.lost:,} of them ended by a crash" if self.lost else ""
         more = f" ({self.redundant:,} more seen before)" if self.redundant else ""
-        return f"{self.runs:,} runs{more}{ended}, {self.orders:,} orders"
+        runs, orders = _counted(self.runs, "run"), _counted(self.orders, "order")
+        return f"{runs}{more}{ended}, {orders}, {_counted(self.picks, 'choice point')}"
 
     def __str__(self) -> str:
         found = (
             "no violation" if self.failure is None else f"violated by {self.failure}"
         )
-        counts = f"{self.counts}, {self.picks:,} picks"
         covered = f"{len(self.reached)} of {len(TRIPLES)} triples"
-        return "; ".join(filter(None, [counts, covered, self.bound, found]))
+        return "; ".join(filter(None, [self.counts, covered, self.bound, found]))
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def explore(

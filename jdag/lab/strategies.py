@@ -158,8 +158,8 @@ class PCT(Strategy):
         """See `Strategy`."""
         least = self._chains * self._picks ** (self._depth - 1)
         return (
-            f"a bug of depth {self._depth} is found by one run in {least:,} at least "
-            f"({self._chains} chains, {self._picks} picks)"
+            f"each run finds a bug of depth {self._depth} with probability at least "
+            f"1/{least:,} ({self._chains} chains, {self._picks} steps)"
         )
 
 
