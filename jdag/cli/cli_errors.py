@@ -32,6 +32,12 @@ def errors_in_one_line() -> Iterator[None]:
         raise typer.Exit(Exit.BAD_INPUT) from None
 
 
+def check_one_of(key: str, value: str | None, *allowed: str) -> None:
+    """Raise ScenarioError if an option has a value that is not one of these."""
+    if value not in (None, *allowed):
+        raise ScenarioError(unusable(key, value, f"one of {', '.join(allowed)}"))
+
+
 def no_run(folder: Path, error: Exception) -> ScenarioError:
     """The error for a folder in which a file is missing, or not as `jdag run` wrote."""
     text = str(error) if isinstance(error, ValueError) else named_text(error)

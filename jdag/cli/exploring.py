@@ -15,7 +15,7 @@ from rich.console import Console
 
 from jdag.api.progress import Bar
 from jdag.api.replays import REPLAY, REPLAYED
-from jdag.cli.cli_errors import errors_in_one_line
+from jdag.cli.cli_errors import check_one_of, errors_in_one_line
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
@@ -29,6 +29,7 @@ from jdag.lab.failures import (
     said_of,
 )
 from jdag.lab.places import at
+from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
@@ -93,6 +94,8 @@ def explore(  # noqa: PLR0913 - options of a command.
     with errors_in_one_line():
         most, processes = _natural("--runs", runs, 1), _natural("--jobs", jobs, 1)
         faults = dict(map(_fault, fault or ()))
+        check_one_of("--values", values, "real", "abstract")
+        check_one_of("--on", on, "ray")
         wanted = {"values": values, "strategy": strategy, "faults": faults}
         place = out if out.is_file() else f"{out.parent}/"
         if out.is_dir() or not os.access(place, os.W_OK):  # Known before the first run.
@@ -262,6 +265,7 @@ def _fault(text: str) -> tuple[str, int]:
     kind, equals, number = text.partition("=")
     if not equals:
         raise ScenarioError(unusable("--fault", text, "KIND=NUMBER, such as crash=1"))
+    check_one_of("--fault", kind, *FAULTS)
     return kind, _natural(f"--fault {kind}", number, 0)
 
 

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from jdag.cli.cli_errors import Exit, errors_in_one_line
+from jdag.cli.cli_errors import Exit, check_one_of, errors_in_one_line
 from jdag.errors import ScenarioError, meant, reason, spelled, unusable
 from jdag.lab.parquet import need_pyarrow, write_parquet
 from jdag.lab.sweep import RETIMED, TABLE, Row, combinations
@@ -75,6 +75,7 @@ def sweep(
     console = Console(file=sys.stdout)
     with errors_in_one_line(), redirect_stdout(sys.stderr):
         values = _values_of(settings)
+        check_one_of("--on", on, "ray")
         scenario = load(file, changes=combinations(values)[0])
         if parquet:
             need_pyarrow("--parquet")

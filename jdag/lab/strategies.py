@@ -280,9 +280,12 @@ def parsed(text: str) -> Strategy:
         ScenarioError: there is no such strategy; names those there are.
     """
     name, _, number = text.partition(":")
-    allowed = "one of random[:SEED], pct[:DEPTH], exhaustive[:MAX_RUNS]"
-    if name not in ("random", "pct", "exhaustive") or (number and not number.isdigit()):
-        raise ScenarioError(unusable("strategy", text, allowed))
+    least = {"random": 0, "pct": 1, "exhaustive": 1}.get(name)
+    is_number = number.isascii() and number.isdigit()
+    if least is None or (number and not (is_number and int(number) >= least)):
+        allowed = "one of random[:SEED], pct[:DEPTH], exhaustive[:MAX_RUNS], "
+        allowed += "SEED >= 0, the others >= 1"
+        raise ScenarioError(unusable("--strategy", text, allowed))
     given = [int(number)] if number else []
     if name == "random":
         return RandomWalk(*given)
