@@ -172,6 +172,10 @@ class ReplayError(JdagError):
     """A run deviates from its journals; names the first event that does."""
 
 
+class JournalsEnd(ReplayError):
+    """All that journals have, up to `journal_bytes`, was repeated: no deviation."""
+
+
 class ProtocolError(JdagError):
     """A peer broke the protocol, or bytes on the wire are not a message."""
 

@@ -20,7 +20,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
-from jdag.errors import JdagError, ReplayError, ScenarioError, WorkerLost
+from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, WorkerLost
 from jdag.rpc.bulk import Assembler
 from jdag.rpc.connection import Connection
 from jdag.rpc.requests import Journaled
@@ -213,9 +213,18 @@ def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
     recorded(tmp_path, thrice, bytes_max=1_500)
     journals = read_journals(tmp_path, WORKERS, NAME)
     assert "full" in [one.end for one in journals.values()]
-    said = r"the journals end here, at journal_bytes: their \d+ inputs were repeated"
-    with pytest.raises(JdagError, match=said):
+    said = r"the journals end here, at journal_bytes: \d+ events were repeated"
+    with pytest.raises(JournalsEnd, match=said):
         replayed(journals, thrice)
+
+
+def test_a_folder_that_has_journals_is_refused_before_anything_starts(tmp_path: Path):
+    (tmp_path / "b.journal").touch()
+    said = (
+        "journal = .*: allowed is a new folder, or an empty one: this one has journals"
+    )
+    with pytest.raises(ScenarioError, match=said):
+        jdag.launch([*"ab"], journal=tmp_path)
 
 
 def other(c: Any) -> None:
@@ -363,16 +372,24 @@ def test_a_script_is_run_again_by_the_command(
     twice = tmp_path / "more" / "script.py"
     twice.parent.mkdir()
     twice.write_text(SCRIPT.replace('"c", double', '"b", double'))
-    for file, said in (
-        (other, "a.journal is of program = 'script.py'; what would replay it has 'oth"),
-        (twice, "the run deviates from its journal on worker 'c' at event 1: expected"),
+    for code, file, said in (
+        (2, other, "a.journal is of program = 'script.py'; what would replay it has "),
+        (1, twice, "the run deviates from its journal on worker 'c' at event 1: expe"),
     ):
         command[1] = str(file)
         done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
-        assert done.exit_code == 2
+        assert done.exit_code == code
         line = capfd.readouterr().err
         assert line.startswith("jdag: ") and line.count("\n") == 1, line
         assert said in line
+    journal = folder / "a.journal"
+    journal.write_text("".join(journal.read_text().splitlines(True)[:12]) + "full\n")
+    command[1] = str(script)
+    done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
+    assert (done.exit_code, done.output) == (0, "")
+    line = capfd.readouterr().err
+    assert line.endswith(" of 3 workers; there the journals end, at journal_bytes\n")
+    assert line.count("\n") == 1
     done = CliRunner().invoke(app, ["replay", str(folder), "--", "true"])
     assert done.exit_code == 2
     assert "COMMAND = 'true': allowed is a command that launches a cluster" in (

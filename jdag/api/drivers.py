@@ -43,7 +43,7 @@ from jdag.rpc.settings import (
 from jdag.rpc.tickets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.journal import BYTES_MAX
+from jdag.runtime.journal import BYTES_MAX, SUFFIX
 from jdag.runtime.tables import (
     COUNT,
     FLAG,
@@ -243,6 +243,9 @@ def _launched(asked: "_Launch") -> Cluster:
     journaled = None
     if asked.journal is not None:
         folder = os.path.abspath(asked.journal)
+        if any(Path(folder).glob(f"*{SUFFIX}")):
+            allowed = "a new folder, or an empty one: this one has journals of a run"
+            raise ScenarioError(unusable("journal", asked.journal, allowed))
         journaled = Journaled(folder, asked.journal_bytes, program_name())
     share_gpu(asked.device)
     with ExitStack() as stack:

@@ -189,7 +189,8 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     first choices are marked, and say what they come before.
 
     Exit codes: 0 it is right now; 1 it is wrong as before; 2 bad input, or the run is
-    another one than was saved. Of a journal: that of the command.
+    another one than was saved. Of a journal: that of the command, 1 if an event
+    deviates, 0 if the journal ended before the run, at journal_bytes.
     """
     if bug.is_dir():
         raise typer.Exit(_run_again(bug, what or []))

@@ -42,7 +42,7 @@ from jdag.engine.protocol import (
     incarnation_of,
     named,
 )
-from jdag.errors import JdagError, ReplayError
+from jdag.errors import JdagError, JournalsEnd, ReplayError
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.journal import FULL, Entries, entry
@@ -180,8 +180,10 @@ class Replaying:
         left = [one for one in self._all.values() if one.line]
         hosts = [one.host for one in self._all.values()]
         try:
-            if self._deviation is not None or (left and not self._is_cut):
-                raise self._deviates()
+            if self._deviation is not None or left:
+                error = self._deviates()
+                if not isinstance(error, JournalsEnd):
+                    raise error
             self._say(self.now_ns)
         finally:
             for host in hosts:
@@ -358,21 +360,21 @@ class Replaying:
         return Computed(number, failure)
 
     @property
-    def _is_cut(self) -> bool:
+    def is_cut(self) -> bool:
+        """Whether a journal that ended at `journal_bytes` has been followed so far."""
         return any(one.end == FULL and not one.line for one in self._all.values())
 
     def _deviates(self, one: _Worker | None = None, found: str = "") -> ReplayError:
         """The error that names the first event that is not as in the journals."""
         if self._deviation is None:
-            self._deviation = ReplayError(self._why(one, found))
+            if one is None and self.is_cut:
+                said = f"the journals end here, at journal_bytes: {self.now_ns} events "
+                self._deviation = JournalsEnd(f"{said}were repeated")
+            else:
+                self._deviation = ReplayError(self._why(one, found))
         return self._deviation
 
     def _why(self, one: _Worker | None, found: str) -> str:
-        if one is None and self._is_cut:
-            return (
-                f"the journals end here, at journal_bytes: their {self.now_ns} inputs "
-                "were repeated"
-            )
         others = [other for other in self._all.values() if not other.is_over]
         waiting = [other for other in others if other.line or other.early]
         if one is None:
