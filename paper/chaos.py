@@ -49,6 +49,8 @@ SLACK_S = 10.0  # Of a busy machine.
 HEALED_S = 60.0
 LEFT_S = 20.0  # A dial of a worker that is under way takes until its deadline.
 HANGS_S = 150.0
+# Of a socket of TCP, in the tables of Linux.
+STATES = {"01": "ESTABLISHED", "02": "SYN_SENT", "08": "CLOSE_WAIT", "0A": "LISTEN"}
 UNKNOWN: dict[str, Any] = {
     "program": "",
     "outcome": "unknown",
@@ -202,7 +204,32 @@ def opened() -> list[str]:
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # The one of the folder itself.
             found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return [re.sub(r"[0-9]+", "N", one) for one in found]
+    return found
+
+
+def kinds(found: list[str]) -> Counter[str]:
+    """How many there are of each kind of descriptor."""
+    return Counter(re.sub(r"[0-9]+", "N", one) for one in found)
+
+
+def ends() -> dict[str, str]:
+    """The ends of each socket, by what `opened` says of it."""
+    found = {}
+    for table in ("tcp", "tcp6", "unix"):
+        with suppress(OSError):
+            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+                row = line.split()
+                if table == "unix" and len(row) > 6:
+                    text = f"type {row[4]} {' '.join(row[7:]) or 'unnamed'}"
+                    found[f"socket:[{row[6]}]"] = f"unix {text}"
+                elif table != "unix" and len(row) > 9:
+                    local, peer = (
+                        f"{'127.0.0.1' if host == '0100007F' else host}:{int(port, 16)}"
+                        for host, port in (one.split(":") for one in row[1:3])
+                    )
+                    state = STATES.get(row[3], row[3])
+                    found[f"socket:[{row[9]}]"] = f"{table} {local} -> {peer} {state}"
+    return found
 
 
 def left(before: list[str]) -> list[str]:
@@ -213,11 +240,15 @@ def left(before: list[str]) -> list[str]:
     due = time.monotonic() + LEFT_S
     while True:
         gc.collect()  # Arrays that JAX has let go of, and the memory that they were in.
-        more = Counter(opened())
-        more.subtract(before)
+        now = opened()
+        more = kinds(now)
+        more.subtract(kinds(before))
         found = segments() + [f"{n} more {what}" for what, n in more.items() if n > 0]
-        if not found or time.monotonic() > due:
+        if not found:
             return found
+        if time.monotonic() > due:
+            new = {*now} - {*before}
+            return found + [text for one, text in ends().items() if one in new]
         time.sleep(0.05)
 
 
@@ -273,7 +304,9 @@ def one_round(
         one["wrong"] += healed(cluster, programs[name], quiet[name])
         one["cuts"] = pool.cuts - cuts
         one["resends"] = sum(of["resends"] for of in cluster.info().values())
+    begun = time.monotonic()
     one["wrong"] += left(before)
+    one["gone_s"] = round(time.monotonic() - begun, 2)
 
 
 def resident_mib(process: int) -> float:
