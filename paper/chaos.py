@@ -6,13 +6,13 @@
 A round joins three workers, runs a program again and again, and meanwhile hurts them:
 it kills or freezes a process, has its files full, cuts, slows, holds or refuses its
 streams, or dials it as a stranger. In half of the rounds there are up to eight faults
-that pass within the deadline, most of them cuts after drawn numbers of bytes; they must
-change nothing: the bits are those of a quiet run, and there is no error. In the others
-up to three faults last, and may end the program with an error of jdag that names a
-worker, within the deadline. Then everything is mended, and in the same session the
-program has to end in the right bits, with no context or pass left on any worker, and
-with no connection, shared memory or descriptor of it left. In some rounds with TLS a
-worker has an untrusted certificate, and must not be able to join.
+that pass within the deadline, a breath apart, most of them cuts after drawn numbers of
+bytes; they must change nothing: the bits are those of a quiet run, and there is no
+error. In the others up to three faults last, and may end the program with an error of
+jdag that names a worker, within the deadline. Then everything is mended, and in the
+same session the program has to end in the right bits, with no context or pass left on
+any worker, and with no connection, shared memory or descriptor of it left. In some
+rounds with TLS a worker has an untrusted certificate, and must not be able to join.
 
 `paper/results/chaos.json` has each round, `chaos.md` the table; both are written after
 each round. A round that hangs is wrong, and ends the campaign with all threads' stacks.
@@ -23,13 +23,12 @@ import faulthandler
 import gc
 import json
 import os
-import re
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -39,18 +38,18 @@ import jax
 import jax.numpy as jnp
 
 from jdag.errors import JdagError, JoinError, text_of
+from paper.chaos_left import ends, kinds, opened
 from paper.chaos_pool import DEADLINE_S, LONG, MODES, NAMES, PASSING, Pool
 from paper.chaos_programs import PROGRAMS, Program, bits_of, fresh, programs_in, train
 from paper.failures import children
 from paper.figures import RESULTS, machine
 
 HURT_S = 2.0
+BREATH_S = 0.3  # Between faults that pass.
 SLACK_S = 10.0  # Of a busy machine.
 HEALED_S = 60.0
 LEFT_S = 20.0  # A dial of a worker that is under way takes until its deadline.
 HANGS_S = 150.0
-# Of a socket of TCP, in the tables of Linux.
-STATES = {"01": "ESTABLISHED", "02": "SYN_SENT", "08": "CLOSE_WAIT", "0A": "LISTEN"}
 UNKNOWN: dict[str, Any] = {
     "program": "",
     "outcome": "unknown",
@@ -102,6 +101,8 @@ class Trouble(threading.Thread):
                 if not is_long and lasts_s:
                     self._over.wait(lasts_s)
                     self._pool.mend(fault, victim)
+                    # Else faults that pass would add up to one beyond the deadline.
+                    self._over.wait(BREATH_S)
         except ProcessLookupError:  # It has been killed before.
             pass
         except Exception as error:
@@ -196,40 +197,6 @@ def healed(cluster: Any, program: Program, bits: str) -> list[str]:
 def segments() -> list[str]:
     """Shared memory of jdag that is left."""
     return sorted(str(path) for path in Path("/dev/shm").glob("*jdag*"))
-
-
-def opened() -> list[str]:
-    """What the descriptors of this process are."""
-    found = []
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # The one of the folder itself.
-            found.append(os.readlink(f"/proc/self/fd/{number}"))
-    return found
-
-
-def kinds(found: list[str]) -> Counter[str]:
-    """How many there are of each kind of descriptor."""
-    return Counter(re.sub(r"[0-9]+", "N", one) for one in found)
-
-
-def ends() -> dict[str, str]:
-    """The ends of each socket, by what `opened` says of it."""
-    found = {}
-    for table in ("tcp", "tcp6", "unix"):
-        with suppress(OSError):
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-                row = line.split()
-                if table == "unix" and len(row) > 6:
-                    text = f"type {row[4]} {' '.join(row[7:]) or 'unnamed'}"
-                    found[f"socket:[{row[6]}]"] = f"unix {text}"
-                elif table != "unix" and len(row) > 9:
-                    local, peer = (
-                        f"{'127.0.0.1' if host == '0100007F' else host}:{int(port, 16)}"
-                        for host, port in (one.split(":") for one in row[1:3])
-                    )
-                    state = STATES.get(row[3], row[3])
-                    found[f"socket:[{row[9]}]"] = f"{table} {local} -> {peer} {state}"
-    return found
 
 
 def left(before: list[str]) -> list[str]:
@@ -419,16 +386,27 @@ def page(results: dict[str, Any]) -> str:
         f"{here['cores']} cores, Python {here['python']}, JAX {here['jax']}.",
         "`paper/chaos.py` says what a round is, and what is right.",
         "",
+        f"The time of an error counts from the first fault that lasts. Up to "
+        f"{SLACK_S:g} s beyond the deadline are right: a program may end by a later "
+        "fault, the deadline runs from the last sign of life, and other processes "
+        "share the cores.",
+        f"What a session holds in main (sockets, files, shared memory) has to be gone "
+        f"{LEFT_S:g} s after it is closed.",
+        "",
         "| streams | rounds | runs of programs | unhurt in the end | named error | "
-        "slowest error, s | cut streams | frames sent again | wrong |",
-        f"|{' --- |' * 9}",
+        "slowest error, s | slowest to leave nothing, s | cut streams | "
+        "frames sent again | wrong |",
+        f"|{' --- |' * 10}",
     ]
     for mode in dict.fromkeys(one["mode"] for one in rounds):
         own = [one for one in rounds if one["mode"] == mode]
         finished = sum(one["outcome"] == "finished" for one in own)
-        slowest = max((one.get("seconds", 0.0) for one in own), default=0.0)
         cells = [mode, len(own), sum(one["runs"] for one in own), finished]
-        cells += [len(own) - finished, f"{slowest:.2f}"]
+        cells += [len(own) - finished]
+        cells += [
+            f"{max(one.get(what, 0.0) for one in own):.2f}"
+            for what in ("seconds", "gone_s")
+        ]
         cells += [sum(one.get(what, 0) for one in own) for what in ("cuts", "resends")]
         cells += [sum(bool(one["wrong"]) for one in own)]
         lines.append(f"| {' | '.join(map(str, cells))} |")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from paper import chaos
+from paper.chaos_left import opened
 from paper.figures import RESULTS
 from paper.proxy import Gate, Proxy
 
@@ -81,6 +83,18 @@ def test_who_is_refused_sees_a_reset():
         proxy.do(gate, refuses=True)
         with pytest.raises(ConnectionResetError):
             dialled.recv(1)
+
+
+def test_a_socket_that_is_left_is_named_with_both_ends(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chaos, "LEFT_S", 0.0)
+    before = opened()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        found = chaos.left(before)
+        assert "1 more socket:[N]" in found
+        assert f"tcp 127.0.0.1:{port} -> 00000000:0 LISTEN" in found
+    monkeypatch.undo()
+    assert not chaos.left(before)
 
 
 @pytest.mark.second
