@@ -4,6 +4,7 @@ import asyncio
 import queue
 import random
 import select
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -170,6 +171,18 @@ def test_a_server_that_is_not_there_is_named_with_the_reason():
     ):
         dial("grpc:127.0.0.1:1", TOKEN, 0, timeout_s=60)
     soon(lambda: not pumps())
+
+
+def test_a_server_that_says_nothing_is_named_and_then_nothing_is_left(host: Host):
+    for end in host.dial():
+        end.close()
+    soon(lambda: not pumps())
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        before, where = descriptors(), f"grpc:127.0.0.1:{mute.getsockname()[1]}"
+        with pytest.raises(JdagError, match=r"no answer within 0\.5 s$"):
+            dial(where, TOKEN, 0, timeout_s=0.5)
+        # gRPC itself would give up after 20 s.
+        soon(lambda: not pumps() and descriptors() <= before, most_ms=8_000)
 
 
 def test_a_server_that_carries_no_streams_is_named_with_the_reason():

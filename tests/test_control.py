@@ -376,20 +376,20 @@ def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
     came: queue.Queue[Any] = queue.Queue()
     server = ControlServer(NAME, ANY, Asked().answers, enter=came.put)
     address = parse(f"grpc:{server.address}")
-    near = [open_carried(address, None, "w") for _ in range(2)]
+    near = [open_carried(address, None, "w", 60) for _ in range(2)]
     send_all(near[0], b"ab")
     send_all(near[1], b"cd")
     far = [came.get(timeout=60) for _ in near]
     by_bytes = {receive(one, 2): one for one in far}  # They come in any order.
     assert sorted(by_bytes) == [b"ab", b"cd"]
-    third = open_carried(address, None, "w")
+    third = open_carried(address, None, "w", 60)
     with pytest.raises(ConnectionError, match="RESOURCE_EXHAUSTED: 2 streams are und"):
         receive(third, 1)
     near[0].close()
     with pytest.raises(ConnectionError):
         receive(by_bytes[b"ab"], 1)
     soon(lambda: server._under_way["streams"] < 2)
-    again = open_carried(address, None, "w")
+    again = open_carried(address, None, "w", 60)
     send_all(again, b"xy")
     far.append(came.get(timeout=60))
     assert receive(far[-1], 2) == b"xy"

@@ -117,27 +117,39 @@ class CarriedStream(SocketStream):
         await done()
 
 
-def open_carried(address: Address, tls: Tls | None, name: str) -> Stream:
+def open_carried(
+    address: Address, tls: Tls | None, name: str, timeout_s: float
+) -> Stream:
     """Open a stream through a control server, without waiting for the connection.
 
     Args:
         address: of the control server.
         tls: for mutual TLS.
         name: the name expected in the server's certificate, with `tls`.
+        timeout_s: how long a connection may take; then the stream breaks.
     """
     stream = CarriedStream(str(address), None)
-    asyncio.run_coroutine_threadsafe(_call(stream, address, tls, name), loop())
+    calling = _call(stream, address, tls, name, timeout_s)
+    asyncio.run_coroutine_threadsafe(calling, loop())
     return stream
 
 
 async def _call(
-    stream: CarriedStream, address: Address, tls: Tls | None, name: str
+    stream: CarriedStream,
+    address: Address,
+    tls: Tls | None,
+    name: str,
+    timeout_s: float,
 ) -> None:
     target = str(address._replace(kind=""))
+    # How long gRPC waits for a server that accepts a connection and says nothing, even
+    # if the channel is closed: by default 20 s.
+    connecting = ("grpc.min_reconnect_backoff_ms", round(timeout_s * 1000))
+    options: tuple[Any, ...] = (*CHANNEL_OPTIONS, connecting)
     if tls is None:
-        channel = grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+        channel = grpc.aio.insecure_channel(target, options=options)
     else:
-        options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name))
+        options = (*options, ("grpc.ssl_target_name_override", name))
         credentials = tls.channel_credentials()
         channel = grpc.aio.secure_channel(target, credentials, options=options)
     async with channel:

@@ -292,7 +292,7 @@ def dial(
 
 def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> Stream:
     if where.kind == "grpc":
-        return open_carried(where, tls, name)
+        return open_carried(where, tls, name, max(0.001, timeout_s))
     connected = connect(where, max(0.001, timeout_s))
     try:
         hold_to_own_user(connected)
