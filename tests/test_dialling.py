@@ -66,6 +66,29 @@ def test_a_dial_that_is_under_way_when_the_session_ends_leaves_no_client(main: M
     assert main.routes._clients == {}
 
 
+class Ending:
+    """A lock; the session ends as soon as it is let go the first time."""
+
+    def __init__(self, routes: Routes) -> None:
+        self.routes: Routes | None = routes
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        routes, self.routes = self.routes, None
+        if routes is not None:
+            routes.close()
+
+
+def test_a_client_that_another_replaces_as_the_session_ends_is_closed(main: Main):
+    former = main.routes.reach("m", main.server.address)
+    former.ask(Health())
+    main.routes._lock = Ending(main.routes)  # type: ignore[assignment]
+    main.routes.reach("m", main.server.address)
+    with pytest.raises(JoinError, match="is asked no more"):
+        former.ask(Health())
+
+
 def test_another_process_at_its_address_is_not_main(main: Main):
     lookout = main.lookout()
     lookout.find()

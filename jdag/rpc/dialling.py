@@ -44,10 +44,11 @@ class Routes:
         """Return a new client for a peer, whose address is `control` from now on."""
         client = ControlClient(f"worker {peer!r}", control, tls=self._tls)
         with self._lock:
-            former = self._clients.pop(peer, None)
-            if not self._is_closed:
+            is_closed = self._is_closed
+            former = None if is_closed else self._clients.pop(peer, None)
+            if not is_closed:
                 self._clients[peer] = client
-        if self._is_closed:  # A dial that was under way when the session ended.
+        if is_closed:  # A dial that was under way when the session ended.
             client.close()
             raise JoinError(f"worker {peer!r} is not dialled: the session is closed")
         if former is not None:
