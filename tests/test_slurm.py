@@ -83,6 +83,8 @@ def test_each_task_is_a_worker_on_its_host_and_all_write_the_same_file(tmp_path:
 
 def test_another_job_listens_at_other_ports(tmp_path: Path):
     ports = []
+    for name in ("token", "ca.pem", "host.pem", "host.key"):
+        (tmp_path / name).touch()
     for job in ("4711", "4712"):
         write_cluster_file(tmp_path / "cluster.toml", {**STEP, "SLURM_JOB_ID": job})
         workers = load(tmp_path / "cluster.toml").workers.values()
@@ -116,19 +118,24 @@ def test_variables_that_make_no_cluster_are_one_line(changes, workers, said, tmp
 def test_a_file_that_a_user_wrote_is_kept(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     path.write_text("[workers.a]\n")
-    with pytest.raises(ScenarioError, match="not made by jdag up --slurm"):
+    with pytest.raises(ScenarioError, match="; this one was not made by jdag up"):
         write_cluster_file(path, STEP)
     assert path.read_text() == "[workers.a]\n"
 
 
-def test_several_hosts_without_certificates_are_refused(tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("missing", ["token", "ca.pem", "host.pem", "host.key"])
+def test_several_hosts_without_certificates_are_refused_and_no_file_is_left(
+    tmp_path: Path, monkeypatch, missing
+):
     for key, text in STEP.items():
         monkeypatch.setenv(key, text)
-    (tmp_path / "token").write_text(TOKEN)
+    for name in ("token", "ca.pem", "host.pem", "host.key"):
+        (tmp_path / name).write_text(TOKEN)
+    (tmp_path / missing).unlink()
     code, said = jdag("up", tmp_path / "cluster.toml", "--slurm")
-    assert code == 2
-    assert f"TLS ca {tmp_path}/ca.pem: No such file or directory" in said
+    assert code == 2 and f" beside it; there is no {missing}\n" in said
     assert len(said.splitlines()) == 1
+    assert not (tmp_path / "cluster.toml").exists()
 
 
 def test_workers_are_named_under_slurm_only(tmp_path: Path):

@@ -23,6 +23,7 @@ Value = TypeVar("Value")
 
 MAIN = "main"
 _HEAD = "# Made by jdag up --slurm"
+_NEEDED = ("token", "ca.pem", "host.pem", "host.key")
 _FILES = """token_file = "token"
 
 [tls]
@@ -165,7 +166,11 @@ def _write(path: Path, job: int, places: Mapping[str, str]) -> None:
         lines.append(f'[workers."{name}"]\ncontrol = "{where}:{port}"\n')
     try:
         if path.exists() and not path.read_text(encoding="utf-8").startswith(_HEAD):
-            raise ValueError("this one was not made by jdag up --slurm")
+            raise OSError("this one was not made by jdag up --slurm")
+        for name in () if is_one_host else _NEEDED:
+            if not (path.parent / name).is_file():
+                said = f"several hosts need {', '.join(_NEEDED)} beside it"
+                raise OSError(f"{said}; there is no {name}")
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
             made.write("\n".join(lines))
         os.replace(made.name, path)  # Other tasks may be reading it.
