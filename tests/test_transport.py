@@ -9,8 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
+from jdag.api.cluster_state import ClusterState
 from jdag.engine import Engine
 from jdag.engine.backward import Backward
+from jdag.engine.graph import Fragment, Value
 from jdag.engine.protocol import (
     Arrived,
     Compute,
@@ -21,11 +23,15 @@ from jdag.engine.protocol import (
     Resume,
     Send,
 )
+from jdag.engine.share import Pass
 from jdag.engine.state import State
+from jdag.runtime.host import Host
+from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
+from jdag.sim.simulation import Simulation
 from jdag.sim.transport import LinkEnd, link_settings
 from jdag.wire.link import FRAME_BYTES, LinkSettings
 from tests.sim_cases import (
@@ -439,6 +445,29 @@ def test_engines_and_links_of_a_closed_cluster_are_in_no_cycle():
             with cluster.context() as ctx:
                 ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
             assert there() == before + 2 * 4
+        assert there() == before
+    finally:
+        gc.enable()
+
+
+def weighted(ctx: Any, refs: Any) -> Any:
+    return ctx.call("a", jnp.sum, ctx.call("b", jnp.sin, refs["w"]))
+
+
+WEIGHTED = Case(weighted, {"w": np.ones(3, np.float32)}, {"w": "b"})
+
+
+def test_nothing_of_an_explored_run_is_left_in_a_cycle():
+    def there() -> int:
+        kinds = Simulation, ClusterState, Host, Fragment, Value, Pass
+        return sum([isinstance(one, kinds) for one in gc.get_objects()])
+
+    jdag.explore(WEIGHTED, [*"ab"], runs=1)
+    gc.collect()
+    gc.disable()
+    try:
+        before = there()
+        assert jdag.explore(WEIGHTED, [*"ab"], runs=3).failure is None
         assert there() == before
     finally:
         gc.enable()

@@ -194,6 +194,9 @@ class Ends(Struct, eq=False):
         keys += [gradient.stored for gradient in gradients if gradient is not None]
         keys += [node.residuals for node in nodes if node.residuals is not None]
         self._state.drop(keys)
+        for value in values:  # So that no cycle is left.
+            value.producer = None
+        fragment.past = None
 
     # ----------------------------------------------------------- the end of a worker
 

@@ -88,6 +88,8 @@ class Engine:
     def clear(self) -> None:
         """Undo what its parts know of each other, so that no cycle of them is left."""
         del self._steps.stepped, self._steps.came
+        for leaf in self._state.leaves.values():
+            leaf.versions.clear()
         for part in (self._state, self._backward, self):
             vars(part).clear()
 
@@ -103,8 +105,8 @@ class Engine:
         """
         state = self._state
         given: Any = event
-        if isinstance(event, protocol.Arrived):
-            given = None if event.sender in state.lost else event.message
+        if event.__class__ is protocol.Arrived:
+            given = None if given.sender in state.lost else given.message
         kind = given.__class__
         if kind not in OF_CONTEXTS:
             return []

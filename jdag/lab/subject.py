@@ -166,6 +166,7 @@ class Subject:
                 raise
         finally:
             cluster.close()
+            cluster.state.clusters.clear()  # So that no cycle is left.
         if explored is not None:
             _pass_on_interrupt(explored.error)
         if chooser.failed is not None:

@@ -18,6 +18,7 @@ class Environment:
     """The state of one run that several of its parts use.
 
     Attributes:
+        driver: that of all hosts.
         hosts: one for each incarnation of each worker.
         lost: for each incarnation, the reason for each loss that it was notified of.
         incarnations: how often each worker has joined again, if it has.
@@ -44,7 +45,7 @@ class Environment:
         self.hosts: dict[Worker, Host] = {}
         self.lost: dict[Worker, dict[Worker, str]] = {}
         self.incarnations: dict[str, int] = {}
-        self._driver = driver
+        self.driver = driver
         for name in self.workers:
             self._start(name, 0, Machine(settings.values))
 
@@ -58,7 +59,7 @@ class Environment:
             worker,
             engine,
             machine,
-            driver=self._driver,
+            driver=self.driver,
             waiters=self.waiters,
             lost=self.lost[worker],
             recorder=self.recorder if self.settings.trace else None,

@@ -176,8 +176,12 @@ class Simulation:
         self._programs.kill(None)
         self._closed = True
         self._collect_again()
+        over: Any = _Closed()
         for host in hosts:
             host.clear()
+            host.driver = over  # So that no cycle is left, here and below.
+        self._env.driver = over
+        del self._run_program
         self._env.waiters.clear()
         self._jobs.forget(None)
         self._counted = self.info()
@@ -188,8 +192,6 @@ class Simulation:
 
     def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
         """Have an engine handle an event of a program; see `Port.tell`."""
-        if self._closed:
-            raise _closed()
         self._look(event, port.worker)
         if event.__class__ is Issued:
             self._spend(port, self._jobs.models[named(port.worker)].call_ns)
@@ -211,8 +213,6 @@ class Simulation:
     def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
         """Block the caller; return what the waiter was given, and its record."""
         if waiter not in self._given:
-            if self._closed:
-                raise _closed()
             if not port.host.alive:
                 raise GreenletExit
             if self._programs.hub is not None:
@@ -304,5 +304,11 @@ def _pass(host: Host) -> None:
     """Nothing happens."""
 
 
-def _closed() -> JdagError:
-    return JdagError("this cluster is closed; make another one")
+class _Closed:
+    """The driver of the hosts of a closed cluster, which programs ask in vain."""
+
+    def tell(self, *asked: object) -> None:
+        """Refuse it."""
+        raise JdagError("this cluster is closed; make another one")
+
+    wait = tell

@@ -189,6 +189,7 @@ class SimTransport:
             for end in ends.values():
                 del end.twin  # So that no cycle is left.
         self._ends.clear()
+        del self._gave_up
 
     def send(
         self,

@@ -289,6 +289,7 @@ class UntimedTimeline(Timeline):
     def clear(self) -> None:
         """Drop all queued actions."""
         super().clear()
+        self.faults = list
         self._chains.clear()
         self._heads.clear()
 
