@@ -471,3 +471,13 @@ def test_nothing_of_an_explored_run_is_left_in_a_cycle():
         assert there() == before
     finally:
         gc.enable()
+
+
+def test_free_links_count_the_bytes_that_the_trace_tells():
+    def counted(run: Any) -> None:
+        for name, one in run.info.items():
+            own = [record for record in run.trace if record.worker == name]
+            sent = [r.named["wire_bytes"] for r in own if r.kind in ("send", "ack")]
+            assert (one["frames_sent"], one["bytes_sent"]) == (len(sent), sum(sent))
+
+    assert jdag.explore(WEIGHTED, [*"ab"], counted, runs=2).failure is None

@@ -432,7 +432,7 @@ def bits(gradients: Sequence[Any]) -> str:
         if gradient is None:
             taken.update(b"none")
             continue
-        array = np.asarray(jax.device_get(gradient))
+        array = np.asarray(gradient)
         taken.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
     return taken.hexdigest()
 

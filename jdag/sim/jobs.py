@@ -30,7 +30,7 @@ from jdag.runtime.host import Host
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
 from jdag.schedules.actions import Step
-from jdag.sim.devices import models
+from jdag.sim.devices import FREE, models
 from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
 
@@ -157,6 +157,8 @@ class Jobs:
     def _costs_ns(self, name: str, found: Sequence[_Ready]) -> Sequence[int]:
         """How long jobs that run as one take on a device of a worker."""
         job, model = found[0][0], self.models[name]
+        if model is FREE:
+            return [0] * len(found)
         if len(found) > 1 or not isinstance(job, _OF_PAIRS):
             return model.costs_ns([job for job, _, _ in found])
         of = (name, job.function, job.action)

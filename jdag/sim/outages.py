@@ -85,10 +85,10 @@ class Outages:
         other might wait for ever, each for a third. `since_ns` bounds the start.
         """
         settings = self._env.settings
-        network = settings.all_links
         for fault in settings.faults:
             if not isinstance(fault, Partition):
                 continue
+            network = settings.all_links
             for here, there in permutations(fault.groups, 2):
                 for worker, peer in product(here, there):
                     models = network.model(worker, peer), network.model(peer, worker)

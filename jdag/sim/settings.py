@@ -12,7 +12,7 @@ from jdag.schedules import Schedule
 from jdag.schedules.schedule import check_for
 from jdag.sim.devices import Devices, models
 from jdag.sim.faults import Crash, Fault
-from jdag.sim.network import LinkModel, Network
+from jdag.sim.network import FREE, LinkModel, Network
 from jdag.wire.link import LinkSettings
 
 DETECT_NS = 1_000_000
@@ -126,7 +126,7 @@ class SimSettings:
         """The network; a single model, or None, applies to all links."""
         if isinstance(self.network, Network):
             return self.network
-        return Network(self.network or LinkModel())
+        return Network(self.network or FREE)
 
 
 def _described(model: Any) -> dict[str, Any]:

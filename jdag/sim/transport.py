@@ -23,6 +23,7 @@ end has at most one timer that counts.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from msgspec import Struct
@@ -33,7 +34,6 @@ from jdag.engine.protocol import (
     Acknowledge,
     Key,
     Message,
-    Path,
     Send,
     Worker,
     acknowledged_at_once,
@@ -57,13 +57,13 @@ RESEND_MAX = 10
 class Parcel(Struct, frozen=True):
     """One message with its values.
 
-    `said` is what traces tell of it. `wire_bytes` travel in its frame, `value_bytes` on
-    the data lane beside a control lane, where they have arrived at `whole_ns`. `record`
-    is that of its send.
+    `said` is what a trace tells of it, if there is one. `wire_bytes` travel in its
+    frame, `value_bytes` on the data lane beside a control lane, where they have arrived
+    at `whole_ns`. `record` is that of its send.
     """
 
     message: Message
-    said: tuple[str, str, int, Path]
+    said: tuple[Any, ...]
     values: tuple[Any, ...]
     wire_bytes: int
     record: int
@@ -71,6 +71,7 @@ class Parcel(Struct, frozen=True):
     whole_ns: int = 0
 
 
+@lru_cache(1024)
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
     """Return timeouts for a pair of links: no resends without faults, prompt with."""
     trip_ns = there.flight_ns + there.jitter_ns + back.flight_ns + back.jitter_ns
@@ -246,13 +247,13 @@ class SimTransport:
         arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
         if before:
             causes = (*causes, *before)
-        prints: tuple[int, ...] = ()
-        if arrays and recorder.trace is not None:
-            prints = tuple(map(fingerprint, arrays))
-        what = said(message)
-        detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
-        record = recorder.note("send", worker, detail, causes)
-        end.passed(record, value_bytes)
+        what: tuple[Any, ...] = ()
+        record = NO_CAUSE
+        if recorder.trace is not None:
+            what, prints = said(message), tuple(map(fingerprint, arrays))
+            detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
+            record = recorder.note("send", worker, detail, causes)
+            end.passed(record, value_bytes)
         parcel = Parcel(
             message, what, arrays, frame_bytes, record, value_bytes, whole_ns
         )

@@ -175,8 +175,7 @@ class UntimedTimeline(Timeline):
         kind, at = action[0].__name__.lstrip("_"), action[1]
         if kind == "frame":
             number, parcel = self._count((at.peer, at.worker)), action[2].payload
-            is_bare = parcel is None
-            said = _ACKNOWLEDGEMENT if is_bare else (parcel.said[0], parcel.said[3])
+            said = _ACKNOWLEDGEMENT if parcel is None else _said_of(parcel.message)
             return Step("deliver", at.worker, at.peer, number, said)
         if kind == "begin":
             return Step(kind, at.worker)
@@ -212,9 +211,11 @@ class UntimedTimeline(Timeline):
                     return
                 self._carry_out(heappop(heap))
                 continue
-            steps = [step for _, step, *_ in found]
-            faults = self._faults(chooser) if chooser.budget else ()
-            steps += [step for step, _ in faults]
+            steps = [due[1] for due in found]
+            faults: list[Fault] = []
+            if chooser.budget:
+                faults = self._faults(chooser)
+                steps += [step for step, _ in faults]
             index = chooser.pick_step(tuple(steps))
             if index >= len(found):
                 step, action = faults[index - len(found)]
@@ -252,10 +253,12 @@ class UntimedTimeline(Timeline):
         ready = entry[ACTION][2].ready.choices()
         if not ready:  # A list waits, or the worker is gone: nothing is begun.
             return [due]
-        names = [_said(type(job).__name__, job.phase, job.path) for job in ready]
+        names = [_said(job.__class__.__name__, job.phase, job.path) for job in ready]
+        if len(names) > 1:
+            names = _distinct(names)
         return [
-            (sequence, Step(step.kind, step.worker, of), index, entry, chain)
-            for index, of in enumerate(_distinct(names))
+            (sequence, _beginning(step.worker, of), index, entry, chain)
+            for index, of in enumerate(names)
         ]
 
     def _faults(self, chooser: Any) -> list[Fault]:
@@ -292,6 +295,16 @@ class UntimedTimeline(Timeline):
         self.faults = list
         self._chains.clear()
         self._heads.clear()
+
+
+@lru_cache(4096)
+def _beginning(worker: str, of: str) -> Step:
+    """The step of a job, which is ready at many picks."""
+    return Step("begin", worker, of)
+
+
+def _said_of(message: Any) -> tuple[str, tuple[int, ...]]:
+    return message.__class__.__name__, getattr(message, "path", ())
 
 
 @lru_cache(4096)
