@@ -34,7 +34,9 @@ def test_the_command_explores_a_scenario():
     said = (
         r"each run finds a bug of depth 2 with probability at least 1/[0-9,]+ \(\d+ c"
     )
-    assert re.match(said, bound) and covered.endswith(" reached (--coverage: which)")
+    assert re.match(said, bound) and covered.endswith(
+        " reached (--coverage names the others)"
+    )
     code, said = command("explore", CHAIN, "--runs", 1, "--coverage")
     assert "1 run, 1 order, " in said and " reached, but not:\n  owner, open: " in said
 
@@ -50,6 +52,10 @@ def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
         code, said = command("replay", bug, "--trace", tmp_path / "trace.jsonl")
         assert len(read_trace(tmp_path / "trace.jsonl")) > 20
         assert code == 1 and "wrong: the result has other bits" in said
+        code, told = command("replay", bug, "--trace", tmp_path / "none" / "trace")
+        assert code == 2 and told.startswith(
+            said
+        )  # What was run is printed all the same.
         assert "the digest differs" not in said
     code, said = command("replay", bug, file)
     assert code == 0 and "the digest differs" in said and "it is right" in said

@@ -127,7 +127,10 @@ def _say(console: Console, report: Report, coverage: bool) -> None:
         console.print(report.bound, highlight=False, soft_wrap=True)
     first, *rest = report.coverage()
     if not coverage:
-        first, rest = f"{first.removesuffix(', but not:')} (--coverage: which)", []
+        first, rest = (
+            f"{first.removesuffix(', but not:')} (--coverage names the others)",
+            [],
+        )
     for line in (first, *rest):
         console.print(line, highlight=False, soft_wrap=True)
     found = report.failure
@@ -209,11 +212,6 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
             assert run is not None
             is_other = run.trace.digest != held["digest"]
             found = property and failure_of(subject, played, property, held["run"])
-        if trace is not None:
-            try:
-                run.trace.write(trace)
-            except OSError as error:
-                raise ScenarioError(f"{trace}: {reason(error)}") from error
         console = Console()
         for line in _timeline(held, played):
             console.print(line, highlight=False, soft_wrap=True)
@@ -223,6 +221,11 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         if property is None:
             said = f"its property is found by no name; it said then: {held['why']}"
         console.print(said, highlight=False, soft_wrap=True)
+        if trace is not None:
+            try:
+                run.trace.write(trace)
+            except OSError as error:
+                raise ScenarioError(f"{trace}: {reason(error)}") from error
     raise typer.Exit(int(found is not None or property is None))
 
 

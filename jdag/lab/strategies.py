@@ -249,7 +249,7 @@ class Exhaustive(Strategy):
 
     def bound(self) -> str:
         """See `Strategy`."""
-        return "every order was run" if self.complete else "orders are left"
+        return "every order was run" if self.complete else "orders are left to run"
 
 
 class Script(Strategy):
