@@ -1,6 +1,7 @@
 """A stream through gRPC is a stream: whole, in order, bounded, and gone when closed."""
 
 import asyncio
+import gc
 import queue
 import random
 import select
@@ -157,6 +158,32 @@ def test_opening_and_closing_many_leaves_no_task_and_no_descriptor(host: Host):
     soon(lambda: not pumps())
     soon(lambda: len(descriptors() - before) <= 2)
     soon(lambda: threading.active_count() <= running + 1)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("closing", [0, 1])
+def test_a_connection_ends_with_its_stream_and_awaits_no_collection(
+    host: Host, closing: int, is_read: bool
+):
+    for end in host.dial():
+        end.close()
+    soon(lambda: not pumps())
+    gc.collect()
+    gc.disable()
+    try:
+        before = descriptors()
+        ends = host.dial()
+        for near, far in (ends, ends[::-1]):
+            send_all(near, bytes(3_000_000 if not is_read else 3))
+            if is_read:
+                receive(far, 3)
+            else:
+                wait(far, select.POLLIN)
+        ends[closing].close()
+        ends[1 - closing].close()
+        soon(lambda: not pumps() and descriptors() <= before, most_ms=8_000)
+    finally:
+        gc.enable()
 
 
 def test_an_unknown_token_is_refused_through_a_stream(host: Host):

@@ -13,7 +13,6 @@ of a broken call appears in the error of the stream.
 import asyncio
 import socket
 from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import grpc.aio
@@ -100,8 +99,8 @@ class CarriedStream(SocketStream):
         try:
             async for message in messages:
                 await loop().sock_sendall(self.outside, message)
-        except OSError:
-            return  # The node has closed its end, so the call ends.
+        except OSError as error:
+            _forget(error)  # The node has closed its end, so the call ends.
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
@@ -111,10 +110,21 @@ class CarriedStream(SocketStream):
         write: Callable[[bytes], Awaitable[Any]],
         done: Callable[[], Awaitable[Any]],
     ) -> None:
-        with suppress(OSError):
+        try:
             while came := await loop().sock_recv(self.outside, MESSAGE_BYTES_MAX):
                 await write(came)
+        except OSError as error:
+            _forget(error)
         await done()
+
+
+def _forget(error: OSError) -> None:
+    """Let go of the frames that an error of asyncio's went through.
+
+    It is in a cycle with its future, and gRPC keeps the connection of a closed channel
+    while there is a call: a worker without work may not collect cycles for hours.
+    """
+    error.__traceback__ = None
 
 
 def open_carried(
@@ -168,9 +178,12 @@ async def _call(
 
 
 async def _heard(call: Any, stream: CarriedStream) -> Any:
-    """Yield the messages of a call; record why it failed."""
+    """Yield the messages of a call; record why it failed.
+
+    Iterating over the call would make a cycle of it and its iterator; see `_forget`.
+    """
     try:
-        async for message in call:
+        while (message := await call.read()) is not grpc.aio.EOF:
             yield message
     except grpc.RpcError as error:
         text = f"{error.code().name}: {error.details()}"
@@ -192,6 +205,8 @@ async def serve_carried(
         over.set()
 
     pumping = asyncio.create_task(stream.pump(messages, context.write, done))
+    # Once it has ended, also if gRPC cancels this call meanwhile.
+    pumping.add_done_callback(lambda _: stream.outside.close())
     waiting = asyncio.create_task(over.wait())
     try:
         await asyncio.wait((pumping, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -199,4 +214,3 @@ async def serve_carried(
         waiting.cancel()
         pumping.cancel()
         await asyncio.gather(pumping, return_exceptions=True)
-        stream.outside.close()
