@@ -49,6 +49,7 @@ BREATH_S = 0.3  # Between faults that pass.
 SLACK_S = 10.0  # Of a busy machine.
 HEALED_S = 60.0
 LEFT_S = 20.0  # A dial of a worker that is under way takes until its deadline.
+SETTLES_S = 3.0  # Else what goes a moment later hides as much that is left.
 HANGS_S = 150.0
 UNKNOWN: dict[str, Any] = {
     "program": "",
@@ -349,6 +350,7 @@ def campaign(
                         found = program(cluster)
                         if quiet.setdefault(name, found) != found:
                             raise SystemExit(f"{mode}: other bits of {name}, unhurt")
+                time.sleep(SETTLES_S)
                 first = opened()
                 due, number = time.monotonic() + seconds / len(modes), 0
                 while time.monotonic() < due:
