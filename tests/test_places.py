@@ -31,7 +31,7 @@ CASE = Case(program, {"w": jnp.ones(3)}, {"w": "b"})
 
 
 def never(run):
-    return False
+    raise AssertionError("no run is [right]")
 
 
 def saved(path, explored=CASE, property=never, change=("", "")):
@@ -51,7 +51,7 @@ def test_what_a_module_has_at_top_level_is_found_by_its_name():
 def test_a_run_that_was_explored_in_python_is_repeated_by_the_command(tmp_path):
     bug = saved(tmp_path / "bug.json")
     code, said = command("replay", bug)
-    assert code == 1 and "\nwrong: never is False\n" in said
+    assert code == 1 and "\nwrong: no run is [right]\n" in said
     assert (
         "the digest differs" not in said
         and "0 . * deliver a -> b (1: Assign 0.1)" in said

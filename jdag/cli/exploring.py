@@ -11,7 +11,6 @@ from tempfile import NamedTemporaryFile
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from jdag.api.progress import Bar
 from jdag.api.replays import REPLAY, REPLAYED
@@ -21,13 +20,7 @@ from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report
-from jdag.lab.failures import (
-    OTHER_BITS,
-    failure_of,
-    read_failure,
-    replayed,
-    said_of,
-)
+from jdag.lab.failures import OTHER_BITS, failure_of, read_failure, replayed, said_of
 from jdag.lab.places import at
 from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
@@ -102,40 +95,33 @@ def explore(  # noqa: PLR0913 - options of a command.
             allowed = "a file in a folder that is there and can be written"
             raise ScenarioError(unusable("--out", str(out), allowed))
         scenario = load(file)
-        console = Console()
         with Bar(scenario.settings.name, most) as bar:
             at: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
             report = campaign(file, wanted, runs=most, show=bar.show, **at)
         if report.failure is not None:
             with configured(scenario.settings):
                 report.failure = report.failure.shrink()
-        console.print(report.counts, highlight=False)
-        _say(console, report, coverage)
+        for line in _lines(report, coverage):
+            typer.echo(line)
         if report.failure is not None:
             try:
                 with configured(scenario.settings):
                     report.failure.save(out, str(file))
             except OSError as error:
                 raise ScenarioError(f"{out}: {reason(error)}") from error
-            said = f"repeat it: jdag replay {out}"
-            console.print(said, highlight=False, soft_wrap=True)
+            typer.echo(f"repeat it: jdag replay {out}")
     raise typer.Exit(1 if report.failure else 0)
 
 
-def _say(console: Console, report: Report, coverage: bool) -> None:
-    if report.bound:
-        console.print(report.bound, highlight=False, soft_wrap=True)
-    first, *rest = report.coverage()
-    if not coverage:
-        first, rest = (
-            f"{first.removesuffix(', but not:')} (--coverage names the others)",
-            [],
-        )
-    for line in (first, *rest):
-        console.print(line, highlight=False, soft_wrap=True)
+def _lines(report: Report, coverage: bool) -> Iterator[str]:
+    yield from filter(None, [report.counts, report.bound])
+    first, *others = report.coverage()
+    if coverage:
+        yield from (first, *others)
+    else:
+        yield f"{first.removesuffix(', but not:')} (--coverage names the others)"
     found = report.failure
-    said = "all runs are right" if found is None else f"wrong: {found}"
-    console.print(said, highlight=False, soft_wrap=True)
+    yield "all runs are right" if found is None else f"wrong: {found}"
 
 
 Bug = Annotated[
@@ -212,15 +198,14 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
             assert run is not None
             is_other = run.trace.digest != held["digest"]
             found = property and failure_of(subject, played, property, held["run"])
-        console = Console()
         for line in _timeline(held, played):
-            console.print(line, highlight=False, soft_wrap=True)
+            typer.echo(line)
         if is_other:
-            console.print(OTHER_BITS, highlight=False, soft_wrap=True)
+            typer.echo(OTHER_BITS)
         said = "it is right" if found is None else f"wrong: {found.why}"
         if property is None:
             said = f"its property is found by no name; it said then: {held['why']}"
-        console.print(said, highlight=False, soft_wrap=True)
+        typer.echo(said)
         if trace is not None:
             try:
                 run.trace.write(trace)
