@@ -10,6 +10,7 @@ import jdag
 from jdag.lab.exploration import exploration, order_of, sound
 from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
 from jdag.lab.subject import Subject
+from jdag.scenario import Case
 from jdag.sim.untimed import Step
 from paper import exhaustive
 from paper.figures import RESULTS
@@ -170,3 +171,14 @@ def test_the_script_goes_on_where_it_was_stopped(tmp_path):
     for key in ("runs", "redundant", "orders", "left", "brute_force", "wrong"):
         assert held[key] == COMMITTED["chain here"][key], key
     assert not [*tmp_path.glob("*.orders")]
+
+
+def test_each_run_has_the_parameters_as_they_were():
+    w = np.ones(3, np.float32)
+
+    def program(ctx, refs):
+        w[:] += 1
+        return ctx.call("a", total, refs["w"], refs["w"])
+
+    case = Case(program, {"w": w}, {"w": "b"})
+    assert jdag.explore(case, [*"ab"], runs=2).failure is None

@@ -20,6 +20,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.refs import Hold, Leaf, Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import called
+from jdag.compute.duals import is_array
 from jdag.compute.pairs import Pair
 from jdag.compute.placed import Placed, placed
 from jdag.compute.pytrees import (
@@ -169,15 +170,16 @@ class Assignments:
                     "values='abstract'"
                 )
             value = frozen(value)
-            aval = aval_of(value).strong
+            known = aval_of(value)
+            aval = known.strong
         except JdagError as error:
             path = paths(tree)[place]
             where = f"cluster.put, at {path}" if path else "cluster.put"
             raise type(error)(f"{where}: {error}") from None
         if self.state.abstract:
             return aval
-        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        return value if is_key else jnp.asarray(value, aval.dtype)
+        is_strong = is_array(value) and not known.weak  # As keys are.
+        return value if is_strong else jnp.asarray(value, aval.dtype)
 
     def make(
         self,

@@ -9,16 +9,19 @@ Nothing of one run is left for the next, but compiled functions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
 from jdag.api.refs import Ref, fetch
+from jdag.compute.avals import aval_of, frozen, is_deleted
+from jdag.compute.duals import is_array
 from jdag.engine.functions import name_of, outermost
 from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable
@@ -113,6 +116,10 @@ class Subject:
         self.workers = workers
         self.values = values
         self.faults = dict(faults)
+        self._case = program
+        if isinstance(program, Case) and values == "real":
+            params = {k: jax.tree.map(_array, v) for k, v in program.params.items()}
+            self._case = replace(program, params=params)
         self._expected: tuple[Any, ...] | None = None
         self._bits: str | None = None  # Of the run of first choices.
         self._first: Played | None = None
@@ -220,7 +227,7 @@ class Subject:
 
     def run(self, cluster: Cluster) -> tuple[Any, ...]:
         """Run the program on a cluster; return the result, as `Explored` has it."""
-        case = self.program
+        case = self._case
         if not isinstance(case, Case):
             leaves = jax.tree.leaves(case(cluster))
             return tuple(one.fetch() if type(one) is Ref else one for one in leaves)
@@ -242,10 +249,18 @@ class Subject:
 
     def truth(self) -> tuple[Any, ...] | None:
         """The result by the oracle; None if the program has none."""
-        if self._expected is None and isinstance(self.program, Case):
-            truth = self.program.truth()
+        if self._expected is None and isinstance(self._case, Case):
+            truth = self._case.truth()
             self._expected = tuple(np.asarray(one) for one in truth)
         return self._expected
+
+
+def _array(leaf: Any) -> Any:
+    """What `Cluster.put` makes of an array, once for all runs; the rest stays."""
+    is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
+    if is_numbers or (is_array(leaf) and not is_deleted(leaf) and aval_of(leaf).weak):
+        return jnp.asarray(frozen(leaf), aval_of(leaf).dtype)
+    return leaf
 
 
 def _pass_on_interrupt(error: BaseException | None) -> None:
