@@ -8,9 +8,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from jdag.rpc.loop import clock_ns
 from paper import chaos
 from paper.chaos_left import opened
 from paper.figures import RESULTS
@@ -95,6 +99,23 @@ def test_a_socket_that_is_left_is_named_with_both_ends(monkeypatch: pytest.Monke
         assert f"tcp 127.0.0.1:{port} -> 00000000:0 LISTEN" in found
     monkeypatch.undo()
     assert not chaos.left(before)
+
+
+def test_a_worker_may_breathe_between_faults_that_pass():
+    said: list[tuple[str, int]] = []
+
+    def freeze(victim: str, rng: Random) -> float:
+        said.append(("freezes", clock_ns()))
+        return 0.01
+
+    def mend(fault: str, victim: str) -> None:
+        said.append(("mends", clock_ns()))
+
+    pool: Any = SimpleNamespace(faults={"freeze": freeze}, mend=mend)
+    chaos.Trouble(pool, Random(0), ["freeze"], [0.0] * 3, passes=True).join(30)
+    assert [what for what, _ in said] == ["freezes", "mends"] * 3
+    pairs = zip(said[1::2], said[2::2], strict=False)
+    assert all(later[1] - mended[1] >= 300_000_000 for mended, later in pairs)
 
 
 @pytest.mark.second
