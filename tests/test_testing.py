@@ -185,15 +185,17 @@ settings.load_profile("quick")
 
 
 def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_path):
-    (tmp_path / "test_mine.py").write_text(block("python", "came.append"))
-    (tmp_path / "conftest.py").write_text(QUICK)
+    here = tmp_path / "tests"  # Not the root, to which pytest's names are relative.
+    here.mkdir()
+    (here / "test_mine.py").write_text(block("python", "came.append"))
+    (here / "conftest.py").write_text(QUICK)
 
     def pytest_of(*words):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "jdag.testing.plugin"]
         environ = {**os.environ, "PYTHONHASHSEED": "5"}
         done = subprocess.run(
-            [*command, "-p", "no:cacheprovider", "--rootdir", ".", *words],
-            cwd=tmp_path, capture_output=True, text=True, env=environ, check=False,
+            [*command, "-p", "no:cacheprovider", "--rootdir", "..", *words],
+            cwd=here, capture_output=True, text=True, env=environ, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 
@@ -202,12 +204,12 @@ def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_p
     (line,) = [line for line in said.splitlines() if line.startswith("repeat it: ")]
     words = line.removeprefix("repeat it: pytest ").split()
     assert words[:2] == ["-p", "jdag.testing.plugin"] and words[3] == "--jdag-replay"
-    assert words[4].startswith(".jdag/")
+    assert words[2].startswith("test_mine.py::") and words[4].startswith(".jdag/")
     violated = [line for line in said.splitlines() if "the first choice every" in line]
     code, said = pytest_of(*words)
     assert code == 1 and violated[-1].partition(" (")[0] in said
-    other = tmp_path / "other.json"
-    saved = (tmp_path / words[4]).read_text()
+    other = here / "other.json"
+    saved = (here / words[4]).read_text()
     other.write_text(saved.replace('"program": "', '"program": "other'))
     code, said = pytest_of("test_mine.py", "--jdag-replay", "other.json")
     assert code == 1 and "other.json was not repeated" in said

@@ -3,6 +3,7 @@
 It is loaded by pytest where jdag is installed; elsewhere by `-p jdag.testing.plugin`.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Generator
@@ -55,9 +56,9 @@ def pytest_runtest_makereport(
         path = _file_of(item)
         error.failure = error.failure.shrink()
         error.save(path)
-        config: Any = item.config
-        test = shlex.quote(config.cwd_relative_nodeid(item.nodeid))
-        loaded = f"-p {__name__} " * (__name__ in config.invocation_params.args)
+        names = item.nodeid.partition("::")[2]
+        test = shlex.quote(f"{os.path.relpath(item.path)}::{names}")
+        loaded = f"-p {__name__} " * (__name__ in item.config.invocation_params.args)
         command = f"pytest {loaded}{test} {OPTION} {path}"
         said = f"{error.failure}\nrepeat it: {command}"
         report.sections.append(("jdag", said))
