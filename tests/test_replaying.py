@@ -308,6 +308,20 @@ def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
     assert _Worker(host, Entries("b", lines[:3], "")).ranks == {"a": ranks}
 
 
+def test_a_journal_without_its_end_is_refused_though_others_saw_that_worker_leave(
+    tmp_path: Path,
+):
+    recorded(tmp_path, thrice)
+    path, other = tmp_path / "b.journal", tmp_path / "c.journal"
+    path.write_text(path.read_text().removesuffix("end\n"))
+    left = '["l","b"]\n'  # If c was the one that ended later.
+    other.write_text(other.read_text().replace(left, "").removesuffix("end\n"))
+    with other.open("a") as file:
+        file.write(f"{left}end\n")
+    with pytest.raises(ScenarioError, match=r"b\.journal is truncated: .* during the"):
+        read_journals(tmp_path, WORKERS, NAME)
+
+
 def overtaken(c: Any) -> tuple[bytes, str]:
     """A small message overtakes a large one, whose values never come; then a loss."""
     with c.context() as one, c.context() as other:
