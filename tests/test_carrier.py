@@ -186,6 +186,35 @@ def test_a_connection_ends_with_its_stream_and_awaits_no_collection(
         gc.enable()
 
 
+def test_a_connection_ends_where_grpc_has_failed_to_write(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+):
+    for end in host.dial():
+        end.close()
+    soon(lambda: not pumps())
+    before = descriptors()
+    pump = CarriedStream.pump
+
+    async def failing(stream: CarriedStream, messages, write, done):
+        call = getattr(write, "__self__", None)
+        if isinstance(call, grpc.aio.Call):  # At the end that has dialled.
+            sent = pump(stream, messages, write, done)
+            await asyncio.wait([asyncio.create_task(sent)], timeout=0.5)
+            call._cython_call.set_internal_error("Failed execute_batch")
+        else:
+            await pump(stream, messages, write, done)
+
+    monkeypatch.setattr(CarriedStream, "pump", failing)
+    near, far = host.dial()
+    with pytest.raises(ConnectionError):
+        receive(near, 1)
+    near.close()
+    with pytest.raises(ConnectionError):
+        receive(far, 1)
+    far.close()
+    soon(lambda: descriptors() <= before, most_ms=8_000)
+
+
 def test_an_unknown_token_is_refused_through_a_stream(host: Host):
     with pytest.raises(JdagError, match="it refused the ticket"):
         dial(host.address, bytes(32), 0, timeout_s=60)

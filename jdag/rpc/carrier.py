@@ -174,6 +174,9 @@ async def _call(
                     break
         finally:
             call.cancel()
+            # After a failed write gRPC takes the call for done and does not cancel it,
+            # though it goes on in its core, and with it the connection.
+            call._cython_call.cancel("the stream is closed")
             stream.outside.close()
 
 
