@@ -8,6 +8,7 @@ Invariants: a run is a function of the program, the workers, the budget and its 
 Nothing of one run is left for the next, but compiled functions.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -97,8 +98,12 @@ class Subject:
         values: str,
         faults: Mapping[str, int],
     ) -> None:
-        if not (isinstance(program, Case) or callable(program)):
-            allowed = "a jdag.scenario.Case, or a function of a cluster"
+        if not (isinstance(program, Case) or _takes_one(program)):
+            allowed = (
+                "a jdag.scenario.Case, or a function of a cluster, which takes one "
+                "argument; a program of (ctx, params) is wrapped in "
+                "jdag.scenario.Case(program, params, placement)"
+            )
             raise ScenarioError(unusable("program", program, allowed))
         if not isinstance(faults, Mapping):
             allowed = 'numbers by kind, such as {"crash": 1}'
@@ -253,6 +258,16 @@ class Subject:
             truth = self._case.truth()
             self._expected = tuple(np.asarray(one) for one in truth)
         return self._expected
+
+
+def _takes_one(function: Any) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # Some of C have no signature.
+        return True
+    return True
 
 
 def _array(leaf: Any) -> Any:
