@@ -26,6 +26,7 @@ from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
+from jdag.scenario.program import raising_nothing
 
 BUG = "bug.json"
 
@@ -193,7 +194,8 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         property = at(held["property"]) if held["property"] else None
         with configuration:
             subject = Subject(program, held["workers"], held["values"], held["faults"])
-            played = replayed(held, bug, subject)
+            with raising_nothing(place):
+                played = replayed(held, bug, subject)
             run = played.explored
             assert run is not None
             is_other = run.trace.digest != held["digest"]

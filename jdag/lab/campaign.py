@@ -24,8 +24,10 @@ from jdag.lab.journal import identity, journal
 from jdag.lab.strategies import Exhaustive, Strategy, parsed
 from jdag.lab.subject import Subject
 from jdag.lab.sweep_pool import replies
+from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.case import Case
+from jdag.scenario.program import raising_nothing
 
 CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
 
@@ -50,7 +52,8 @@ def attempt(path: Path, request: Any) -> dict[str, Any]:
     """Run a chunk, (settings as JSON, first run, last run); return its report."""
     try:
         scenario, subject, strategy = _loaded(path, request[0])
-        with configured(scenario.settings):
+        settings = scenario.settings
+        with wrong(path), configured(settings), raising_nothing(settings.program):
             found = exploration(subject, sound, range(*request[1:]), strategy)
     except ScenarioError as error:
         return {"error": str(error)}

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -66,6 +67,18 @@ def raised(error: BaseException) -> str:
             name = os.path.basename(frame.filename)
             return f"{text} ({name}:{frame.lineno} in {frame.name})"
     return text
+
+
+@contextmanager
+def raising_nothing(program: str) -> Iterator[None]:
+    """Turn what a program raises, named as the user names it, into a ScenarioError."""
+    try:
+        yield
+    except ScenarioError:
+        raise
+    except (Exception, SystemExit) as error:
+        allowed = f"one that does not raise; it raised {raised(error)}"
+        raise ScenarioError(unusable("program", program, allowed)) from error
 
 
 def imported(program: str, folder: Path) -> Any:

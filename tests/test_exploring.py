@@ -1,0 +1,68 @@
+"""The commands `jdag explore` and `jdag replay` where a program or a file is wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+import jdag
+from tests.test_campaign import command
+
+RAISES = """
+import jax.numpy as jnp
+from jdag.scenario import Case
+
+def made(workers):
+    def program(ctx, params):
+        raise {what}
+    return Case(program, params={{"w": jnp.ones(3)}}, placement={{"w": workers[1]}})
+"""
+LOADED = (
+    '# Is it right?\nname = "boom"\nprogram = "{}:made"\nworkers = ["a", "b"]\n'
+    '[expect]\noutcome = "finished"\n'
+)
+
+
+def fine(cluster):
+    cluster.put("b", jnp.ones(3)).fetch()
+
+
+def raises(cluster):
+    raise ValueError("mine")
+
+
+def scenario(folder: Path, what: str) -> Path:
+    (folder / f"{folder.name}.py").write_text(RAISES.format(what=what))
+    path = folder / "boom.toml"
+    path.write_text(LOADED.format(folder.name))
+    return path
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    report = jdag.explore(fine, [*"ab"], lambda run: False, runs=1)
+    assert report.failure is not None
+    report.failure.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return path
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("what", ["ValueError('no such')", "SystemExit('no such')"])
+def test_a_program_that_raises_in_every_order_is_one_line(tmp_path, what, jobs):
+    path = scenario(tmp_path, what)
+    code, said = command("explore", path, "--runs", 30, "--jobs", jobs)
+    raised = f"{what.partition('(')[0]}: no such ({tmp_path.name}.py:7 in program)"
+    assert code == 2 and said == (
+        f"jdag: {path}: program = '{tmp_path.name}:made': allowed is one that does not "
+        f"raise; it raised {raised}\n"
+    )
+
+
+def test_a_program_that_now_raises_in_every_order_is_repeated_in_one_line(tmp_path):
+    bug = saved(tmp_path / "bug.json")
+    code, said = command("replay", bug, f"{__name__}:raises")
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith(f"jdag: program = '{__name__}:raises': allowed is one that ")
+    assert "it raised ValueError: mine (test_exploring.py:" in said
