@@ -14,7 +14,6 @@ from jdag.cli.commands import app
 from jdag.engine import share
 from jdag.lab import campaign as campaigns
 from jdag.lab.campaign import campaign
-from jdag.lab.failures import Failure
 from jdag.runtime.trace import read_trace
 
 CHAIN = "scenarios/chain.toml"
@@ -74,12 +73,13 @@ def test_where_a_wrong_run_is_to_be_written_is_checked_before_the_first_run(tmp_
 
 
 def test_a_wrong_run_that_cannot_be_written_is_printed(tmp_path):
-    bug, full = tmp_path / "bug.json", OSError(28, "No space left on device")
+    bug, file = tmp_path / "bug.json", fan_out(tmp_path)
+    full = OSError(28, "No space left on device")
     with (
         mock.patch.object(share, "sorted", list, create=True),
-        mock.patch.object(Failure, "save", side_effect=full),
+        mock.patch.object(Path, "write_text", side_effect=full),
     ):
-        code, said = command("explore", fan_out(tmp_path), "--out", bug)
+        code, said = command("explore", file, "--out", bug)
     assert code == 2 and "wrong: run" in said
     assert said.endswith(f"jdag: {bug}: No space left on device\n")
 

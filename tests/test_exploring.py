@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
+from jdag.errors import ScenarioError
 from tests.test_campaign import command
 
 RAISES = """
@@ -66,3 +67,18 @@ def test_a_program_that_now_raises_in_every_order_is_repeated_in_one_line(tmp_pa
     assert code == 2 and said.count("\n") == 1
     assert said.startswith(f"jdag: program = '{__name__}:raises': allowed is one that ")
     assert "it raised ValueError: mine (test_exploring.py:" in said
+
+
+def test_what_is_given_to_a_failure_is_checked(tmp_path):
+    failure = jdag.explore(fine, [*"ab"], lambda run: False, runs=1).failure
+    assert failure is not None
+    given: Any = 5
+    runs: Any
+    for runs in (0, "x", True):
+        with pytest.raises(ScenarioError, match=r"runs = .*: allowed is an integer >="):
+            failure.shrink(runs)
+    with pytest.raises(ScenarioError, match=r"none/x\.json: No such file"):
+        failure.save(tmp_path / "none" / "x.json")
+    for use in (failure.save, lambda path: jdag.replay(path, fine)):
+        with pytest.raises(ScenarioError, match="path = 5: allowed is the path of a f"):
+            use(given)

@@ -105,11 +105,8 @@ def explore(  # noqa: PLR0913 - options of a command.
         for line in _lines(report, coverage):
             typer.echo(line)
         if report.failure is not None:
-            try:
-                with configured(scenario.settings):
-                    report.failure.save(out, str(file))
-            except OSError as error:
-                raise ScenarioError(f"{out}: {reason(error)}") from error
+            with configured(scenario.settings):
+                report.failure.save(out, str(file))
             typer.echo(f"repeat it: jdag replay {out}")
     raise typer.Exit(1 if report.failure else 0)
 

@@ -18,7 +18,7 @@ from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
 from jdag.lab.failures import Failure, Property, failure_of
-from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
+from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy, natural
 from jdag.lab.subject import Explored, Subject
 from jdag.scenario.case import Case, difference, worst
 from jdag.sim.simulation import COLLECTOR
@@ -137,8 +137,7 @@ def explore(
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
     """
-    if type(runs) is not int or runs < 1:
-        raise ScenarioError(unusable("runs", runs, "an integer >= 1"))
+    natural("runs", runs, 1)
     strategy = RandomWalk() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         allowed = "one of jdag.strategies, such as jdag.strategies.PCT(depth=3)"

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from jdag.api.cluster import Cluster
-from jdag.errors import ScenarioError, reason
+from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
-from jdag.lab.strategies import Script
+from jdag.lab.strategies import Script, natural
 from jdag.lab.subject import Explored, Played, Subject
+from jdag.runtime.tables import is_path
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
 
@@ -92,6 +93,7 @@ class Failure:
         as delta debugging leaves (Zeller, Hildebrandt, "Simplifying and Isolating
         Failure-Inducing Input", IEEE Transactions on Software Engineering 2002).
         """
+        natural("runs", runs, 1)
         alone = self.subject.play(_first)
         found = failure_of(self.subject, alone, self.property, self.run)
         if found is not None:
@@ -137,7 +139,7 @@ class Failure:
                 it at top level.
 
         Raises:
-            OSError: the file cannot be written.
+            ScenarioError: the file cannot be written.
         """
         subject = self.subject
         held = {
@@ -156,7 +158,11 @@ class Failure:
             "held": [str(step) for step in self.held],
             "digest": self.digest,
         }
-        Path(path).write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(held, indent=1) + "\n"
+        try:
+            _checked(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ScenarioError(f"{path}: {reason(error)}") from error
 
 
 def replay(
@@ -211,7 +217,7 @@ def read_failure(path: str | Path) -> dict[str, Any]:
     """
     wrong = f"{path} is no run that jdag explore saved"
     try:
-        held = json.loads(Path(path).read_text(encoding="utf-8"))
+        held = json.loads(_checked(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error
     except ValueError as error:
@@ -224,6 +230,12 @@ def read_failure(path: str | Path) -> dict[str, Any]:
             said = f"{key} = {held.get(key)!r}: allowed is a {kind.__name__}"
             raise ScenarioError(f"{wrong}: {said}")
     return held
+
+
+def _checked(path: Any) -> Path:
+    if not is_path(path):
+        raise ScenarioError(unusable("path", path, "the path of a file"))
+    return Path(path)
 
 
 def repeated(subject: Subject, choices: Sequence[int]) -> Played:

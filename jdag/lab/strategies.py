@@ -66,7 +66,7 @@ class RandomWalk(Strategy):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = _natural("seed", seed, 0)
+        self._seed = natural("seed", seed, 0)
         self._planned = 1
 
     def planned(self, steps: int) -> None:
@@ -101,8 +101,8 @@ class PCT(Strategy):
     """
 
     def __init__(self, depth: int = 3, seed: int = 0) -> None:
-        self._depth = _natural("depth", depth, 1)
-        self._seed = _natural("seed", seed, 0)
+        self._depth = natural("depth", depth, 1)
+        self._seed = natural("seed", seed, 0)
         self._chains = 1
         self._picks = 1  # The most that a run had.
         self._planned = 1
@@ -172,7 +172,7 @@ class Exhaustive(Strategy):
     """
 
     def __init__(self, max_runs: int = 100_000) -> None:
-        self.max_runs = _natural("max_runs", max_runs, 1)
+        self.max_runs = natural("max_runs", max_runs, 1)
         # The path of the run: at each pick the steps, which one, and the asleep ones.
         self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
         self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
@@ -315,7 +315,8 @@ def _dependent(one: Step, other: Step) -> bool:
     return everywhere or one.worker == other.worker
 
 
-def _natural(key: str, value: object, least: int) -> int:
+def natural(key: str, value: object, least: int) -> int:
+    """The value, if it is an integer of at least `least`; else raise ScenarioError."""
     if type(value) is not int or value < least:
         raise ScenarioError(unusable(key, value, f"an integer >= {least}"))
     return value
