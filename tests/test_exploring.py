@@ -82,3 +82,22 @@ def test_what_is_given_to_a_failure_is_checked(tmp_path):
     for use in (failure.save, lambda path: jdag.replay(path, fine)):
         with pytest.raises(ScenarioError, match="path = 5: allowed is the path of a f"):
             use(given)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"choices": ["a"]},
+        {"workers": [1]},
+        {"values": "x"},
+        {"faults": {"fire": 1}},
+        {"held": [1]},
+        {"steps": [1]},
+    ],
+)
+def test_a_saved_run_that_is_broken_is_told_with_its_file_and_key(tmp_path, wrong):
+    bug = saved(tmp_path / "bug.json", **wrong)
+    code, said = command("replay", bug, f"{__name__}:fine")
+    (key,) = wrong
+    assert code == 2 and said.count("\n") == 1
+    assert said.startswith(f"jdag: {bug} is no run that jdag explore saved: {key} = ")

@@ -215,21 +215,31 @@ def read_failure(path: str | Path) -> dict[str, Any]:
     Raises:
         ScenarioError: the file is no such one, or cannot be read; names what is wrong.
     """
-    wrong = f"{path} is no run that jdag explore saved"
+    file, wrong = _checked(path), f"{path} is no run that jdag explore saved"
     try:
-        held = json.loads(_checked(path).read_text(encoding="utf-8"))
+        held = json.loads(file.read_text(encoding="utf-8"))
+        _check(held)
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error
-    except ValueError as error:
+    except (ValueError, ScenarioError) as error:
         raise ScenarioError(f"{wrong}: {error}") from error
-    if not isinstance(held, dict) or held.get("format") != FORMAT:
-        found = held.get("format") if isinstance(held, dict) else held
-        raise ScenarioError(f"{wrong}: format = {found!r}: allowed is {FORMAT}")
+    return dict(held)
+
+
+def _check(held: Any) -> None:
+    found = held.get("format") if isinstance(held, dict) else held
+    if found != FORMAT:
+        raise ScenarioError(unusable("format", found, str(FORMAT)))
     for key, kind in _KEYS.items():
         if not isinstance(held.get(key), kind):
-            said = f"{key} = {held.get(key)!r}: allowed is a {kind.__name__}"
-            raise ScenarioError(f"{wrong}: {said}")
-    return held
+            raise ScenarioError(unusable(key, held.get(key), f"a {kind.__name__}"))
+    for key in ("steps", "held"):
+        if not all(isinstance(step, str) for step in held[key]):
+            raise ScenarioError(unusable(key, held[key], "a list of texts"))
+    if held["values"] not in ("real", "abstract"):
+        raise ScenarioError(unusable("values", held["values"], "real or abstract"))
+    Script(held["choices"])
+    Subject(repr, held["workers"], held["values"], held["faults"])
 
 
 def _checked(path: Any) -> Path:
