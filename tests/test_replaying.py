@@ -218,6 +218,12 @@ def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
         replayed(journals, thrice)
 
 
+def test_the_length_of_a_journal_is_refused_without_its_folder():
+    said = "journal_bytes = 1000: allowed is a number beside journal=, a folder"
+    with pytest.raises(ScenarioError, match=said):
+        jdag.launch([*"ab"], journal_bytes=1000)
+
+
 def test_a_folder_that_has_journals_is_refused_before_anything_starts(tmp_path: Path):
     (tmp_path / "b.journal").touch()
     said = (

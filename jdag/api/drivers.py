@@ -247,6 +247,9 @@ def _launched(asked: "_Launch") -> Cluster:
             allowed = "a new folder, or an empty one: this one has journals of a run"
             raise ScenarioError(unusable("journal", asked.journal, allowed))
         journaled = Journaled(folder, asked.journal_bytes, program_name())
+    elif asked.journal_bytes != BYTES_MAX:
+        allowed = "a number beside journal=, a folder"
+        raise ScenarioError(unusable("journal_bytes", asked.journal_bytes, allowed))
     share_gpu(asked.device)
     with ExitStack() as stack:
         token, script = fresh_secret(), main_script()
