@@ -113,6 +113,16 @@ def test_what_a_script_has_above_its_guard_is_found_with_the_same_names(tmp_path
     assert done.returncode == 1, done.stderr
     assert done.stdout.endswith("\nwrong: calm is False\n")
     assert "the digest differs" not in done.stdout
+    (tmp_path / "other").mkdir()
+    replay[-1] = str(tmp_path / "bug.json")
+    given["cwd"] = tmp_path / "other"
+    lost = subprocess.run(replay, capture_output=True, text=True, check=False, **given)
+    assert lost.returncode == 2 and lost.stderr.count("\n") == 1
+    named = f"jdag replay {replay[-1]} PATH:NAME"
+    assert "script.py is no file in " in lost.stderr and named in lost.stderr
+    replay.append("../script.py:train")
+    again = subprocess.run(replay, capture_output=True, text=True, check=False, **given)
+    assert (again.returncode, again.stdout) == (1, done.stdout), again.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,7 +134,7 @@ def test_what_a_script_has_above_its_guard_is_found_with_the_same_names(tmp_path
             f"{__file__}:CASE",
             "test_places.py is no script that runs under `if __name__",
         ),
-        ("nowhere.py:CASE", "nowhere.py is no script that runs under"),
+        ("nowhere.py:CASE", r"nowhere\.py is no file in .*: run this in the folder in"),
     ],
 )
 def test_what_is_not_found_is_one_line(place, said):

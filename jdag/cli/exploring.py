@@ -21,7 +21,7 @@ from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report
 from jdag.lab.failures import OTHER_BITS, failure_of, read_failure, replayed, said_of
-from jdag.lab.places import at
+from jdag.lab.places import at, check_is_here
 from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
 from jdag.runtime.journal import check_journals
@@ -188,7 +188,7 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         held = read_failure(bug)
         place = what[0] if what else held["scenario"]
         program, configuration = _explored(bug, held, place)
-        property = at(held["property"]) if held["property"] else None
+        property = at(_property(held, place), bug) if held["property"] else None
         with configuration:
             subject = Subject(program, held["workers"], held["values"], held["faults"])
             with raising_nothing(place):
@@ -226,9 +226,17 @@ def _explored(
             f"jdag replay {bug} MODULE:NAME, or SCRIPT.py:NAME; or use jdag.replay"
         )
     if _PLACE.fullmatch(place) and not Path(place).exists():
-        return at(place), nullcontext()
+        return at(place, bug), nullcontext()
+    check_is_here(place, f"jdag replay {bug} FILE")
     scenario = load(Path(place))
     return case_of(scenario), configured(scenario.settings)
+
+
+def _property(held: Mapping[str, Any], place: str) -> str:
+    """Where the property is: in the script that is named, if its own is not here."""
+    script, (own, _, name) = place.rpartition(":")[0], held["property"].rpartition(":")
+    is_there = script.endswith(".py") and own.endswith(".py") and not Path(own).exists()
+    return f"{script}:{name}" if is_there else str(held["property"])
 
 
 def _timeline(held: Mapping[str, Any], played: Played) -> Iterator[str]:

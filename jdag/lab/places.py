@@ -27,8 +27,17 @@ def place_of(thing: Any) -> str:
     return ""
 
 
-def at(place: str) -> Any:
+def check_is_here(file: str, named: str) -> None:
+    """Raise ScenarioError if a file is not there; `named`: a command that names it."""
+    if not Path(file).exists():
+        said = "run this in the folder in which that was explored, or name it"
+        raise ScenarioError(f"{file} is no file in {Path.cwd()}: {said}: {named}")
+
+
+def at(place: str, bug: str | Path = "bug.json") -> Any:
     """The object at a place; modules of the current folder come first.
+
+    `bug` is the file of the saved run.
 
     Raises:
         ScenarioError: nothing is there.
@@ -36,6 +45,7 @@ def at(place: str) -> Any:
     where, _, name = place.rpartition(":")
     if not where.endswith(".py"):
         return imported(place, Path.cwd())
+    check_is_here(where, f"jdag replay {bug} PATH:NAME")
     try:
         return getattr(_imported(where), name)
     except (JdagError, AttributeError) as error:
