@@ -53,6 +53,12 @@ def test_prng_keys_are_kept(cluster):
     assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.tracked
 
 
+def test_an_array_that_was_made_with_x64_is_as_wide_as_arrays_are_now():
+    wide = jnp.ones(3, jnp.float64)
+    with jax.enable_x64(False), simulate(["a"], seed=0) as cluster:
+        assert cluster.put("a", wide).fetch().dtype == jnp.float32
+
+
 def test_make_computes_leaves_on_their_worker(cluster):
     w = cluster.put("d", ONES)
     made = cluster.make(

@@ -178,8 +178,12 @@ class Assignments:
             raise type(error)(f"{where}: {error}") from None
         if self.state.abstract:
             return aval
-        is_strong = is_array(value) and not known.weak  # As keys are.
-        return value if is_strong else jnp.asarray(value, aval.dtype)
+        # As keys are; what was made with x64 may be wider than arrays are now.
+        narrow: Any = jax.dtypes.canonicalize_dtype(
+            aval.dtype, allow_extended_dtype=True
+        )
+        is_so = is_array(value) and not known.weak and value.dtype == narrow
+        return value if is_so else jnp.asarray(value, narrow)
 
     def make(
         self,
