@@ -329,6 +329,7 @@ def campaign(
     results: dict[str, Any] = {"machine": machine(), "seed": seed, "rounds": []}
     results |= {"deadline_s": DEADLINE_S, "left": []}
     begun = time.monotonic()
+    out.mkdir(parents=True, exist_ok=True)
 
     def write(found: dict[str, Any]) -> None:
         print(found.get("mode"), found.get("program"), found["wrong"], flush=True)
