@@ -105,10 +105,10 @@ def test_a_picking_chooser_sees_the_worker_and_all_that_is_ready_in_order():
 def test_a_pick_that_is_not_there_is_refused_by_index():
     ready = ReadyJobs(Picking(pick=lambda ready: 7), "a")
     ready.add(JOBS[0], None)
-    with pytest.raises(JdagError, match=r"picked 7; .* from 0 to 0"):
+    with pytest.raises(JdagError, match=r"chooser = 7: .* from 0 to 0:"):
         ready.take()
     assert len(ready) == 1
-    with pytest.raises(JdagError, match="picked -1"):
+    with pytest.raises(JdagError, match="pick of the chooser = -1: allow"):
         checked(-1, 3)
 
 

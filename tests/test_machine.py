@@ -16,7 +16,7 @@ from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.engine.functions import unjitted
 from jdag.engine.protocol import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
-from jdag.errors import SAID_MAX, JdagError, ScenarioError
+from jdag.errors import SAID_MAX, JdagError
 from jdag.runtime.failures import failure_of, said, user_traceback
 from tests.compute_cases import no_new_arrays
 
@@ -331,8 +331,3 @@ def test_of_an_error_that_fails_where_it_is_asked_what_it_says_there_is_the_clas
 def test_a_job_that_reads_what_is_not_held_is_our_own_mistake():
     with pytest.raises(KeyError):
         Machine("real").run(forward(pair_of(affine, W, X), inputs=2, outputs=2))
-
-
-def test_values_are_real_or_abstract_and_nothing_else():
-    with pytest.raises(ScenarioError, match="values = 'vague': allowed is 'real' or"):
-        Machine("vague")

@@ -328,7 +328,6 @@ def test_each_worker_has_a_device_of_its_own_and_a_slow_one_takes_longer(monkeyp
         (("a", "b\0"), {}, "workers = .*none with a # or a sign that is not printed"),
         (WORKERS, {"home": "z"}, "home = 'z': allowed is one of a, b, c"),
         (WORKERS, {"seed": 1.5}, "seed = 1.5: allowed is an integer"),
-        (WORKERS, {"values": "vague"}, "values = 'vague': allowed is 'real' or"),
         (WORKERS, {"policy": "luck"}, "policy = 'luck': allowed is one of path"),
         (WORKERS, {"detect_ns": -1}, "detect_ns = -1: allowed is"),
         (WORKERS, {"devices": {"z": MODEL}}, "'z': allowed is one of a, b, c"),

@@ -170,20 +170,12 @@ class Assignments:
                     "values='abstract'"
                 )
             value = frozen(value)
-            known = aval_of(value)
-            aval = known.strong
+            aval = aval_of(value).strong
         except JdagError as error:
             path = paths(tree)[place]
             where = f"cluster.put, at {path}" if path else "cluster.put"
             raise type(error)(f"{where}: {error}") from None
-        if self.state.abstract:
-            return aval
-        # As keys are; what was made with x64 may be wider than arrays are now.
-        narrow: Any = jax.dtypes.canonicalize_dtype(
-            aval.dtype, allow_extended_dtype=True
-        )
-        is_so = is_array(value) and not known.weak and value.dtype == narrow
-        return value if is_so else jnp.asarray(value, narrow)
+        return aval if self.state.abstract else stored(value)
 
     def make(
         self,
@@ -397,6 +389,14 @@ def column(arg: Any, number: int, treedef: Any) -> Sequence[Any]:
             f"have the structure of the leaves, {treedef}; it is {found}"
         )
     return leaves
+
+
+def stored(value: Any) -> Any:
+    """A frozen array as leaves keep it: of strong type, no wider than JAX's are now."""
+    known = aval_of(value)
+    dtype: Any = jax.dtypes.canonicalize_dtype(known.dtype, allow_extended_dtype=True)
+    is_so = is_array(value) and not known.weak and value.dtype == dtype
+    return value if is_so else jnp.asarray(value, dtype)
 
 
 def _check_outputs(made: Pair, leaves: Sequence[Leaf]) -> None:

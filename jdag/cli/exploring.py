@@ -1,7 +1,6 @@
 """The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
 
 import os
-import re
 import shlex
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -136,7 +135,6 @@ What = Annotated[
         help="The scenario or program, if not that explored; the journal's command.",
     ),
 ]
-_PLACE = re.compile(r"[\w./-]+:[^\W\d]\w*")  # As in `jdag.lab.places`.
 TraceOut = Annotated[
     Path | None, typer.Option("--trace", help="Write the trace of the run here.")
 ]
@@ -225,7 +223,7 @@ def _explored(
             f"{bug} does not say where {held['program']} is: name it, as in "
             f"jdag replay {bug} MODULE:NAME, or SCRIPT.py:NAME; or use jdag.replay"
         )
-    if _PLACE.fullmatch(place) and not Path(place).exists():
+    if ":" in place and not Path(place).exists():
         return at(place, bug), nullcontext()
     check_is_here(place, f"jdag replay {bug} FILE")
     scenario = load(Path(place))

@@ -43,9 +43,7 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.engine.share import ADDENDS_MAX
-from jdag.errors import ScenarioError
 
-KINDS = ("real", "abstract")
 _OF_PAIRS = (Forward, Vjp, VjpWeights)  # Jobs whose function is a pair.
 _OF_SEGMENTS = (RunSegment, CompileSegment)
 _TRAVELLING = (Primal, Reading)  # Messages with values that jobs have made.
@@ -67,9 +65,6 @@ class Machine:
     __slots__ = ("_leaving_bytes_max", "abstract", "values")
 
     def __init__(self, values: str, leaving_bytes_max: int | None = None) -> None:
-        if values not in KINDS:
-            allowed = " or ".join(map(repr, KINDS))
-            raise ScenarioError(f"values = {values!r}: allowed is {allowed}")
         self.values = Values()
         self.abstract = values == "abstract"
         self._leaving_bytes_max = leaving_bytes_max

@@ -154,13 +154,14 @@ def exploration(
     """Explore a subject by the runs of these numbers."""
     report = Report()
     strategy.planned(len(subject.first().choices))
+    what = f"strategy: pick of {type(strategy).__qualname__}"
     with ExitStack() as leaving:
         leaving.callback(COLLECTOR.opened(subject))  # Once, not for each run.
         for run in runs:
             pick = _begun(strategy, run)
             if pick is None:
                 break
-            played = subject.play(pick)
+            played = subject.play(pick, what)
             strategy.ended(len(played.choices))
             if played.explored is None:
                 report.redundant += 1
@@ -179,22 +180,13 @@ def exploration(
 
 
 def _begun(strategy: Strategy, run: int) -> Pick | None:
-    """What picks in a run; what a strategy of one's own gives is checked."""
-    pick, name = strategy.begin(run), type(strategy).__qualname__
-    if pick is None or type(strategy).__module__ == Strategy.__module__:
-        return pick
-    if not callable(pick):
+    """What picks in a run, None if there are no more."""
+    pick = strategy.begin(run)
+    if not (pick is None or callable(pick)):
+        called = f"strategy: {type(strategy).__qualname__}.begin({run})"
         allowed = "a function that takes steps and returns the index of one, or None"
-        raise ScenarioError(unusable(f"strategy: {name}.begin({run})", pick, allowed))
-
-    def checked(steps: tuple[Step, ...]) -> int:
-        index = pick(steps)
-        if type(index) is not int or not 0 <= index < len(steps):
-            allowed = f"an int from 0 to {len(steps) - 1}: the index of a step"
-            raise ScenarioError(unusable(f"strategy: pick of {name}", index, allowed))
-        return index
-
-    return checked
+        raise ScenarioError(unusable(called, pick, allowed))
+    return pick
 
 
 def sound(run: Explored) -> None:

@@ -21,7 +21,7 @@ from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
 from jdag.lab.strategies import Script, natural
-from jdag.lab.subject import Explored, Played, Subject
+from jdag.lab.subject import Explored, Played, Subject, check
 from jdag.runtime.tables import is_path
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
@@ -236,10 +236,8 @@ def _check(held: Any) -> None:
     for key in ("steps", "held"):
         if not all(isinstance(step, str) for step in held[key]):
             raise ScenarioError(unusable(key, held[key], "a list of texts"))
-    if held["values"] not in ("real", "abstract"):
-        raise ScenarioError(unusable("values", held["values"], "real or abstract"))
     Script(held["choices"])
-    Subject(repr, held["workers"], held["values"], held["faults"])
+    check(held["workers"], held["values"], held["faults"])
 
 
 def _checked(path: Any) -> Path:

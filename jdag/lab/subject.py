@@ -15,13 +15,13 @@ from functools import cached_property, partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
+from jdag.api.leaves import stored
 from jdag.api.refs import Ref, fetch
-from jdag.compute.avals import aval_of, frozen, is_deleted
+from jdag.compute.avals import frozen, is_deleted
 from jdag.compute.duals import is_array
 from jdag.engine.functions import name_of, outermost
 from jdag.engine.phases import Triple, triple
@@ -105,18 +105,7 @@ class Subject:
                 "jdag.scenario.Case(program, params, placement)"
             )
             raise ScenarioError(unusable("program", program, allowed))
-        if not isinstance(faults, Mapping):
-            allowed = 'numbers by kind, such as {"crash": 1}'
-            raise ScenarioError(unusable("faults", faults, allowed))
-        for kind, number in faults.items():
-            if kind not in FAULTS:
-                allowed = f"one of {', '.join(FAULTS)}"
-                if kind == "delay":
-                    allowed += "; without a fault, a frame may be as late as it can"
-                raise ScenarioError(unusable("faults", kind, allowed))
-            if type(number) is not int or number < 0:
-                key = f"faults: {kind}"
-                raise ScenarioError(unusable(key, number, "an integer >= 0"))
+        check(workers, values, faults)
         self.program = program
         self.workers = workers
         self.values = values
@@ -128,19 +117,6 @@ class Subject:
         self._expected: tuple[Any, ...] | None = None
         self._bits: str | None = None  # Of the run of first choices.
         self._first: Played | None = None
-        self._settings(None, trace=False)  # Refuses workers and values.
-
-    def _settings(self, chooser: StepChooser | None, trace: bool) -> SimSettings:
-        is_list = isinstance(self.workers, list | tuple)  # Another one is refused.
-        return SimSettings(
-            workers=self.workers,
-            seed=0,
-            home=next(iter(self.workers), "") if is_list else "",
-            detect_ns=0,
-            values=self.values,
-            chooser=chooser,
-            trace=trace,
-        )
 
     @property
     def name(self) -> str:
@@ -148,9 +124,9 @@ class Subject:
         program = self.program
         return name_of(program.program if isinstance(program, Case) else program)
 
-    def play(self, pick: Pick) -> Played:
-        """Run once, with the steps that are picked."""
-        chooser = StepChooser(pick, self.faults.items())
+    def play(self, pick: Pick, what: str = "pick") -> Played:
+        """Run once, with the steps that are picked; `what` as in `StepChooser`."""
+        chooser = StepChooser(pick, self.faults.items(), what)
         explored, _ = self._played(chooser, trace=False)
         steps, choices = chooser.steps, chooser.choices
         chooser.steps = []  # They are many, and the run itself is full of cycles.
@@ -168,7 +144,7 @@ class Subject:
         self, chooser: StepChooser, *, trace: bool
     ) -> tuple[Explored | None, Trace]:
         """Run once; None if that was given up."""
-        cluster = simulated(self._settings(chooser, trace))
+        cluster = simulated(_settings(self.workers, self.values, chooser, trace))
         explored: Explored | None = None
         try:
             explored = self._explored(cluster, chooser.choices)
@@ -260,6 +236,37 @@ class Subject:
         return self._expected
 
 
+def check(workers: Any, values: Any, faults: Any) -> None:
+    """Raise ScenarioError if workers, the kind of values or faults are unusable."""
+    _settings(workers, values)
+    if not isinstance(faults, Mapping):
+        allowed = 'numbers by kind, such as {"crash": 1}'
+        raise ScenarioError(unusable("faults", faults, allowed))
+    for kind, number in faults.items():
+        if kind not in FAULTS:
+            allowed = f"one of {', '.join(FAULTS)}"
+            if kind == "delay":
+                allowed += "; without a fault, a frame may be as late as it can"
+            raise ScenarioError(unusable("faults", kind, allowed))
+        if type(number) is not int or number < 0:
+            raise ScenarioError(unusable(f"faults: {kind}", number, "an integer >= 0"))
+
+
+def _settings(
+    workers: Any, values: Any, chooser: StepChooser | None = None, trace: bool = False
+) -> SimSettings:
+    is_list = isinstance(workers, list | tuple)  # Another one is refused.
+    return SimSettings(
+        workers=workers,
+        seed=0,
+        home=next(iter(workers), "") if is_list else "",
+        detect_ns=0,
+        values=values,
+        chooser=chooser,
+        trace=trace,
+    )
+
+
 def _takes_one(function: Any) -> bool:
     try:
         inspect.signature(function).bind(None)
@@ -273,8 +280,8 @@ def _takes_one(function: Any) -> bool:
 def _array(leaf: Any) -> Any:
     """What `Cluster.put` makes of an array, once for all runs; the rest stays."""
     is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
-    if is_numbers or (is_array(leaf) and not is_deleted(leaf) and aval_of(leaf).weak):
-        return jnp.asarray(frozen(leaf), aval_of(leaf).dtype)
+    if is_numbers or (is_array(leaf) and not is_deleted(leaf)):
+        return stored(frozen(leaf))
     return leaf
 
 

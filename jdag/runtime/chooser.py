@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from jdag.errors import JdagError, ScenarioError, unusable
+from jdag.errors import ScenarioError, unusable
 
 # The order of a ready job, lowest first, by its `phase` (0: forward, else its pass) and
 # its `path`. Jobs of equal keys run in the order in which they became ready.
@@ -73,10 +73,9 @@ class Chooser:
         return 0
 
 
-def checked(index: int, count: int) -> int:
-    """Return the index that a chooser picked; JdagError if it is out of range."""
-    if not 0 <= index < count:
-        raise JdagError(
-            f"the chooser picked {index!r}; it takes an index from 0 to {count - 1}"
-        )
+def checked(index: int, count: int, what: str = "pick of the chooser") -> int:
+    """Return an index that was picked; ScenarioError if it is none, with who did."""
+    if type(index) is not int or not 0 <= index < count:
+        allowed = f"an int from 0 to {count - 1}: an index"
+        raise ScenarioError(unusable(what, index, allowed))
     return index

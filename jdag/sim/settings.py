@@ -81,6 +81,7 @@ class SimSettings:
             ("network", network, "a Network or a LinkModel"),
             ("link", link, "a LinkSettings, or None"),
             ("events_max", most, "an integer >= 1"),
+            ("values", self.values in ("real", "abstract"), "'real' or 'abstract'"),
             ("trace", type(self.trace) is bool, "True or False"),
             ("detect_ns", is_ns(self.detect_ns), NS),
         ):

@@ -86,6 +86,7 @@ class StepChooser(Chooser):
         pick: returns the index of one of the steps it is given.
         budget: how many faults there may be, by kind: "crash", "rejoin", "drop",
             "duplicate".
+        what: what an index is called that is none of a step.
 
     Attributes:
         steps: those there were at each pick.
@@ -100,9 +101,11 @@ class StepChooser(Chooser):
         self,
         pick: Callable[[tuple[Step, ...]], int],
         budget: Iterable[tuple[str, int]] = (),
+        what: str = "pick",
     ) -> None:
         super().__init__()
         self._pick = pick
+        self._what = what
         self.budget = dict(budget)
         self.job = 0
         self.steps: list[tuple[Step, ...]] = []
@@ -113,7 +116,7 @@ class StepChooser(Chooser):
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
         try:
-            index = checked(self._pick(steps), len(steps))
+            index = checked(self._pick(steps), len(steps), self._what)
         except Exception as error:
             self.failed = self.failed or error
             raise
