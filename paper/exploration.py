@@ -54,10 +54,7 @@ def rates(program: str, runs: int) -> dict[str, Any]:
             strategy.ended(len(played.choices))
             if failure_of(subject, played, sound, run) is not None:
                 wrong.append(run)
-        least = None
-        if isinstance(strategy, PCT):
-            chains, picks = strategy.learned
-            least = chains * picks ** (int(name[-1]) - 1)
+        least = strategy.runs_per_bug if isinstance(strategy, PCT) else None
         found[name] = {"runs": runs, "wrong": wrong, "bound": least}
     return found
 

@@ -376,7 +376,7 @@ def test_pct_runs_one_chain_until_a_change_point():
     ]
     assert max(changes) == 2 and changes.count(2) > 8
     assert strategy.bound().endswith(
-        "a bug of depth 3 with probability at least 1/2,700 (3 chains, 30 steps)"
+        "a bug of depth 3 with probability at least 1/2,700 (3 chains, first 30 steps)"
     )
 
 

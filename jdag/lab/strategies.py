@@ -93,8 +93,9 @@ class PCT(Strategy):
     """Random priorities of links, devices and programs, changed `depth` - 1 times.
 
     A bug that needs `depth` steps to come in some order is found by one run with a
-    probability of at least 1 / (n k^(depth-1)), for n chains and k picks: half as many
-    again as the run of first choices has. Faults come as in `RandomWalk`.
+    probability of at least 1 / (n k^(depth-1)), for n chains, if it comes in the first
+    k picks: half as many again as the run of first choices has. Faults come as in
+    `RandomWalk`.
 
     Source: Burckhardt, Kothari, Musuvathi, Nagarakatte, "A Randomized Scheduler with
     Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
@@ -104,23 +105,21 @@ class PCT(Strategy):
         self._depth = natural("depth", depth, 1)
         self._seed = natural("seed", seed, 0)
         self._chains = 1
-        self._picks = 1  # The most that a run had.
         self._planned = 1
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """The most chains and picks that a run had."""
-        return self._chains, self._picks
+        """The most chains that a run had, and the picks with change points."""
+        return self._chains, self._planned
 
     def learn(self, learned: Sequence[int]) -> None:
         """See `Strategy`."""
-        chains, picks = learned
-        self._chains, self._picks = max(self._chains, chains), max(self._picks, picks)
+        chains, self._planned = learned
+        self._chains = max(self._chains, chains)
 
     def planned(self, steps: int) -> None:
         """See `Strategy`."""
         self._planned = max(1, steps + steps // 2)
-        self._picks = max(self._picks, self._planned)
 
     def begin(self, run: int) -> Pick:
         """See `Strategy`."""
@@ -150,16 +149,17 @@ class PCT(Strategy):
 
         return pick
 
-    def ended(self, steps: int) -> None:
-        """See `Strategy`."""
-        self._picks = max(self._picks, steps)
+    @property
+    def runs_per_bug(self) -> int:
+        """What the bound is one of: n k^(depth-1), for the most chains of a run."""
+        return int(self._chains * self._planned ** (self._depth - 1))
 
     def bound(self) -> str:
         """See `Strategy`."""
-        least = self._chains * self._picks ** (self._depth - 1)
+        where = f"{self._chains} chains, first {self._planned} steps"
         return (
             f"each run finds a bug of depth {self._depth} with probability at least "
-            f"1/{least:,} ({self._chains} chains, {self._picks} steps)"
+            f"1/{self.runs_per_bug:,} ({where})"
         )
 
 
@@ -249,7 +249,9 @@ class Exhaustive(Strategy):
 
     def bound(self) -> str:
         """See `Strategy`."""
-        return "every order was run" if self.complete else "orders are left to run"
+        if self.complete:
+            return "every order was run"
+        return f"orders are left to run, beyond runs or max_runs = {self.max_runs:,}"
 
 
 class Script(Strategy):
