@@ -69,6 +69,20 @@ def test_a_program_that_now_raises_in_every_order_is_repeated_in_one_line(tmp_pa
     assert "it raised ValueError: mine (test_exploring.py:" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("raises", "one that does not raise; it raised ValueError"),
+        ("gone", "module:function"),
+    ],
+)
+def test_a_property_that_raises_or_is_gone_is_told_in_one_line(tmp_path, name, said):
+    bug = saved(tmp_path / "bug.json", property=f"{__name__}:{name}")
+    code, told = command("replay", bug, f"{__name__}:fine")
+    assert code == 2 and told.count("\n") == 1
+    assert told.startswith(f"jdag: property = '{__name__}:{name}': allowed is {said}")
+
+
 def test_what_is_given_to_a_failure_is_checked(tmp_path):
     failure = jdag.explore(fine, [*"ab"], lambda run: False, runs=1).failure
     assert failure is not None

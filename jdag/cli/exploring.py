@@ -186,7 +186,8 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
         held = read_failure(bug)
         place = what[0] if what else held["scenario"]
         program, configuration = _explored(bug, held, place)
-        property = at(_property(held, place), bug) if held["property"] else None
+        own = held["property"] and _property(held, place)
+        property = at(own, bug, "property") if own else None
         with configuration:
             subject = Subject(program, held["workers"], held["values"], held["faults"])
             with raising_nothing(place):
@@ -194,7 +195,8 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
             run = played.explored
             assert run is not None
             is_other = run.trace.digest != held["digest"]
-            found = property and failure_of(subject, played, property, held["run"])
+            with raising_nothing(own, "property"):
+                found = property and failure_of(subject, played, property, held["run"])
         for line in _timeline(held, played):
             typer.echo(line)
         if is_other:

@@ -34,20 +34,20 @@ def check_is_here(file: str, named: str) -> None:
         raise ScenarioError(f"{file} is no file in {Path.cwd()}: {said}: {named}")
 
 
-def at(place: str, bug: str | Path = "bug.json") -> Any:
+def at(place: str, bug: str | Path = "bug.json", what: str = "program") -> Any:
     """The object at a place; modules of the current folder come first.
 
-    `bug` is the file of the saved run.
+    `bug` is the file of the saved run, `what` the name of the object in errors.
 
     Raises:
         ScenarioError: nothing is there.
     """
     where, _, name = place.rpartition(":")
     if not where.endswith(".py"):
-        return imported(place, Path.cwd())
+        return imported(place, Path.cwd(), what)
     check_is_here(where, f"jdag replay {bug} PATH:NAME")
     try:
         return getattr(_imported(where), name)
     except (JdagError, AttributeError) as error:
         allowed = f"what a script has above its guard; {error}"
-        raise ScenarioError(unusable("program", place, allowed)) from error
+        raise ScenarioError(unusable(what, place, allowed)) from error

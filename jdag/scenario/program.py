@@ -70,18 +70,18 @@ def raised(error: BaseException) -> str:
 
 
 @contextmanager
-def raising_nothing(program: str) -> Iterator[None]:
-    """Turn what a program raises, named as the user names it, into a ScenarioError."""
+def raising_nothing(place: str, what: str = "program") -> Iterator[None]:
+    """Turn what a program, or what else it is, raises into a ScenarioError."""
     try:
         yield
     except ScenarioError:
         raise
     except (Exception, SystemExit) as error:
         allowed = f"one that does not raise; it raised {raised(error)}"
-        raise ScenarioError(unusable("program", program, allowed)) from error
+        raise ScenarioError(unusable(what, place, allowed)) from error
 
 
-def imported(program: str, folder: Path) -> Any:
+def imported(program: str, folder: Path, what: str = "program") -> Any:
     """What `module:name` names, in a module that is found as for `player_of`.
 
     Raises:
@@ -89,7 +89,7 @@ def imported(program: str, folder: Path) -> Any:
     """
 
     def refused(allowed: str) -> ScenarioError:
-        return ScenarioError(unusable("program", program, allowed))
+        return ScenarioError(unusable(what, program, allowed))
 
     module_name, _, name = program.partition(":")
     folders = tuple(dict.fromkeys((str(folder), str(Path.cwd()))))
