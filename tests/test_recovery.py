@@ -150,6 +150,17 @@ def test_both_copies_of_a_leaf_may_be_lost_one_after_the_other():
             assert bits(jdag.fetch([w, v])) == bits([drawn(0) + 1, drawn(1) + 1])
 
 
+def test_leaves_of_the_worker_that_keeps_all_copies_have_theirs_on_the_next():
+    with simulated() as cluster:
+        w, v = two_leaves(cluster)
+        cluster.replicate_leaves(to=w.worker)
+        cluster.update(jnp.add, [w, v], 1.0)
+        for victim in (w.worker, v.worker):
+            lose(cluster, victim)
+            cluster.recover(victim)
+            assert bits(jdag.fetch([w, v])) == bits([drawn(0) + 1, drawn(1) + 1])
+
+
 def test_an_update_that_loses_an_owner_is_made_on_none():
     with simulated() as cluster:
         refs = two_leaves(cluster)

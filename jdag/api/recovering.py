@@ -28,9 +28,9 @@ class Recoverable:
             every: copy with every so many changes. Those since the last copy, and their
                 contexts, are kept and replayed. Steps of compiled programs, and
                 `cluster.run`, are always copied.
-            to: the worker that keeps the copies. None: of each worker's leaves the
-                next one in the order of workers; two neighbours lost at once lose
-                leaves then.
+            to: the worker that keeps the copies, but those of its own leaves. None,
+                and for these: the next one in the order of workers; two neighbours
+                lost at once lose leaves then.
 
         Raises:
             JdagError: there is no such worker, or `every` is no number above 0, or the
@@ -42,7 +42,7 @@ class Recoverable:
             raise JdagError(unusable("every", every, "a whole number above 0"))
         if to is not None:
             _check_name(recovery, "to", to)
-        elif len(recovery.workers) == 1:
+        if len(recovery.workers) == 1:
             raise JdagError("cluster.replicate_leaves: there is no other worker")
         recovery.replicate(every, to)
 

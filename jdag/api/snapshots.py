@@ -27,7 +27,7 @@ class Snapshots:
 
     def __init__(self, cluster: Any, names: CurrentNames) -> None:
         self.every = 0  # Updates from copy to copy; 0: there are none on peers.
-        self.to: str | None = None  # The peer of all; None: each has its own.
+        self.to: str | None = None  # The peer of all others; None: each has its own.
         self.copied: dict[LeafId, None] = {}  # The leaves that are copies.
         self._cluster = cluster
         self._state = cluster.state
@@ -98,10 +98,12 @@ class Snapshots:
 
     def _peer(self, worker: Worker) -> Worker | None:
         """The worker that keeps copies of a worker's leaves, if one does."""
-        if not self.every or self.to is not None:
-            return self.to if self.every else None
+        if not self.every:
+            return None
         names, now = self._state.workers, self._names.workers
         begin = names.index(worker) + 1
         others = (*names[begin:], *names[: begin - 1])
+        if self.to is not None:
+            others = (self.to, *others)
         same = now.get(worker, worker)
         return next((one for one in others if now.get(one, one) != same), None)
