@@ -177,6 +177,11 @@ def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
         assert len(run.trace) < 3, f"{len(run.trace) // 1000} thousand records"
 
     assert "never is False" in str(jdag.explore(ONE, [*"ab"], never, runs=5))
+    for found in (np.False_, jnp.array(False), np.True_, True, None):
+        report = jdag.explore(ONE, [*"ab"], mock.Mock(return_value=found), runs=5)
+        assert (report.failure is None) == (found is None or bool(found))
+    with pytest.raises(ScenarioError, match="what the property returns = 0: allowed"):
+        jdag.explore(ONE, [*"ab"], mock.Mock(return_value=0), runs=5)
     failure: Any = jdag.explore(ONE, [*"ab"], says, runs=5).failure
     assert failure.run == 0 and failure.why == "0 thousand records"
 
@@ -436,10 +441,7 @@ def test_a_setting_that_is_unusable_is_one_line(given, said):
         (lambda: RandomWalk(-1), "seed = -1: allowed is an integer >= 0"),
         (lambda: Exhaustive(0), "max_runs = 0"),
         (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is a list of integ"),
-        (
-            lambda bad=["a"]: Script(bad),
-            r"choices = \['a'\]: allowed is a list of integers",
-        ),
+        (lambda bad=["a"]: Script(bad), r"= \['a'\]: allowed is a list of integers"),
         (lambda bad=3: Script(bad), "choices = 3: allowed is a list of integers >= 0"),
         (
             lambda: parsed("fuzz"),
@@ -458,7 +460,7 @@ def test_a_strategy_that_is_unusable_is_one_line(make, said):
     [
         (lambda held: held.update(format=0), "format = 0: allowed is 2"),
         (lambda held: held.pop("choices"), "choices = None: allowed is a list"),
-        (lambda held: held.update(digest=0), "digest = 0: allowed is a str"),
+        (lambda held: held.update(digest=0), "digest = 0: allowed is a text"),
         (lambda held: held["steps"].reverse(), "pick 0 is '.*', and was '"),
         (lambda held: held["steps"].pop(), r"pick \d+ is '.+', and was 'none'"),
         (lambda held: held["steps"].append("x"), r"pick \d+ is 'none', and was 'x'"),

@@ -127,7 +127,7 @@ def explore(
             cluster, and returns a pytree of arrays and refs, if anything.
         workers: their names; the program runs on the first.
         property: takes an `Explored` run; returns False or raises AssertionError if the
-            run breaks it. None: `sound`.
+            run breaks it, and True or None if not. None: `sound`.
         runs: how many at most.
         strategy: one of `jdag.strategies`; None: `RandomWalk()`.
         values: "real", where JAX computes, or "abstract", where shapes alone are known.
@@ -195,7 +195,8 @@ def sound(run: Explored) -> None:
     A run in which a worker crashed may end by that.
     """
     if run.error is not None:
-        said = f"{type(run.error).__name__}: {text_of(run.error)}"
+        lines = text_of(run.error).split()  # As one line.
+        said = f"{type(run.error).__name__}: {' '.join(lines)}"
         assert run.crashed and (isinstance(run.error, WorkerLost) or "lost" in said), (
             said
         )

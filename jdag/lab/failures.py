@@ -37,6 +37,7 @@ _KEYS = {
     **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
     **{"faults": dict, "digest": str, "property": str},
 }
+_SAID = {str: "a text", list: "a list", int: "an integer", dict: "a table"}
 
 Property = Callable[[Explored], object]
 
@@ -232,7 +233,7 @@ def _check(held: Any) -> None:
         raise ScenarioError(unusable("format", found, str(FORMAT)))
     for key, kind in _KEYS.items():
         if not isinstance(held.get(key), kind):
-            raise ScenarioError(unusable(key, held.get(key), f"a {kind.__name__}"))
+            raise ScenarioError(unusable(key, held.get(key), _SAID[kind]))
     for key in ("steps", "held"):
         if not all(isinstance(step, str) for step in held[key]):
             raise ScenarioError(unusable(key, held[key], "a list of texts"))
@@ -259,7 +260,7 @@ def failure_of(
     assert explored is not None, run
     name, why = getattr(property, "__name__", "the property"), ""
     try:
-        if property(explored) is False:
+        if not _kept(property(explored)):
             why = f"{name} is False"
     except AssertionError as error:
         why = str(error).partition("\n")[0] or f"{name} does not hold"
@@ -276,6 +277,17 @@ def failure_of(
         subject=subject,
         property=property,
     )
+
+
+def _kept(found: Any) -> bool:
+    """Whether what a property returned says so; a bool may be of NumPy or JAX."""
+    if found is None:
+        return True
+    is_one = getattr(found, "shape", None) == ()
+    if isinstance(found, bool) or (is_one and found.dtype.kind == "b"):
+        return bool(found)
+    allowed = "None or a bool, or that it raises AssertionError"
+    raise ScenarioError(unusable("what the property returns", found, allowed))
 
 
 def said_of(step: Step, first: Step) -> str:
