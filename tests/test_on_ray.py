@@ -274,6 +274,7 @@ def test_runs_are_on_ray_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(on_ray, "ray", None)
     with pytest.raises(ScenarioError, match=r"--on ray needs Ray, .* 'jdag\[ray\]'"):
         sweep(chain, {"seed": [1]}, on="ray", out=tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_process_that_does_not_start_again_is_started_by_who_asks_once_more(

@@ -23,7 +23,7 @@ from jdag.lab.failures import failure_of, repeated
 from jdag.lab.journal import identity, journal
 from jdag.lab.strategies import Exhaustive, Strategy, parsed
 from jdag.lab.subject import Subject
-from jdag.lab.sweep_pool import replies
+from jdag.lab.sweep_pool import check_on, replies
 from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.case import Case
@@ -98,6 +98,7 @@ def campaign(
         key, value = ("--jobs", jobs) if on is None else ("--on", on)
         allowed = "one process with exhaustive, where runs follow from those before"
         raise ScenarioError(unusable(key, value, allowed))
+    check_on(on)
     starts = range(0, runs, CHUNK)
     chunks = [(said, start, min(start + CHUNK, runs)) for start in starts]
     about = {**identity(path, scenario), **wanted, "runs": runs}

@@ -27,7 +27,7 @@ from typing import Any
 from jdag.errors import JdagError, ScenarioError, repr_of, unusable
 from jdag.lab.journal import identity, journal
 from jdag.lab.retiming import Retimed, retime
-from jdag.lab.sweep_pool import replies
+from jdag.lab.sweep_pool import check_on, replies
 from jdag.report.spans import spans_of
 from jdag.runtime.tables import is_listed, is_number
 from jdag.runtime.trace import Trace
@@ -210,6 +210,7 @@ def sweep(
         jobs = len(os.sched_getaffinity(0) if on is None else runs)
     if type(jobs) is not int or jobs < 1:
         raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
+    check_on(on)
     scenario, *_ = [load(path, changes=changes) for changes in runs]
     folder = Path(out or f"runs/{scenario.settings.name}-sweep")
     listed = {key: list(each) for key, each in values.items()}

@@ -22,6 +22,16 @@ _COMMAND = (
 )
 
 
+def check_on(on: str | None) -> None:
+    """Raise ScenarioError if there is no such place, or Ray is not installed."""
+    if on not in (None, "ray"):
+        raise ScenarioError(unusable("on", on, "ray, or None for processes here"))
+    if on is not None:
+        from jdag.rpc import on_ray  # noqa: PLC0415 - it imports Ray.
+
+        on_ray.need_ray("--on ray")
+
+
 def replies(
     attempt: Attempt,
     path: Path,
@@ -35,11 +45,8 @@ def replies(
     one has died. `on="ray"`: runs are tasks of Ray, so many at once.
 
     Raises:
-        ScenarioError: there is no such place, or Ray is not installed.
         JoinError: a task of Ray has failed.
     """
-    if on not in (None, "ray"):
-        raise ScenarioError(unusable("on", on, "ray, or None for processes here"))
     if on is not None:
         from jdag.rpc import on_ray  # noqa: PLC0415 - it imports Ray.
 

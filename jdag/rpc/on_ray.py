@@ -262,7 +262,6 @@ def replies(
         JoinError: a task was lost or raised: why.
         ScenarioError: Ray is not installed.
     """
-    need_ray("--on ray")
     began = not ray.is_initialized()
     if began:
         ray.init()
