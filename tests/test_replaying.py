@@ -415,6 +415,10 @@ def test_a_script_is_run_again_by_the_command(
     assert "COMMAND = 'true': allowed is a command that launches a cluster" in (
         done.output
     )
+    asked = ["replay", "--trace", "t", str(folder), "--", *command]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 2
+    assert "--trace = 't': allowed is only of what jdag explore wrote" in done.output
     (folder / "b.journal").unlink()
     done = CliRunner().invoke(app, ["replay", str(folder), "--", *command])
     assert done.exit_code == 2

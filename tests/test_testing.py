@@ -161,6 +161,8 @@ def test_bad_input_is_one_line():
         testing.assert_equals_oracle(lambda cluster: None, 3)
     with pytest.raises(ScenarioError, match=r"simulated = .*and only with a"):
         testing.assert_equals_oracle(lambda cluster: None, ["a"], simulated={})
+    with pytest.raises(ScenarioError, match="workers = 3: allowed is a strategy"):
+        given(testing.programs(3))(lambda program: None)()
     with pytest.raises(AttributeError, match="no attribute 'program'"):
         _ = testing.program
 

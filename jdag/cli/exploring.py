@@ -177,9 +177,12 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     another one than was saved. Of a journal: that of the command, 1 if an event
     deviates, 0 if the journal ended before the run, at journal_bytes.
     """
-    if bug.is_dir():
+    if bug.is_dir() and trace is None:
         raise typer.Exit(_run_again(bug, what or []))
     with errors_in_one_line():
+        if bug.is_dir():
+            allowed = "only of what jdag explore wrote; a replayed journal has no trace"
+            raise ScenarioError(unusable("--trace", str(trace), allowed))
         if len(what or ()) > 1 and bug.exists():
             allowed = "one scenario or program; only after a journal's folder a command"
             raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from jdag import schedules as pipelines
 from jdag import sim
+from jdag.errors import ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, PCT, RandomWalk, Strategy
 from jdag.testing.drawn import FUNCTIONS, Call, Program
 
@@ -31,6 +32,9 @@ def programs(
     max_calls: int = 6,
 ) -> Program:
     """Programs of one context: calls of few functions on leaves of any worker."""
+    if not isinstance(workers, st.SearchStrategy | None):
+        allowed = "a strategy that draws names of workers, such as clusters(2)"
+        raise ScenarioError(unusable("workers", workers, allowed))
     names = draw(clusters() if workers is None else workers)
     places = st.sampled_from(names)
     leaves = draw(st.lists(places, min_size=1, max_size=3).map(tuple))
