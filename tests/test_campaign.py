@@ -123,6 +123,13 @@ def test_an_exhaustive_search_goes_on_where_it_was_interrupted(tmp_path):
     assert whole.orders == whole.runs
 
 
+def test_an_exhaustive_search_that_stops_at_max_runs_does_not_say_that_it_is_over():
+    wanted = {"values": "abstract", "strategy": "exhaustive:5", "faults": {}}
+    report = campaign(Path(CHAIN), wanted, runs=60)
+    assert report.runs + report.redundant == 5
+    assert str(report.bound).startswith("orders are left to run")
+
+
 def fan_out(folder):
     """A scenario of six workers and five terms."""
     text = Path("scenarios/fan_out_24.toml").read_text()
@@ -172,6 +179,7 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         ),
         (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
         (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
+        (["explore", CHAIN, "--runs", "10000001"], "= 10000001: allowed is an integer"),
         (
             ["explore", CHAIN, "--strategy", "dfs"],
             "jdag: --strategy = 'dfs': allowed is one of random[:SEED], pct[:DEPTH]",

@@ -437,7 +437,8 @@ def test_a_setting_that_is_unusable_is_one_line(given, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: PCT(0), "depth = 0: allowed is an integer >= 1"),
+        (lambda: PCT(0), "depth = 0: allowed is an integer >= 1, and at most 100"),
+        (lambda: PCT(101), "depth = 101: allowed is an integer >= 1, and at most 100"),
         (lambda: RandomWalk(-1), "seed = -1: allowed is an integer >= 0"),
         (lambda: Exhaustive(0), "max_runs = 0"),
         (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is a list of integ"),
@@ -490,8 +491,9 @@ def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
     path = tmp_path / "bug.json"
     failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
     failure.save(path)
-    path.write_text(path.read_text()[:-40])
-    with pytest.raises(ScenarioError, match=r"is no run that jdag explore saved: "):
-        jdag.replay(path, ONE)
+    for spoilt in (path.read_text()[:-40], "[" * 100_000):
+        path.write_text(spoilt)
+        with pytest.raises(ScenarioError, match=r"is no run that jdag explore saved: "):
+            jdag.replay(path, ONE)
     with pytest.raises(ScenarioError, match=r"bug\.jso: No such file"):
         jdag.replay(str(path)[:-1], ONE)

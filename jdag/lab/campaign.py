@@ -21,7 +21,7 @@ from jdag.errors import ScenarioError, unusable
 from jdag.lab.exploration import Report, exploration, sound
 from jdag.lab.failures import failure_of, repeated
 from jdag.lab.journal import identity, journal
-from jdag.lab.strategies import Exhaustive, Strategy, parsed
+from jdag.lab.strategies import Exhaustive, Strategy, natural, parsed
 from jdag.lab.subject import Subject
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.runtime.tables import wrong
@@ -29,6 +29,7 @@ from jdag.scenario import Scenario, configured, load
 from jdag.scenario.case import Case
 from jdag.scenario.program import raising_nothing
 
+RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
 CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
 
 
@@ -82,7 +83,7 @@ def campaign(
     Args:
         path: the scenario's file.
         wanted: its "values", None for the scenario's own, "strategy" and "faults".
-        runs: how many at most.
+        runs: how many at most, up to `RUNS_MAX`.
         jobs: how many processes run at once.
         on: "ray": on the nodes of Ray, which see the file at the same path.
         folder: keeps what was run; another call with it goes on. None: nothing is kept.
@@ -91,6 +92,7 @@ def campaign(
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
     """
+    natural("--runs", runs, 1, RUNS_MAX)
     said = json.dumps(wanted)
     _loaded.cache_clear()
     scenario, subject, strategy = _loaded(path, said)

@@ -222,7 +222,7 @@ def read_failure(path: str | Path) -> dict[str, Any]:
         _check(held)
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error
-    except (ValueError, ScenarioError) as error:
+    except (ValueError, RecursionError, ScenarioError) as error:
         raise ScenarioError(f"{wrong}: {error}") from error
     return dict(held)
 

@@ -55,7 +55,7 @@ def journal(
                 known, *rows = map(json.loads, lines or [json.dumps(about)])
                 differing = [name for name in about if known[name] != about[name]]
                 done = dict(rows)
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, RecursionError) as error:
                 raise OSError(f"{RUNS} is not as jdag wrote it: {error}") from error
             if differing:
                 raise OSError(f"this one differs in: {', '.join(differing)}")

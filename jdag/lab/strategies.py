@@ -18,6 +18,7 @@ from jdag.sim.untimed import Step
 
 Pick = Callable[[tuple[Step, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
+DEPTH_MAX = 100  # Bugs of even ten steps are hardly found; the bound is a whole number.
 # Dependent on steps of all workers: a return enters each engine, and a crash may happen
 # as long as any other step may.
 EVERYWHERE = ("crash", "rejoin")
@@ -102,7 +103,7 @@ class PCT(Strategy):
     """
 
     def __init__(self, depth: int = 3, seed: int = 0) -> None:
-        self._depth = natural("depth", depth, 1)
+        self._depth = natural("depth", depth, 1, DEPTH_MAX)
         self._seed = natural("seed", seed, 0)
         self._chains = 1
         self._planned = 1
@@ -181,7 +182,7 @@ class Exhaustive(Strategy):
     @property
     def learned(self) -> tuple[int, ...]:
         """The picks with which the next run begins; none after the last."""
-        return tuple([index for _, index, _ in self._path])
+        return self._taken or tuple([index for _, index, _ in self._path])
 
     def learn(self, learned: Sequence[int]) -> None:
         """See `Strategy`."""
@@ -317,8 +318,9 @@ def _dependent(one: Step, other: Step) -> bool:
     return everywhere or one.worker == other.worker
 
 
-def natural(key: str, value: object, least: int) -> int:
-    """The value, if it is an integer of at least `least`; else raise ScenarioError."""
-    if type(value) is not int or value < least:
-        raise ScenarioError(unusable(key, value, f"an integer >= {least}"))
-    return value
+def natural(key: str, value: object, least: int, most: int | None = None) -> int:
+    """The value, if it is an integer from `least` on; else raise ScenarioError."""
+    if type(value) is int and value >= least and (most is None or value <= most):
+        return value
+    to = "" if most is None else f", and at most {most:,}"
+    raise ScenarioError(unusable(key, value, f"an integer >= {least}{to}"))
