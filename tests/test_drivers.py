@@ -209,6 +209,7 @@ def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
             "logs = 5: allowed is the path of a folder",
         ),
         ({"workers": ["a", "b"], "logs": "x\0y"}, r"logs = 'x\\x00y': .* of a folder"),
+        ({"workers": ["a", "b"], "journal": ""}, "journal = '': .* of a folder"),
         ({"workers": ["a", "b"], "device": 3}, "device = 3: allowed is cpu, gpu, or"),
         ({"workers": "trainer"}, "workers = 'trainer': allowed is a list of one name"),
         ({"workers": [1, 2]}, r"workers = \[1, 2\]: allowed is a list"),

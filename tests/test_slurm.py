@@ -100,7 +100,11 @@ def test_another_job_listens_at_other_ports(tmp_path: Path):
         ({"SLURM_PROCID": "x"}, None, "SLURM_PROCID = 'x': allowed is an integer"),
         ({"SLURM_NODEID": "0"}, None, "= 0: allowed is 2 for task 2: srun --dist"),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, None, r"'2\(3\)': allowed is counts"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "1(x3)"}, None, r"\[1, 1, 1\]: .*NTASKS = 4 on"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
+            None,
+            r"STEP.*\[1, 1, 1\]: .*S = 4 on",
+        ),
         ({}, "t,a,b,c,d,e", "--workers = .*: allowed is main and .* each of the 4 ta"),
         ({}, "t,a,b,c,a", "each of the 4 tasks, none twice"),
         ({}, "t,a,b,c,-", "--workers = '-': allowed is letters, digits"),
@@ -142,6 +146,8 @@ def test_workers_are_named_under_slurm_only(tmp_path: Path):
     code, said = jdag("up", tmp_path / "cluster.toml", "--workers", "main,a")
     assert code == 2
     assert "--workers = 'main,a': allowed is only with --slurm" in said
+    code, said = jdag("up", tmp_path / "cluster.toml", "--slurm", "--only", "w0")
+    assert code == 2 and "--only = 'w0': allowed is without --slurm" in said
 
 
 def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypatch):

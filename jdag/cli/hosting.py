@@ -94,6 +94,10 @@ def up(
 
     with errors_in_one_line():
         if slurm:
+            if only or leaving:
+                key, names = ("--only", only) if only else ("--except", leaving)
+                allowed = "without --slurm, where srun says how many tasks there are"
+                raise ScenarioError(unusable(key, ",".join(names or ()), allowed))
             only = [
                 write_cluster_file(file, os.environ, workers and workers.split(","))
             ]

@@ -35,6 +35,7 @@ key = "host.key"
 _PORTS_MIN, _PORTS_MAX, _PORTS_OF_JOB = 10_000, 32_768, 127
 _HOSTS = re.compile(r"(?:[\w.-]|\[[0-9,-]+\])+")
 _HOST_LIST = "a list of hosts as Slurm writes it, such as node[001-003,007],gpu1"
+_COUNTS = "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE"
 _TASKS = "counts as Slurm writes them, such as 2(x3),1, a sum that is SLURM_NTASKS"
 
 
@@ -130,9 +131,7 @@ def write_cluster_file(
         "SLURM_STEP_NODELIST SLURM_JOB_NODELIST", hosts_of, _HOST_LIST
     )
     first = variables.read("SLURM_JOB_NODELIST", hosts_of, _HOST_LIST)[0]
-    on_hosts = variables.read(
-        "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE", _tasks_of, _TASKS
-    )
+    on_hosts = variables.read(_COUNTS, _tasks_of, _TASKS)
     names = workers or [MAIN, *[f"w{number}" for number in range(count)]]
     if len(names) != count + 1 or len(dict.fromkeys(names)) != len(names):
         allowed = f"main and a name for each of the {count} tasks, none twice"
@@ -147,7 +146,7 @@ def write_cluster_file(
         raise ScenarioError(unusable("SLURM_PROCID", task, said))
     if len(on_hosts) != len(hosts) or len(of_tasks) != count:
         said = f"as many as SLURM_NTASKS = {count} on {len(hosts)} hosts"
-        raise ScenarioError(unusable("SLURM_TASKS_PER_NODE", on_hosts, said))
+        raise ScenarioError(unusable(" or ".join(_COUNTS.split()), on_hosts, said))
     if of_tasks[task] != node:
         said = f"{of_tasks[task]} for task {task}: srun --distribution=block"
         raise ScenarioError(unusable("SLURM_NODEID", node, said))

@@ -106,7 +106,7 @@ def is_listed(value: object) -> bool:
 def is_path(value: object) -> bool:
     """Whether a value may be the path of a file or folder."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
-    return isinstance(text, str) and "\0" not in text
+    return isinstance(text, str) and text != "" and "\0" not in text
 
 
 NESTING_MAX = 200  # Default depth to which programs may call each other.
