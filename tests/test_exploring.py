@@ -9,6 +9,7 @@ import pytest
 
 import jdag
 from jdag.errors import ScenarioError
+from jdag.scenario import Case
 from tests.test_campaign import command
 
 RAISES = """
@@ -122,3 +123,17 @@ def test_a_scenario_that_is_not_here_is_to_be_given(tmp_path):
     code, said = command("replay", bug)
     assert code == 2 and said.startswith("jdag: none/boom.toml is no file in ")
     assert said.endswith(f"or name it: jdag replay {bug} FILE\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((None, {"w": 2.0}, {"w": "a"}), "program = None: allowed is a function of"),
+        ((fine, None, {}), "params = None: allowed is arrays by name"),
+        ((fine, {"w": 2.0}, {}), "placement = {}: allowed is the worker of each of"),
+        ((fine, {"w": 2.0}, "main"), "placement = 'main': allowed is the worker of"),
+    ],
+)
+def test_a_case_that_is_unusable_is_one_line(given, said):
+    with pytest.raises(ScenarioError, match=said):
+        jdag.explore(Case(*given), ["a", "b"])

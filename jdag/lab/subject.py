@@ -106,6 +106,8 @@ class Subject:
             )
             raise ScenarioError(unusable("program", program, allowed))
         check(workers, values, faults)
+        if isinstance(program, Case):
+            _check_case(program)
         self.program = program
         self.workers = workers
         self.values = values
@@ -250,6 +252,18 @@ def check(workers: Any, values: Any, faults: Any) -> None:
             raise ScenarioError(unusable("faults", kind, allowed))
         if type(number) is not int or number < 0:
             raise ScenarioError(unusable(f"faults: {kind}", number, "an integer >= 0"))
+
+
+def _check_case(case: Case) -> None:
+    if not callable(case.program):
+        allowed = "a function of a context and the parameters"
+        raise ScenarioError(unusable("program", case.program, allowed))
+    if not isinstance(case.params, Mapping):
+        raise ScenarioError(unusable("params", case.params, "arrays by name"))
+    is_by_name = isinstance(case.placement, Mapping)
+    if not (is_by_name and case.params.keys() <= case.placement.keys()):
+        allowed = f"the worker of each of {', '.join(map(repr, case.params))}"
+        raise ScenarioError(unusable("placement", case.placement, allowed))
 
 
 def _settings(
