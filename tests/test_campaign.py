@@ -185,6 +185,10 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
             "jdag: --strategy = 'dfs': allowed is one of random[:SEED], pct[:DEPTH]",
         ),
         (["explore", CHAIN, "--strategy", "pct:0"], "jdag: --strategy = 'pct:0'"),
+        (
+            ["explore", CHAIN, "--strategy", "pct:101"],
+            "depth = 101: allowed is an integer >= 1, and at most 100",
+        ),
         (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': allowed is"),
         (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': allowed is one o"),
         (["sweep", CHAIN, "--set", "seed=1", "--on", "x"], "jdag: --on = 'x': allowed"),

@@ -180,8 +180,6 @@ def test_a_property_of_ones_own_is_told_by_its_name_or_its_words():
     for found in (np.False_, jnp.array(False), np.True_, True, None):
         report = jdag.explore(ONE, [*"ab"], mock.Mock(return_value=found), runs=5)
         assert (report.failure is None) == (found is None or bool(found))
-    with pytest.raises(ScenarioError, match="what the property returns = 0: allowed"):
-        jdag.explore(ONE, [*"ab"], mock.Mock(return_value=0), runs=5)
     failure: Any = jdag.explore(ONE, [*"ab"], says, runs=5).failure
     assert failure.run == 0 and failure.why == "0 thousand records"
 
@@ -438,11 +436,13 @@ def test_a_setting_that_is_unusable_is_one_line(given, said):
     ("make", "said"),
     [
         (lambda: PCT(0), "depth = 0: allowed is an integer >= 1, and at most 100"),
-        (lambda: PCT(101), "depth = 101: allowed is an integer >= 1, and at most 100"),
         (lambda: RandomWalk(-1), "seed = -1: allowed is an integer >= 0"),
         (lambda: Exhaustive(0), "max_runs = 0"),
         (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is a list of integ"),
-        (lambda bad=["a"]: Script(bad), r"= \['a'\]: allowed is a list of integers"),
+        (
+            lambda bad=["a"]: Script(bad),
+            r"choices = \['a'\]: allowed is a list of integers",
+        ),
         (lambda bad=3: Script(bad), "choices = 3: allowed is a list of integers >= 0"),
         (
             lambda: parsed("fuzz"),

@@ -137,3 +137,8 @@ def test_a_scenario_that_is_not_here_is_to_be_given(tmp_path):
 def test_a_case_that_is_unusable_is_one_line(given, said):
     with pytest.raises(ScenarioError, match=said):
         jdag.explore(Case(*given), ["a", "b"])
+
+
+def test_a_property_that_returns_neither_a_bool_nor_none_is_told():
+    with pytest.raises(ScenarioError, match="what the property returns = 0: allowed"):
+        jdag.explore(fine, ["a", "b"], lambda run: 0, runs=5)

@@ -103,7 +103,7 @@ def test_another_job_listens_at_other_ports(tmp_path: Path):
         (
             {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
             None,
-            r"STEP.*\[1, 1, 1\]: .*S = 4 on",
+            r"SLURM_STEP_TASKS_PER_NODE .*\[1, 1, 1\]: .*NTASKS = 4 on",
         ),
         ({}, "t,a,b,c,d,e", "--workers = .*: allowed is main and .* each of the 4 ta"),
         ({}, "t,a,b,c,a", "each of the 4 tasks, none twice"),

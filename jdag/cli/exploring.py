@@ -140,9 +140,12 @@ TraceOut = Annotated[
 ]
 
 
-def _run_again(folder: Path, command: list[str]) -> int:
+def _run_again(folder: Path, command: list[str], trace: Path | None) -> int:
     """Run a command from the journals in a folder; return its exit code."""
     with errors_in_one_line(), NamedTemporaryFile() as told:
+        if trace is not None:
+            allowed = "only of what jdag explore wrote; a replayed journal has no trace"
+            raise ScenarioError(unusable("--trace", str(trace), allowed))
         paths = {REPLAY: str(folder.absolute()), REPLAYED: told.name}
         check_journals(folder)
         if not command:
@@ -177,12 +180,9 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     another one than was saved. Of a journal: that of the command, 1 if an event
     deviates, 0 if the journal ended before the run, at journal_bytes.
     """
-    if bug.is_dir() and trace is None:
-        raise typer.Exit(_run_again(bug, what or []))
+    if bug.is_dir():
+        raise typer.Exit(_run_again(bug, what or [], trace))
     with errors_in_one_line():
-        if bug.is_dir():
-            allowed = "only of what jdag explore wrote; a replayed journal has no trace"
-            raise ScenarioError(unusable("--trace", str(trace), allowed))
         if len(what or ()) > 1 and bug.exists():
             allowed = "one scenario or program; only after a journal's folder a command"
             raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))

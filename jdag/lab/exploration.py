@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
-from jdag.errors import ScenarioError, WorkerLost, text_of, unusable
+from jdag.errors import ScenarioError, WorkerLost, named_text, unusable
 from jdag.lab.failures import Failure, Property, failure_of
 from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy, natural
 from jdag.lab.subject import Explored, Subject
@@ -195,8 +195,7 @@ def sound(run: Explored) -> None:
     A run in which a worker crashed may end by that.
     """
     if run.error is not None:
-        lines = text_of(run.error).split()  # As one line.
-        said = f"{type(run.error).__name__}: {' '.join(lines)}"
+        said = " ".join(named_text(run.error).split())  # In one line.
         assert run.crashed and (isinstance(run.error, WorkerLost) or "lost" in said), (
             said
         )

@@ -260,7 +260,6 @@ def replies(
 
     Raises:
         JoinError: a task was lost or raised: why.
-        ScenarioError: Ray is not installed.
     """
     began = not ray.is_initialized()
     if began:
