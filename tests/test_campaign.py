@@ -166,6 +166,9 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
     assert code == 0
     code, said = command("explore", CHAIN, *options, "--strategy", "pct")
     assert code == 2 and "this one differs in: strategy" in said
+    with mock.patch.object(campaigns, "FORMAT", 0):  # Of another version.
+        code, other = command("explore", CHAIN, *options)
+    assert code == 2 and "this one differs in: format" in other
     assert said.startswith("jdag: --resume = ") and said.count("\n") == 1
 
 

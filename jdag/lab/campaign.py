@@ -19,7 +19,7 @@ from typing import Any
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.exploration import Report, exploration, sound
-from jdag.lab.failures import failure_of, repeated
+from jdag.lab.failures import FORMAT, failure_of, repeated
 from jdag.lab.journal import identity, journal
 from jdag.lab.strategies import Exhaustive, Strategy, natural, parsed
 from jdag.lab.subject import Subject
@@ -103,7 +103,7 @@ def campaign(
     check_on(on)
     starts = range(0, runs, CHUNK)
     chunks = [(said, start, min(start + CHUNK, runs)) for start in starts]
-    about = {**identity(path, scenario), **wanted, "runs": runs}
+    about = {**identity(path, scenario), **wanted, "runs": runs, "format": FORMAT}
     kept: Any = nullcontext((None, {}))
     if folder is not None:
         kept = journal("--resume", folder, about)

@@ -119,8 +119,8 @@ def explore(
 ) -> Report:
     """Run a program in many orders of its events, until one breaks a property.
 
-    No time passes: each frame at the head of a link, ready job, program to be woken or
-    started, and fault of the budget may be the next thing to happen.
+    No time passes: each message at the head of a link, ready job, program to be woken
+    or started, and fault of the budget may be the next thing to happen.
 
     Args:
         program: a `jdag.scenario.Case`, which has an oracle; or a function that takes a

@@ -26,7 +26,7 @@ from jdag.runtime.tables import is_path
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
 
-FORMAT = 2
+FORMAT = 3
 SHOWN_MAX = 4
 OTHER_BITS = (
     "the steps are those that were saved, but the digest differs: values or messages "
@@ -300,10 +300,9 @@ def _worded(step: Step) -> str:
     path = where.partition(":")[2]
     if step.kind == "main":
         return "the main program goes on"
-    if step.kind not in ("begin", "finish") or not path:
+    if step.kind != "compute" or not path:
         return str(step)
-    said = f"{step.worker}'s {name.lower()} of call {path}"
-    return said if step.kind == "begin" else f"the end of {said}"
+    return f"{step.worker}'s {name.lower()} of call {path}"
 
 
 def _first(steps: Sequence[Step]) -> int:

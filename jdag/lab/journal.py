@@ -53,9 +53,9 @@ def journal(
             about = json.loads(json.dumps(about))
             try:
                 known, *rows = map(json.loads, lines or [json.dumps(about)])
-                differing = [name for name in about if known[name] != about[name]]
+                differing = [name for name in about if known.get(name) != about[name]]
                 done = dict(rows)
-            except (KeyError, TypeError, ValueError, RecursionError) as error:
+            except (AttributeError, TypeError, ValueError, RecursionError) as error:
                 raise OSError(f"{RUNS} is not as jdag wrote it: {error}") from error
             if differing:
                 raise OSError(f"this one differs in: {', '.join(differing)}")

@@ -42,13 +42,16 @@ class Device:
     """A device of one incarnation of the worker `name`, and the jobs ready for it.
 
     It is `busy` while a job runs or it is about to choose one; `finish` is the record
-    of the last finish.
+    of the last finish. `device` is which one it is, None for the worker's default.
     """
 
-    __slots__ = ("busy", "finish", "name", "ready")
+    __slots__ = ("busy", "device", "finish", "name", "ready")
 
-    def __init__(self, name: str, chooser: Chooser, steps: Sequence[Step]) -> None:
+    def __init__(
+        self, name: str, device: str | None, chooser: Chooser, steps: Sequence[Step]
+    ) -> None:
         self.name = name
+        self.device = device
         self.ready = ReadyJobs(chooser, name, steps)
         self.busy = False
         self.finish = NO_CAUSE
@@ -82,7 +85,7 @@ class Jobs:
         if device is None:
             worker = named(host.worker)
             steps = () if name is not None else self._steps.get(worker, ())
-            device = Device(worker, self._env.chooser, steps)
+            device = Device(worker, name, self._env.chooser, steps)
             self._devices[host.worker, name] = device
         return device
 
@@ -149,7 +152,7 @@ class Jobs:
             if error is not None:
                 failed = failure_of(error, host.worker, job.path, job_name(job))
             computed.append(Computed(job.id, failed))
-        if cost_ns or env.chooser.untimed:
+        if cost_ns:
             self._timeline.push(now_ns + cost_ns, EVENT, finish)
         else:
             self._finish(host, device, computed)

@@ -127,6 +127,8 @@ class Outages:
         self._programs.kill(host.worker)
         host.clear()
         self._jobs.forget(host.worker)
+        if isinstance(self._env.timeline, UntimedTimeline):
+            self._env.timeline.bury(host.worker)
 
     def restart(self, former: Host, crashed: int) -> None:
         """Let a crashed worker join again."""

@@ -5,10 +5,10 @@ end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
 Acknowledgements of one instant leave as one message, before any other to that worker,
-or when all else of the instant is done. They do not where the network has a control
-lane. There frames take it, and the values of a message take the data lane. A frame is
-dropped, delayed and sent again with its values. A message whose values have yet to
-arrive may be overtaken as between processes (`jdag.wire.order`).
+or when all else of the instant is done. They do not where no time passes, nor where the
+network has a control lane. There frames take that, and the values of a message take the
+data lane. A frame is dropped, delayed and sent again with its values. A message whose
+values have yet to arrive may be overtaken as between processes (`jdag.wire.order`).
 
 Inputs:  `send(...)` of each message; the actions `acknowledge`, `frame`, `completed`
          and `timer` when they are due.
@@ -46,7 +46,8 @@ from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.timeline import BEGIN, EVENT, TIMER
-from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings
+from jdag.sim.untimed import StepChooser, UntimedTimeline
+from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings, SureLink
 from jdag.wire.messages import size
 from jdag.wire.order import Order
 
@@ -133,10 +134,16 @@ class SimTransport:
         self._incarnations = env.incarnations
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
-        # Beside a control lane each leaves at once, as when depends on nothing else.
-        self._joins = self._network.control_lane is None
+        # Beside a control lane each leaves at once, as when depends on nothing else; so
+        # too where time does not pass, as it may arrive as late as any.
+        chooser = env.chooser
+        self._joins = self._network.control_lane is None and not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
+        is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
+        self._link = SureLink if is_sure and not self._has_frame_faults else Link
+        if isinstance(env.timeline, UntimedTimeline):
+            env.timeline.join = self.join
         self._settings = env.settings.link
         self._timeline = env.timeline
         self._chooser = env.chooser
@@ -173,7 +180,7 @@ class SimTransport:
             if self._network.control_lane is not None:
                 data, control = (out, into), self._traffic.control
                 out, into = control(*there), control(*back)
-            link, other = Link(peer, settings), Link(worker, settings)
+            link, other = self._link(peer, settings), self._link(worker, settings)
             end = LinkEnd(worker, peer, there, link, out, into, data[0])
             twin = LinkEnd(peer, worker, back, other, into, out, data[1])
             end.twin, twin.twin = twin, end
@@ -293,6 +300,24 @@ class SimTransport:
                 causes = (record,) if record == sent else (record, sent)
                 message = parcel.message
                 host.arrived(end.peer, message, parcel.values, causes, parcel.said)
+
+    def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
+        """Receive frames with acknowledgements as if these had left as one message."""
+        parcels: list[Parcel] = []
+        end = actions[0][1]
+        if not end.open:
+            return
+        for _, _, frame, end.heard in actions:
+            parcels += end.link.receive(frame, self._timeline.now_ns)
+        messages: list[Any] = [parcel.message for parcel in parcels]
+        if all([message.__class__ is Acknowledge for message in messages]):
+            causes = tuple([parcel.record for parcel in parcels])
+            for message in acknowledged_at_once(messages):
+                self._hosts[end.worker].arrived(end.peer, message, (), causes)
+        else:  # A gap in the frames was filled, and let others pass.
+            self._hand_on(end, parcels, end.heard)
+        if end.link.deadline_ns < end.timer_ns:
+            self._arm(end)
 
     def _split(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
         """Hand on messages that came over a control lane, as their values allow."""

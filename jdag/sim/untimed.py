@@ -1,11 +1,15 @@
 """Time that does not pass: the order of all that may happen is the chooser's.
 
 A step is one thing that may happen next: the frame at the head of a link is delivered,
-a device begins a ready job or ends the one that it runs, acknowledgements leave, a
-program begins or goes on, a worker learns of a loss; and faults, as far as the chooser
-has a budget for them. What has to come later (timers) waits until no step is left.
+a device computes a ready job, a program begins or goes on, a worker learns of a loss;
+and faults, as far as the chooser has a budget for them. Acknowledgements at the head of
+a link may also come as one message; the step is that of the last of these. What no
+engine sees is no step, but for what faults do to frames: that a job begins before it
+ends (a crash comes before or after it), what links tell each other, what is for a lost
+worker. What has to come later (timers) waits until no step is left.
 
-Inputs:  as those of `jdag.sim.timeline`; `faults()`, which workers may crash or rejoin.
+Inputs:  as those of `jdag.sim.timeline`; `faults()`, which workers may crash or rejoin;
+         `join(actions)`, which receives acknowledgements as one message.
 Outputs: each step that was picked, carried out.
 
 Invariants: what a link carries is delivered in its order, as engines could not see
@@ -38,8 +42,8 @@ class Step(NamedTuple):
     """One thing that may happen next.
 
     `worker` is where; the engine of no other takes part. `of` says what it is about: a
-    peer, a job, a program. `number` counts what one link delivers, and `message` is the
-    kind and path of what that is.
+    peer, a job, a program. `number` is that of a frame on its link, and `message` the
+    kind and path of what it carries; `device` is that of a job, "" for the default one.
     """
 
     kind: str
@@ -47,33 +51,33 @@ class Step(NamedTuple):
     of: str = ""
     number: int = 0
     message: tuple[str, tuple[int, ...]] = ("", ())
+    device: str = ""
 
     @property
     def chain(self) -> "Chain":
         """What it is the next of: a link, a device, a program, or a kind of fault."""
         if self.kind == "deliver":
             return ("link", self.of, self.worker)
-        if self.kind in ("begin", "finish"):
-            return ("device", self.worker)
+        if self.kind == "compute":
+            return ("device", self.worker, self.device)
         if self.kind in ("spawn", "wake", "main"):
             return ("program", self.worker, self.of)
         return (self.kind, self.worker, self.of)
 
     def __str__(self) -> str:
-        if self.kind == "acknowledge":
-            return f"acknowledge {self.worker} -> {self.of}"
         if self.number:
             name, path = self.message
             what = " ".join(filter(None, [name, ".".join(map(str, path))]))
             return f"{self.kind} {self.of} -> {self.worker} ({self.number}: {what})"
-        return " ".join(filter(None, [self.kind, self.of, "on", self.worker]))
+        where = f"{self.worker}/{self.device}" if self.device else self.worker
+        return " ".join(filter(None, [self.kind, self.of, "on", where]))
 
 
 MAIN = "main"
 _SOON = (EVENT, BEGIN)
 Chain = tuple[str, ...]
-_ACKNOWLEDGEMENT = ("acknowledgement", ())
-# The sequence, which is unique, the step, the index of the job that it begins, the
+# The sequence, which is unique, the step, the index of the job that it computes, or of
+# the last frame that it delivers, among those that wait, the
 # entry, which only main has not, and the chain.
 _Due = tuple[int, Step, int, Entry, Chain]
 Fault = tuple[Step, tuple[Any, ...]]
@@ -113,10 +117,17 @@ class StepChooser(Chooser):
         self.reached: dict[Situation, None] = {}
         self.failed: Exception | None = None
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether no fault can befall the run."""
+        return not any(self.budget.values())
+
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
         try:
-            index = checked(self._pick(steps), len(steps), self._what)
+            index = self._pick(steps)
+            if index.__class__ is not int or not 0 <= index < len(steps):
+                checked(index, len(steps), self._what)
         except Exception as error:
             self.failed = self.failed or error
             raise
@@ -144,7 +155,7 @@ class StepChooser(Chooser):
 class UntimedTimeline(Timeline):
     """A timeline on which what is due now happens in the order that is picked."""
 
-    __slots__ = ("_chains", "_counts", "_heads", "_main", "_running", "faults")
+    __slots__ = ("_chains", "_gone", "_heads", "_main", "_wakes", "faults", "join")
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
@@ -152,20 +163,33 @@ class UntimedTimeline(Timeline):
         # By chain, what is due now, in its order; and the first of each, as queued.
         self._chains: dict[Chain, deque[_Due]] = {}
         self._heads: list[_Due] = []
-        self._counts: dict[Chain, int] = {}  # Of frames by link, of wake-ups by worker.
-        self._running: dict[str, str] = {}  # By worker, the job begun last.
+        self._wakes: Counter[str] = Counter()  # By worker.
+        self._gone: set[str] = set()  # Workers that are lost.
         self.faults: Callable[[], list[Fault]] = list
+        self.join: Callable[[list[tuple[Any, ...]]], object] = list
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         """Queue `action`; see `Timeline.push`."""
         if time_ns > self.now_ns or priority not in _SOON:
             return super().push(time_ns, priority, action)
+        kind, at = action[0].__name__.lstrip("_"), action[1]
+        if at.worker in self._gone or kind == "finish":
+            return super().push(time_ns, CRASH, action)  # Before any step.
+        if kind == "frame":
+            number, parcel = action[2].sequence, action[2].payload
+            if parcel is None:
+                return super().push(time_ns, CRASH, action)
+            chain: Chain = ("link", at.peer, at.worker)
+            said = _said_of(parcel.message)
+            fields = ("deliver", at.worker, at.peer, number, said, "")
+            step = tuple.__new__(Step, fields)  # A third of the time of `Step(...)`.
+        else:
+            step = self._step(kind, at.worker, action)
+            chain = step.chain
         if self._pushed >= self.events_max:
             raise self._too_many()
         self._pushed = sequence = self._pushed + 1
         entry = [time_ns, priority, sequence, action]
-        step = self._step(action)
-        chain = step.chain
         due = (sequence, step, 0, entry, chain)
         queue = self._chains.get(chain)
         if queue is None:
@@ -175,30 +199,15 @@ class UntimedTimeline(Timeline):
             queue.append(due)
         return entry
 
-    def _step(self, action: tuple[Any, ...]) -> Step:
-        kind, at = action[0].__name__.lstrip("_"), action[1]
-        if kind == "frame":
-            number, parcel = self._count((at.peer, at.worker)), action[2].payload
-            said = _ACKNOWLEDGEMENT if parcel is None else _said_of(parcel.message)
-            step = ("deliver", at.worker, at.peer, number, said)
-            return tuple.__new__(Step, step)  # A third of the time of `Step(...)`.
-        if kind == "begin":
-            return Step(kind, at.worker)
-        if kind == "finish":
-            return Step(kind, at.worker, self._running[at.worker])
-        if kind == "acknowledge":
-            return Step(kind, at.worker, at.peer)
+    def _step(self, kind: str, worker: str, action: tuple[Any, ...]) -> Step:
+        if kind == "begin":  # And end: it takes no time.
+            return Step("compute", worker, device=action[2].device or "")
         if kind == "spawn":
-            return Step(
-                kind, at.worker, f"{action[2].context}/{_dotted(action[2].path)}"
-            )
+            return Step(kind, worker, f"{action[2].context}/{_dotted(action[2].path)}")
         if kind == "wake":  # Waiters are numbered over all workers.
-            return Step(kind, at.worker, str(self._count((kind, at.worker))))
-        return Step(kind, at.worker, str(action[2]))
-
-    def _count(self, of: Chain) -> int:
-        self._counts[of] = number = self._counts.get(of, 0) + 1
-        return number
+            self._wakes[worker] += 1
+            return Step(kind, worker, str(self._wakes[worker]))
+        return Step(kind, worker, str(action[2]))
 
     def run(self, chooser: Any, given: Container[int], waiter: int) -> None:
         """Carry out steps until main goes on, or none is left.
@@ -227,12 +236,15 @@ class UntimedTimeline(Timeline):
                 chooser.budget[step.kind] -= 1
                 action[0](*action[1:])
                 continue
-            _, step, chooser.job, entry, chain = found[index]
+            _, step, number, entry, chain = found[index]
             if not entry:
                 return
+            chooser.job = number
+            if number and step.kind == "deliver":
+                frames = [self._take(chain) for _ in range(number + 1)]
+                self.join([frame[ACTION] for frame in frames])
+                continue
             self._take(chain)
-            if step.kind == "begin":
-                self._running[step.worker] = step.of
             self._carry_out(entry)
 
     def _carry_out(self, entry: Entry) -> None:
@@ -246,24 +258,39 @@ class UntimedTimeline(Timeline):
         """What may happen next, in the order in which it was queued; main first."""
         found = [self._main] if main else []
         for due in self._heads:
-            if due[1].kind == "begin":
-                found += self._begun(due)
+            if due[1].kind == "compute":
+                found += self._jobs(due)
             else:
                 found.append(due)
+                if due[1].message[0] == "Acknowledge":
+                    found += self._joined(due)
         return found
 
-    def _begun(self, due: _Due) -> list[_Due]:
-        """For each job that a device may begin, what is due."""
+    def _joined(self, due: _Due) -> list[_Due]:
+        """What is due if acknowledgements at the head of a link come as one message."""
+        sequence, last, _, entry, chain = due
+        found: list[_Due] = []
+        context = entry[ACTION][2].payload.message.context
+        for number, (_, step, _, other, _) in enumerate(self._chains[chain]):
+            message = other[ACTION][2].payload.message
+            if step.message != last.message or message.context != context:
+                break
+            if step != last:  # Not the same one that comes twice.
+                found.append((sequence, step, number, entry, chain))
+            last = step
+        return found
+
+    def _jobs(self, due: _Due) -> list[_Due]:
+        """For each job that a device may compute, what is due."""
         sequence, step, _, entry, chain = due
         ready = entry[ACTION][2].ready.choices()
-        if not ready:  # A list waits, or the worker is gone: nothing is begun.
-            return [due]
         names = [_said(job.__class__.__name__, job.phase, job.path) for job in ready]
-        if len(names) > 1:
-            names = _distinct(names)
+        worker, device = step.worker, step.device
+        if len(names) == 1:
+            return [(sequence, _computing(worker, *names, device), 0, entry, chain)]
         return [
-            (sequence, _beginning(step.worker, of), index, entry, chain)
-            for index, of in enumerate(names)
+            (sequence, _computing(worker, of, device), index, entry, chain)
+            for index, of in enumerate(_distinct(names))
         ]
 
     def _faults(self, chooser: Any) -> list[Fault]:
@@ -280,32 +307,44 @@ class UntimedTimeline(Timeline):
         return found
 
     def _befall(self, kind: str, due: _Due) -> None:
-        """Lose the frame at the head of a link, or have it come again behind."""
+        """Lose the frame at the head of a link, or have it come twice."""
         if kind == "drop":
             self._take(due[4])
-        else:
-            self.push(self.now_ns, EVENT, due[3][ACTION])
+        else:  # At once: what else is on the link is up to another worker.
+            self._pushed += 1
+            _, step, job, entry, chain = due
+            self._chains[chain].insert(1, (self._pushed, step, job, [*entry], chain))
 
-    def _take(self, chain: Chain) -> None:
+    def _take(self, chain: Chain) -> Entry:
         queue = self._chains[chain]
-        self._heads.remove(queue.popleft())
+        due = queue.popleft()
+        self._heads.remove(due)
         if queue:
             insort(self._heads, queue[0])
         else:
             del self._chains[chain]
+        return due[3]
+
+    def bury(self, worker: str) -> None:
+        """Drop what is for a worker that is lost."""
+        self._gone.add(worker)
+        for chain, queue in [*self._chains.items()]:
+            if queue[0][1].worker == worker:
+                self._heads.remove(queue[0])
+                del self._chains[chain]
 
     def clear(self) -> None:
         """Drop all queued actions."""
         super().clear()
-        self.faults = list
+        self.faults = self.join = list
         self._chains.clear()
         self._heads.clear()
 
 
 @lru_cache(4096)
-def _beginning(worker: str, of: str) -> Step:
+def _computing(worker: str, of: str, device: str) -> Step:
     """The step of a job, which is ready at many picks."""
-    return Step("begin", worker, of)
+    return Step("compute", worker, of, device=device)
 
 
 def _said_of(message: Any) -> tuple[str, tuple[int, ...]]:
