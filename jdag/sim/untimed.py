@@ -76,9 +76,9 @@ class Step(NamedTuple):
 MAIN = "main"
 _SOON = (EVENT, BEGIN)
 Chain = tuple[str, ...]
-# The sequence, which is unique, the step, the index of the job that it computes, or of
-# the last frame that it delivers, among those that wait, the
-# entry, which only main has not, and the chain.
+# The sequence, which is unique; the step; among those that wait, the index of the job
+# that it computes, or of the last frame that it delivers; the entry, which only main
+# has not; and the chain.
 _Due = tuple[int, Step, int, Entry, Chain]
 Fault = tuple[Step, tuple[Any, ...]]
 
@@ -125,9 +125,7 @@ class StepChooser(Chooser):
     def pick_step(self, steps: tuple[Step, ...]) -> int:
         """The index of the step to happen next."""
         try:
-            index = self._pick(steps)
-            if index.__class__ is not int or not 0 <= index < len(steps):
-                checked(index, len(steps), self._what)
+            index = checked(self._pick(steps), len(steps), self._what)
         except Exception as error:
             self.failed = self.failed or error
             raise
@@ -286,8 +284,6 @@ class UntimedTimeline(Timeline):
         ready = entry[ACTION][2].ready.choices()
         names = [_said(job.__class__.__name__, job.phase, job.path) for job in ready]
         worker, device = step.worker, step.device
-        if len(names) == 1:
-            return [(sequence, _computing(worker, *names, device), 0, entry, chain)]
         return [
             (sequence, _computing(worker, of, device), index, entry, chain)
             for index, of in enumerate(_distinct(names))
