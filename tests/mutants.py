@@ -11,11 +11,23 @@ Run as `python -m tests.mutants`. The list is `tests/mutants.toml`, one table a 
     retired = "the reason why this fault is no longer tried"  # Optional.
 
 Faults are applied one at a time to copies of the working tree (all files that git
-tracks or does not ignore). A fault that makes its tests hang counts as killed. Exit
-codes: 0 all were killed; 1 some survived or are stale; 2 tests fail without a fault.
+tracks or does not ignore). The tests of a fault run in the first tier and, where none
+of these fails, in the whole (see `tests/tiers.py`). A fault that makes its tests hang
+counts as killed. The verdicts:
+
+    killed    by the first tier
+    second    by the whole alone
+    SURVIVED  both
+    STALE     the text `before` is not in the file, or there several times
+    BROKEN    the fault is not valid Python, or pytest cannot run the tests
+    retired   not tried
+
+Exit codes: 0 all were killed; 1 some survived, are stale or broken, or the first tier
+killed fewer than nine in ten of the whole list; 2 tests fail without a fault.
 """
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -26,7 +38,7 @@ import sys
 import tempfile
 import tomllib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,7 +54,8 @@ COMPILED = {
 }
 # These two read the sources as text and would fail for that reason alone.
 IGNORED = ("--ignore=tests/test_mutants.py", "--ignore=tests/test_tidy.py")
-Verdict = tuple[str, str]  # killed, SURVIVED, STALE, BROKEN or retired; details.
+TIERS = {"first": "killed", "all": "second"}  # In this order; verdict of its kills.
+Verdict = tuple[str, str]  # One of those above; details.
 NAMED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 
@@ -91,9 +104,12 @@ def copied(tree: Path, to: Path) -> Path:
     return to
 
 
-def tested(copy: Path, args: Sequence[str], limit_s: float | None) -> tuple[int, str]:
+def tested(
+    copy: Path, args: Sequence[str], limit_s: float | None, tier: str
+) -> tuple[int, str]:
     """Run pytest in a copy; return its exit code and output."""
-    environ = {**os.environ, **COMPILED, "PYTHONPATH": str(copy)}
+    environ = {**os.environ, **COMPILED, "PYTHONPATH": str(copy), "JDAG_TIER": tier}
+    environ.pop("PYTHONDONTWRITEBYTECODE", None)  # A copy is imported many times.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
@@ -125,56 +141,128 @@ def tried(mutant: Mutant, copy: Path, tests: Sequence[str], limit_s: float) -> V
     try:
         text = mutant.mutated(copy)
     except ValueError as error:
-        what, _, why = str(error).partition(": ")
-        return what, why
+        verdict, _, why = str(error).partition(": ")
+        return verdict, why
     original = path.read_text()
     try:
         put(path, text)
-        code, said = tested(copy, ("-x", *tests), limit_s)
-    except subprocess.TimeoutExpired:
-        return "killed", f"its tests hang (stopped after {limit_s:g} s)"
+        return judged(copy, tests, limit_s)
     finally:
         put(path, original)
-    named = NAMED.findall(said)
-    if named and code in (1, 2):  # 2: a test module cannot be imported.
-        return "killed", named[0]
-    if code == 0:
-        return "SURVIVED", " ".join(tests)
-    return "BROKEN", f"pytest ended with {code}: {said[-300:]}"
 
 
-def run(tree: Path, mutants: Sequence[Mutant], wanted: argparse.Namespace) -> int:
-    """Try the mutants, print the verdicts, and return the exit code."""
-    instead = shlex.split(wanted.tests)
-    free: SimpleQueue[Path] = SimpleQueue()
-
-    def one(mutant: Mutant) -> Verdict:
-        copy = free.get()
+def judged(copy: Path, tests: Sequence[str], limit_s: float) -> Verdict:
+    """Run the tests tier by tier until one fails; return the verdict on the fault."""
+    for tier, verdict in TIERS.items():
         try:
-            return tried(mutant, copy, instead or mutant.tests, wanted.limit)
+            code, output = tested(copy, ("-x", *tests), limit_s, tier)
+        except subprocess.TimeoutExpired:
+            return verdict, f"its tests hang (stopped after {limit_s:g} s)"
+        failed = NAMED.findall(output)
+        if failed and code in (1, 2):  # 2: a test module cannot be imported.
+            return verdict, failed[0]
+        if code not in (0, 5):  # 5: the tier has none of the tests.
+            return "BROKEN", f"pytest ended with {code}: {output[-300:]}"
+    return "SURVIVED", " ".join(tests)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How faults are tried."""
+
+    jobs: int = 1  # At a time.
+    tests: tuple[str, ...] = ()  # In place of those of each fault.
+    limit_s: float = 300  # For the tests of one fault in one tier.
+    clean: bool = True  # Whether the tests must pass without a fault first.
+    results: Path | None = None  # A file to which each verdict is appended as JSON.
+    whole: bool = False  # Whether these are all faults of the list.
+
+
+def passes(copy: Path, mutants: Sequence[Mutant], options: Options) -> bool:
+    """Return whether the tests pass without a fault; print their output if not."""
+    named = [test for each in mutants if not each.retired for test in each.tests]
+    tests = dict.fromkeys(options.tests or named)
+    if not tests:
+        return True
+    spread = ("-n", str(options.jobs)) if options.jobs > 1 else ()
+    code, output = tested(copy, (*spread, *tests), None, "all")
+    if code:
+        print(f"{output}\nThe tests fail without a fault.")
+    return code == 0
+
+
+def verdicts(
+    copies: Sequence[Path], mutants: Sequence[Mutant], options: Options
+) -> Iterator[tuple[Mutant, Verdict, float]]:
+    """Try the mutants, one at a time in each copy; yield each with its seconds."""
+    free: SimpleQueue[Path] = SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def timed(mutant: Mutant) -> tuple[Mutant, Verdict, float]:
+        copy = free.get()
+        began_s = os.times().elapsed
+        try:
+            tests = options.tests or mutant.tests
+            verdict = tried(mutant, copy, tests, options.limit_s)
         finally:
             free.put(copy)
+        return mutant, verdict, os.times().elapsed - began_s
 
-    named = [test for each in mutants if not each.retired for test in each.tests]
-    clean = dict.fromkeys(instead or named)
-    spread = ("-n", str(wanted.jobs)) if wanted.jobs > 1 else ()
-    counted: Counter[str] = Counter()
+    with ThreadPoolExecutor(len(copies)) as pool:
+        yield from pool.map(timed, mutants)
+
+
+def summed_up(
+    counts: Counter[str], seconds: float, whole: bool
+) -> tuple[list[str], int]:
+    """Return the closing lines and the exit code.
+
+    Args:
+        counts: how many faults have each verdict
+        seconds: how long all took
+        whole: whether all faults of the list were tried, which the first tier must
+            kill nine in ten of
+    """
+    lines = [", ".join(f"{number} {what}" for what, number in sorted(counts.items()))]
+    total, first = counts.total() - counts["retired"], counts["killed"]
+    code = 1 if first + counts["second"] < total else 0
+    if total:
+        minutes, rest = divmod(round(seconds), 60)
+        lines += [
+            f"first tier killed {first} of {total} ({first / total:.1%}), the whole "
+            f"{first + counts['second']} of {total}; {minutes} minutes {rest} seconds"
+        ]
+    if whole and first * 10 < total * 9:
+        lines += ["The first tier must kill nine in ten: mark fewer tests `second`."]
+        code = 1
+    return lines, code
+
+
+def run(tree: Path, mutants: Sequence[Mutant], options: Options) -> int:
+    """Try the mutants, print the verdicts, and return the exit code."""
+    if options.results:
+        options.results.touch()  # Rather fail now than after the first fault.
+    began_s = os.times().elapsed
+    counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="jdag-mutants-") as folder:
-        copies = [copied(tree, Path(folder, str(n))) for n in range(wanted.jobs)]
-        code, said = tested(copies[0], (*spread, *clean), None) if clean else (0, "")
-        if code:
-            print(f"{said}\nThe tests fail without a fault.")
+        copies = [copied(tree, Path(folder, str(n))) for n in range(options.jobs)]
+        if options.clean and not passes(copies[0], mutants, options):
             return 2
-        for copy in copies:
-            free.put(copy)
-        with ThreadPoolExecutor(wanted.jobs) as pool:
-            results = pool.map(one, mutants)
-            for mutant, (what, why) in zip(mutants, results, strict=True):
-                print(f"{mutant.number:4} {what:8} {mutant.fact}")
-                print(f"{'':14}{why}", flush=True)
-                counted[what] += 1
-    print(", ".join(f"{number} {what}" for what, number in sorted(counted.items())))
-    return 1 if set(counted) - {"killed", "retired"} else 0
+        for mutant, (verdict, why), seconds in verdicts(copies, mutants, options):
+            counts[verdict] += 1
+            print(f"{mutant.number:4} {verdict:8} {seconds:4.0f} s  {mutant.fact}")
+            print(f"{'':22}{why}", flush=True)
+            if options.results:
+                result = {
+                    "number": mutant.number, "fact": mutant.fact, "file": mutant.file,
+                    "verdict": verdict, "seconds": round(seconds, 1), "why": why,
+                }  # fmt: skip
+                with options.results.open("a") as file:
+                    file.write(f"{json.dumps(result)}\n")
+    lines, code = summed_up(counts, os.times().elapsed - began_s, options.whole)
+    print("\n".join(lines), flush=True)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None, tree: Path = ROOT) -> int:
@@ -184,12 +272,26 @@ def main(arguments: Sequence[str] | None = None, tree: Path = ROOT) -> int:
     parser.add_argument("-n", dest="jobs", type=int, default=1, help="at a time")
     parser.add_argument("--list", action="store_true", help="print, do not run")
     parser.add_argument("--tests", default="", help="in place of those of each fault")
-    parser.add_argument("--limit", type=float, default=300, help="s for a fault")
+    parser.add_argument("--limit", type=float, default=300, help="s for a tier's tests")
+    parser.add_argument(
+        "--no-clean", action="store_true", help="do not run the tests without a fault"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help="append a line of JSON a fault"
+    )
     wanted = parser.parse_args(arguments)
     is_wanted = re.compile(wanted.only).search
     mutants = [one for one in listed(tree) if is_wanted(f"{one.file} {one.fact}")]
     if not wanted.list and mutants:
-        return run(tree, mutants, wanted)
+        options = Options(
+            jobs=wanted.jobs,
+            tests=tuple(shlex.split(wanted.tests)),
+            limit_s=wanted.limit,
+            clean=not wanted.no_clean,
+            results=wanted.results,
+            whole=not wanted.only,
+        )
+        return run(tree, mutants, options)
     for one in mutants:
         print(f"{one.number:4} {one.file}: {one.fact}")
     return 0 if mutants else 1
