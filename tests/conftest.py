@@ -13,7 +13,7 @@ from hypothesis import settings
 from jdag.api.drivers import simulate
 from tests.connection_cases import either, make, sides, tls  # noqa: F401
 from tests.spreading import Groups, place_of
-from tests.tiers import FIRST
+from tests.tiers import FIRST, sized
 
 jax.config.update("jax_enable_x64", True)
 
@@ -23,7 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: a first compile takes as long as the machine is busy.
-settings.register_profile("jdag", deadline=None, derandomize=True, print_blob=True)
+settings.register_profile(
+    "jdag",
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    max_examples=sized(40, 100),
+)
 settings.load_profile("jdag")
 
 

@@ -1,8 +1,11 @@
 """Worker processes that serve one cluster after another, so that tests need few.
 
+`kept` has one pool of them for all tests of a process of the suite.
+
 They compute where the variable JDAG_DEVICE says, such as gpu:0.
 """
 
+import atexit
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -17,6 +20,27 @@ from tests.certificates import Files
 from tests.rpc_cases import free_address
 
 ALLOWED = ("tests",)
+SCENARIOS = sorted(
+    path.stem for path in (Path(__file__).parents[1] / "scenarios").glob("*.py")
+)
+NAMES = ("a", "b", "c", "d")
+_kept: dict[tuple[Any, ...], "Workers"] = {}
+
+
+def kept(carrier: str = "socket", **env: str) -> "Workers":
+    """Return the pool for workers a to d of this process of the suite, all alive.
+
+    Args:
+        carrier: "socket" or "grpc".
+        **env: variables of the environment for the workers.
+    """
+    key = (carrier, *sorted(env.items()))
+    if key not in _kept:
+        allow = (*ALLOWED, *SCENARIOS)
+        _kept[key] = Workers(NAMES, carrier=carrier, allow=allow, env=env or None)
+        atexit.register(_kept[key].close)
+    _kept[key].revive()
+    return _kept[key]
 
 
 class Workers:

@@ -9,21 +9,25 @@ from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
 
-# Files whose tests compile the same functions.
-TOGETHER = dict.fromkeys(
-    [
-        f"tests/test_{name}.py"
-        for name in ("random", "failures", "hessian", "issuers", "seeds")
-    ],
-    "random programs",
-)
+from tests.test_parallel import PARTS
+
 # Drivers of the conformance suite whose workers are processes, kept for the next test.
 CARRIERS = ("socket", "grpc")
+# Files whose tests compile the same functions, or use the processes of a carrier.
+TOGETHER = {
+    f"tests/test_{name}.py": group
+    for group, names in {
+        "random programs": ("random", "failures", "hessian", "issuers", "seeds"),
+        "socket": ("compiled_scenarios", "drivers", "driving", "sizes"),
+    }.items()
+    for name in names
+}
+# Files each of whose tests is a process of its own.
+APART = ("tests/test_parallel.py",)
 LONGEST = (
-    "tests/test_parallel.py",
+    *[f"tests/test_parallel.py::test_with_eight_devices[{part}]" for part in PARTS],
     "random programs",
     *CARRIERS,
-    "tests/test_driving.py",
     "tests/test_engine_random.py",
     "tests/test_gpu.py",
     "tests/test_failing_workers.py",
@@ -42,7 +46,7 @@ def group_of(test: str) -> str:
         for carrier in CARRIERS:
             if f"[{carrier}" in name:
                 return carrier
-    return TOGETHER.get(file, file)
+    return test if file in APART else TOGETHER.get(file, file)
 
 
 def place_of(test: str) -> int:
@@ -60,3 +64,38 @@ class Groups(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         return group_of(nodeid)
+
+    def remove_node(self, node: Any) -> str | None:
+        """Return the test in which a process has crashed; others take over the rest.
+
+        xdist (3.8) would run this test again, and hand out finished groups, for which
+        no report comes, so that it would wait for ever.
+        """
+        groups = self.assigned_work.pop(node)
+        pending = [
+            (group, test)
+            for group, tests in groups.items()
+            for test, is_done in tests.items()
+            if not is_done
+        ]
+        if not pending:
+            return None
+        group, crashed = pending[0]
+        groups[group][crashed] = True
+        for group, tests in groups.items():
+            if not all(tests.values()):
+                self.workqueue[group] = tests
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+    def schedule(self) -> None:
+        """Give two groups also to a process that replaces a crashed one.
+
+        A process begins its last test only when it knows that no other follows.
+        """
+        is_first = self.collection is None
+        super().schedule()
+        if not is_first:
+            for node in self.nodes:
+                self._reschedule(node)

@@ -15,8 +15,10 @@ from jdag.rpc import peers
 from jdag.rpc.streams import SocketStream
 from tests import plan_cases
 from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
+from tests.tiers import sized
 
 FRAMES_MAX = 400  # A bound; the program below sends fewer.
+STEP = sized(3, 1)  # Between frames at which something happens.
 W = jnp.linspace(-1.0, 1.0, 4 * 20_000).reshape(4, 20_000)  # Its elements are chunks.
 V = jnp.linspace(0.5, -0.5, 20_000)
 X = jnp.linspace(0.0, 2.0, 12).reshape(3, 4)
@@ -149,7 +151,7 @@ def test_a_connection_may_break_at_any_frame_and_no_bit_is_another(
         assert run(nodes.cluster) == wanted
         before = held(nodes.cluster)
         tap = nodes.taps[worker]
-        for number in range(1, FRAMES_MAX):
+        for number in range(1, FRAMES_MAX, STEP):
             tap.plan(number, CUT)
             assert run(nodes.cluster) == wanted, number
             if not tap.tripped:
@@ -158,7 +160,7 @@ def test_a_connection_may_break_at_any_frame_and_no_bit_is_another(
             assert held(nodes.cluster) == before, number
             ((said, heard),) = counts(nodes)
             assert said == heard, number
-        assert 10 < number < FRAMES_MAX - 1
+        assert 10 < number < FRAMES_MAX - STEP
 
 
 @ANEW
@@ -170,7 +172,7 @@ def test_a_node_may_die_at_any_frame_and_nothing_is_left_of_it(
         cluster = nodes.cluster
         assert run(cluster) == wanted
         before = held(cluster)
-        for number in range(1, FRAMES_MAX):
+        for number in range(1, FRAMES_MAX, STEP):
             tap = nodes.taps[worker]
             tap.plan(number, KILL)
             try:
@@ -186,10 +188,10 @@ def test_a_node_may_die_at_any_frame_and_nothing_is_left_of_it(
             nodes.again(worker)
             assert run(cluster) == wanted, number
             assert held(cluster) == before, number
-        assert 10 < number < FRAMES_MAX - 1
+        assert 10 < number < FRAMES_MAX - STEP
 
 
-@pytest.mark.parametrize("number", range(1, 40, 3))
+@pytest.mark.parametrize("number", range(1, 40, sized(6, 3)))
 def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
     number: int, run: Any, wanted: list[bytes]
 ) -> None:

@@ -91,6 +91,7 @@ def shape(report):
     return str(report), [*report.seen], report.reached
 
 
+@pytest.mark.second
 def test_a_report_is_the_same_for_any_number_of_processes_and_after_an_end(tmp_path):
     whole = campaign(Path(CHAIN), WANTED, runs=60)
     spread = campaign(Path(CHAIN), WANTED, runs=60, jobs=3)

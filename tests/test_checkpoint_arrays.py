@@ -26,7 +26,7 @@ except (OSError, ValueError) as error:
 """
 
 
-@pytest.mark.parametrize("limit", [0, 10_000])
+@pytest.mark.parametrize("limit", [pytest.param(0, marks=pytest.mark.second), 10_000])
 def test_a_write_that_fails_raises_and_prints_nothing(tmp_path, limit):
     script = [sys.executable, "-c", FAILING, str(tmp_path / "arrays"), str(limit)]
     done = subprocess.run(script, capture_output=True, text=True, check=False)

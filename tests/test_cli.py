@@ -156,6 +156,7 @@ def test_a_narrow_table_leaves_out_what_figures_mean(
         assert len(digest.split()[1]) == 64
 
 
+@pytest.mark.second
 def test_progress_is_drawn_on_a_terminal_and_piped_output_is_plain(place: Path):
     written(place.parent)
     master, terminal = os.openpty()
@@ -369,6 +370,7 @@ def test_what_is_written_half_is_not_kept(place: Path, monkeypatch: pytest.Monke
 # ------------------------------------------------------------------- check and report
 
 
+@pytest.mark.second
 def test_a_run_is_the_same_in_other_processes_under_other_hash_seeds(place: Path):
     done = fresh("check", written(place.parent, "[network]\njitter_ns = 1_000"))
     assert done.returncode == 0, done.stderr
@@ -407,6 +409,7 @@ def test_two_runs_that_differ_by_the_order_of_a_set_are_1(place: Path):
     assert verdict == "the two runs differ"
 
 
+@pytest.mark.second
 def test_a_check_of_what_cannot_be_played_is_2(place: Path):
     done = fresh("check", scenario_of(place.parent, "no_scalar"))
     assert done.returncode == 2

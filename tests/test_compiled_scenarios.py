@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from jdag.api.cluster import Cluster
-from jdag.api.drivers import launch
 from jdag.api.graph import Graph
 from jdag.errors import ScenarioError
 from jdag.report import read_drawings, render
 from jdag.scenario import configured, load
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 from shapes import diamond
+from tests.rpc_workers import kept
 from tests.scenario_cases import JITTER, Stage, tree
-from tests.test_driving import WORKERS, Shared, missed, silent, small
+from tests.test_driving import Shared, missed, silent, small
 from tests.test_scenarios import SCENARIOS
 
 # By scenario what makes it short: in its text what, and in place of that.
@@ -69,7 +69,7 @@ def test_with_compile_it_is_answered_as_without(name: str, tmp_path: Path):
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
-    with x64, launch(WORKERS, device="cpu", allow=["shapes", "trainers"]) as made:
+    with x64, kept().connect() as made:
         yield made
 
 

@@ -299,10 +299,9 @@ def here_replicas_on_devices_of_workers_add_up_in_the_order_that_is_told() -> No
 
 
 def test_with_four_devices_all_that_is_said_of_here_holds():
-    flags = "--xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_device_placement"],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_ENABLE_X64": "1"},
+        env={**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_ENABLE_X64": "1"},
         capture_output=True,
         text=True,
         check=False,

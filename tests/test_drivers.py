@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,7 +29,7 @@ from jdag.rpc import launch as launch_module
 from jdag.rpc.session import Session
 from jdag.sim.settings import SimSettings
 from tests.rpc_cases import free_address
-from tests.rpc_workers import Workers
+from tests.rpc_workers import Workers, kept
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -41,11 +40,9 @@ def speaks(w: Any) -> Any:
     return 2.0 * w
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    made = Workers(("a", "b", "c"))
-    yield made
-    made.close()
+@pytest.fixture
+def workers() -> Workers:
+    return kept()
 
 
 def test_gradients_over_processes_have_the_bits_of_the_simulated_run(
@@ -67,7 +64,7 @@ def test_workers_serve_one_cluster_after_another_and_keep_nothing(
                 ctx.call("c", total, ctx.call("b", hidden, W, X)).fetch()
             assert cluster.info()["b"]["values_held"] == 1
         with workers.connect() as cluster:
-            assert [held["values_held"] for held in cluster.info().values()] == [0] * 3
+            assert [held["values_held"] for held in cluster.info().values()] == [0] * 4
 
 
 @jdag.program
@@ -127,7 +124,7 @@ def test_an_interrupt_on_a_worker_is_one_in_the_caller_and_the_cluster_goes_on(
             (one["live_contexts"], one["live_passes"])
             for one in cluster.info().values()
         ]
-        assert held == [(0, 0)] * 3
+        assert held == [(0, 0)] * 4
         np.testing.assert_allclose(gradient(cluster), jax.grad(loss)(W), rtol=1e-5)
 
 
@@ -328,7 +325,7 @@ def test_who_connects_before_a_worker_runs_is_told_how_to_start_it(
 def test_who_connects_while_workers_start_waits_for_them(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    late = ("b", "c")
+    late = ("b", "c", "d")
     find, failed = Session._find, {name: 0 for name in late}
 
     def not_yet(session: Session, peer: str) -> None:
@@ -340,8 +337,8 @@ def test_who_connects_while_workers_start_waits_for_them(
     monkeypatch.setattr(Session, "_find", not_yet)
     with workers.connect() as cluster:
         refs = [cluster.put(name, jnp.arange(3.0)) for name in late]
-        assert sum(float(jnp.sum(ref.fetch())) for ref in refs) == 6.0
-    assert failed == {"b": 3, "c": 3}
+        assert sum(float(jnp.sum(ref.fetch())) for ref in refs) == 9.0
+    assert failed == dict.fromkeys(late, 3)
 
 
 def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(

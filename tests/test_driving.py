@@ -12,16 +12,16 @@ import pytest
 from typer.testing import CliRunner
 
 from jdag.api.cluster import Cluster
-from jdag.api.drivers import launch
 from jdag.cli.commands import app
 from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
+from tests.rpc_workers import NAMES, kept
 from tests.test_scenarios import SCENARIOS, SINGLE
 
-WORKERS = ("w0", "w1", "w2", "w3")
+WORKERS = NAMES
 # What makes a long one short; the rest is short.
 SHORT: Mapping[str, Mapping[str, Any]] = {
     "cartpole": {"episodes": 2, "steps": 8},
@@ -90,9 +90,7 @@ class Shared(Real):
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
-    allow = sorted(path.stem for path in SCENARIOS.glob("*.py"))
-    settings = {"device": "cpu", "carrier": request.param, "allow": allow}
-    with x64, launch(WORKERS, **settings) as made:
+    with x64, kept(request.param).connect() as made:
         yield made
 
 

@@ -51,7 +51,13 @@ def saved(path: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("what", ["ValueError('no such')", "SystemExit('no such')"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param("ValueError('no such')", marks=pytest.mark.second),
+        "SystemExit('no such')",
+    ],
+)
 def test_a_program_that_raises_in_every_order_is_one_line(tmp_path, what, jobs):
     path = scenario(tmp_path, what)
     code, said = command("explore", path, "--runs", 30, "--jobs", jobs)

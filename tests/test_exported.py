@@ -139,7 +139,12 @@ print("ran")
 """
 
 
-@pytest.mark.parametrize("case", ["layer", "layernorm", "scan", "softmax"])
+OTHERS = [
+    pytest.param(case, marks=pytest.mark.second) for case in ("layer", "layernorm")
+]
+
+
+@pytest.mark.parametrize("case", ["scan", *OTHERS, "softmax"])
 def test_a_process_without_the_module_computes_the_same_bits(
     case: str, tmp_path: Path
 ) -> None:
@@ -169,6 +174,7 @@ def test_a_process_without_the_module_computes_the_same_bits(
         assert bits(np.load(tmp_path / f"out{n}.npy")) == bits(value)
 
 
+@pytest.mark.second
 def test_without_x64_it_is_the_same(tmp_path: Path) -> None:
     code = """
 import jax, numpy as np

@@ -21,7 +21,6 @@ from tests.test_failing_workers import (
     in_the_announcement,
     in_the_end,
     lost_and_back,
-    name_of,
     opened,
 )
 
@@ -31,7 +30,6 @@ MOMENTS = (
     *(in_forward, in_the_announcement, in_backward),
     *(in_the_end, in_a_step, in_a_save),
 )
-FIRST = ((in_backward, signal.SIGKILL),)  # In the first tier.
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +60,13 @@ def test_a_worker_that_refuses_a_certificate_prints_nothing_of_it(
     assert "andshake" not in log
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
         pytest.param(
             moment,
             number,
-            marks=() if (moment, number) in FIRST else pytest.mark.second,
             id=f"{moment.__name__}-{number.name}",
         )
         for moment in MOMENTS
@@ -83,8 +81,12 @@ def test_over_grpc_who_is_lost_is_named_in_time_and_may_come_back(
 
 @pytest.mark.parametrize(
     ("moment", "number"),
-    [(in_backward, signal.SIGKILL), (in_the_end, signal.SIGSTOP)],
-    ids=name_of,
+    [
+        pytest.param(in_backward, signal.SIGKILL, id="killed in backward"),
+        pytest.param(
+            in_the_end, signal.SIGSTOP, id="stopped", marks=pytest.mark.second
+        ),
+    ],
 )
 def test_with_tls_who_is_lost_is_named_in_time_and_may_come_back(
     moment: Any, number: int, by_tls: Field, tmp_path: Path

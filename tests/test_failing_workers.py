@@ -218,10 +218,6 @@ MOMENTS = (
 )
 
 
-def name_of(one: Any) -> str:
-    return getattr(one, "__name__", None) or str(one.name)
-
-
 def survivors(cluster: Any) -> dict[str, tuple[int, int, int]]:
     return {
         worker: (each["live_contexts"], each["live_passes"], each["values_held"])
@@ -244,8 +240,23 @@ def strike(field: Field, number: int, moment: Any, folder: Path, clock: Clock) -
     return blow
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=name_of)
-@pytest.mark.parametrize("moment", MOMENTS, ids=name_of)
+# Each takes as long as the deadline; the moment matters little to one that is stopped.
+STOPPED = (in_forward, of_which_only_another_knows, with_much_on_its_way)
+BLOWS = [
+    pytest.param(
+        moment,
+        number,
+        marks=[]
+        if number == signal.SIGKILL or moment in STOPPED
+        else pytest.mark.second,
+        id=f"{moment.__name__}-{number.name}",
+    )
+    for moment in MOMENTS
+    for number in (signal.SIGSTOP, signal.SIGKILL)
+]
+
+
+@pytest.mark.parametrize(("moment", "number"), BLOWS)
 def test_who_is_lost_is_named_in_time_and_may_come_back(
     moment: Any, number: int, field: Field, tmp_path: Path
 ) -> None:
@@ -279,6 +290,7 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
             leaf.fetch()
 
 
+@pytest.mark.second
 def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
     with jdag.launch(["a", "b"], allow=ALLOWED) as cluster, Clock() as clock:
         leaf = cluster.put("b", X)
@@ -304,7 +316,10 @@ def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> No
             assert ctx.call("b", cases.total, X, X, X).fetch() == cases.total(X, X, X)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.second)],
+)
 def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) -> None:
     field.heal()
     root = Path(cases.__file__).parent.parent

@@ -26,9 +26,9 @@ from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = sized(20, 60)
-FEW = sized(2, 15)  # So many of them meet what is to happen.
-STEP = sized(5, 1)  # Between indexes of a trace at which a worker crashes.
+PROGRAMS = sized(12, 60)
+FEW = sized(1, 15)  # So many of them meet what is to happen.
+STEP = sized(11, 1)  # Between indexes of a trace at which a worker crashes.
 
 
 @pytest.mark.parametrize("what", FAILURES)

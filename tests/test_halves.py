@@ -262,7 +262,7 @@ def drawn(*values: Any, steps: Sequence[tuple[str, int, int]]) -> Any:
     return made[-1], made[len(made) // 2]
 
 
-@settings(max_examples=sized(25, 100))
+@settings(max_examples=sized(10, 100))
 @given(STEPS, st.lists(st.booleans(), min_size=3, max_size=3))
 def test_random_functions_have_the_bits_of_the_whole(
     steps: list[tuple[str, int, int]], weights: list[bool]

@@ -279,7 +279,7 @@ def test_the_gradient_is_of_the_version_that_was_read(cluster):
 
 @pytest.mark.parametrize("chunk", range(5))
 def test_random_programs_have_the_oracles_products_whatever_the_seed(chunk: int):
-    for number in range(chunk, tiers.sized(15, 50), 5):
+    for number in range(chunk, tiers.sized(10, 50), 5):
         plan = draw(Random(number))
         source = source_of(plan)
         rng = np.random.default_rng(number)

@@ -109,6 +109,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
         client.close()
 
 
+@pytest.mark.second
 def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: Path):
     settings = load(file)
     with running("worker", file, "--name", "a") as command:
@@ -132,6 +133,7 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
             soon(lambda: "a" in session.members.lost)
 
 
+@pytest.mark.second
 def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path):
     file.write_text(file.read_text().replace('token_file = "token"', ""))
     with running("worker", file, "--name", "a") as command:

@@ -39,9 +39,9 @@ with jdag.simulate(["a", "b"], seed=0) as cluster:
 @pytest.mark.parametrize(
     ("event", "path", "value"),
     [
-        ("os.mkdir", "new/arrays", 0),
+        pytest.param("os.mkdir", "new/arrays", 0, marks=pytest.mark.second),
         ("os.rename", "next/marker", 0),
-        ("os.rename", "new/arrays", 1),
+        pytest.param("os.rename", "new/arrays", 1, marks=pytest.mark.second),
         ("os.rename", "next/marker.json", 1),
     ],
 )

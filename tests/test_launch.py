@@ -469,6 +469,7 @@ with jdag.launch(["a", "b"]) as cluster:
 """
 
 
+@pytest.mark.second
 def test_a_forked_child_cannot_use_the_cluster_and_harms_its_parent_in_no_way():
     command = [sys.executable, "-c", FORKS]
     # It starts a process that imports JAX, and then ends by itself.

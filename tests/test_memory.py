@@ -469,6 +469,7 @@ WAYS = (
 )  # fmt: skip
 
 
+@pytest.mark.second
 def test_a_thousand_contexts_leave_each_worker_as_it_was(cluster):
     """However they end; what is counted is all that an engine remembers as well."""
     leaf = cluster.put("b", ONES)

@@ -41,6 +41,7 @@ from jdag.wire.arrays import type_of
 from jdag.wire.messages import WHOLE_MAX, Codec, size
 from jdag.wire.specs import spec_of
 from jdag.wire.trees import Named
+from tests.tiers import sized
 from tests.wire_cases import OPAQUE, WORKERS, messages, program, read_message
 
 CODEC = Codec(WORKERS)
@@ -72,7 +73,7 @@ def as_unicode(value: Any) -> Any:
 
 @TYPES
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=sized(15, 40))
 def test_the_size_is_the_number_of_bytes(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(messages[kind])
     assert size(message, ()) == (0, len(CODEC.encode(message)))
@@ -80,7 +81,7 @@ def test_the_size_is_the_number_of_bytes(kind: type[Any], data: st.DataObject) -
 
 @TYPES
 @given(data=st.data())
-@settings(max_examples=40)
+@settings(max_examples=sized(15, 40))
 def test_what_was_written_is_read(kind: type[Any], data: st.DataObject) -> None:
     message = data.draw(messages[kind])
     written = CODEC.encode(message)
@@ -95,7 +96,7 @@ def test_what_was_written_is_read(kind: type[Any], data: st.DataObject) -> None:
 
 @TYPES
 @given(data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=sized(10, 20))
 def test_bytes_that_are_no_message_are_refused_and_nothing_else_is_raised(
     kind: type[Any], data: st.DataObject
 ) -> None:

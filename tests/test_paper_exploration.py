@@ -44,6 +44,7 @@ def test_the_engine_as_it_is_has_no_wrong_run():
     assert exploration.depth_of(found) is None
 
 
+@pytest.mark.second
 def test_the_campaign_goes_on_where_it_stopped_and_found_nothing_wrong(tmp_path):
     options = "--out", str(tmp_path), "--cpu-s", "0.001"
     assert [campaign.main(options) for _ in range(2)] == [0, 0]

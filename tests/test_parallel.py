@@ -9,33 +9,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(Path(__file__).with_name("parallel").glob("test_*.py"))
+# One process for each; those that compile the same functions are together.
+PARTS = {
+    "processes": ("processes", "waiting", "parallel_digits", "paper_data_parallel"),
+    "data": ("apply", "data", "dispatch", "ready"),
+    "moves": ("devices", "movement", "moves", "program"),
+}
 
 
-@pytest.fixture(scope="module")
-def ran(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
-    """One process for the files of all tests below that were asked for."""
-    asked = [item for item in request.session.items if item.path == request.path]
-    files = [file for file in FILES if any(file.stem in item.name for item in asked)]
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-rfE"]
-    return subprocess.run(
-        [*command, "-p", "no:cacheprovider", *map(str, files)],
+@pytest.mark.parametrize("part", PARTS)
+def test_with_eight_devices(part: str) -> None:
+    options = ["-v", "-n", "0", "-p", "no:cacheprovider"]
+    files = [f"tests/parallel/test_{name}.py" for name in PARTS[part]]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
         cwd=ROOT,
         env={**os.environ, "JAX_NUM_CPU_DEVICES": "8"},
         capture_output=True,
         text=True,
         check=False,
-    )
+    )  # Its last line is the test that ran, if it crashed.
+    assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
-def test_with_eight_devices(file: Path, ran: subprocess.CompletedProcess[str]) -> None:
-    lines = ran.stdout.splitlines()
-    wrong = [line for line in lines if line.startswith(("FAILED ", "ERROR "))]
-    ended = ran.returncode == 0 or (ran.returncode == 1 and wrong)
-    assert ended, ran.stdout[-6000:] + ran.stderr[-2000:]
-    named = f"{file.relative_to(ROOT)}"
-    assert not any(named in line for line in wrong), ran.stdout[-20_000:]
-
-
-def test_there_are_files_for_it() -> None:
-    assert len(FILES) >= 5
+def test_each_file_for_them_is_in_one_part() -> None:
+    named = [name for names in PARTS.values() for name in names]
+    assert sorted(named) == sorted(file.stem.removeprefix("test_") for file in FILES)

@@ -104,6 +104,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.second
 def test_what_a_script_has_above_its_guard_is_found_with_the_same_names(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     given: Any = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(ROOT)}}

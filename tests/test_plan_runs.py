@@ -35,7 +35,7 @@ from tests.tiers import sized
 WORKERS = ("a", "b", "c", "d")
 ROUGH = random_runs.settings(1, WORKERS)  # A network that jitters and loses.
 CHUNKS = 10  # For tests to run side by side.
-PROGRAMS = sized(20, 100)
+PROGRAMS = sized(10, 100)
 FUSED = sized(1, 4)  # Of so many of them one, since each is compiled.
 SEEDS = sized(3, 20)
 

@@ -20,8 +20,8 @@ from tests.tiers import sized
 
 pytestmark = pytest.mark.once
 
-PROGRAMS = sized(100, 300)
-SEEDS = sized(8, 20)
+PROGRAMS = sized(40, 300)
+SEEDS = sized(5, 20)
 DRAWN = 300  # In either tier, to see how they spread.
 CHUNKS = 10  # For tests to run side by side.
 

@@ -190,6 +190,7 @@ def test_the_scenario_is_met_with_the_program_beside_it(tmp_path: Path):
     assert answer.figures["resends"], answer.figures
 
 
+@pytest.mark.second
 def test_the_sweep_runs_as_printed(tmp_path: Path):
     (tmp_path / "scenarios").symlink_to(README.parent / "scenarios")
     command = block("sh", "jdag sweep").replace("jdag", '"$0" -m jdag', 1)

@@ -18,7 +18,7 @@ STEPS = 20
 
 
 def test_a_training_whose_workers_are_killed_ends_with_the_bits_of_a_quiet_run():
-    victims = dict(list({2: "b", 9: "d", 14: "c", 15: "b"}.items())[: sized(2, 4)])
+    victims = dict(list({2: "b", 9: "d", 14: "c", 15: "b"}.items())[: sized(1, 4)])
     kills = len(victims)
     with jdag.simulate(WORKERS, seed=0, recover=True) as cluster:
         quiet, _ = train(cluster, STEPS)

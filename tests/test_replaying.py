@@ -372,6 +372,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.second
 def test_a_script_is_run_again_by_the_command(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):

@@ -400,6 +400,7 @@ def test_figures_by_what_is_twice_in_another_have_each_row_once(tmp_path):
     assert page.count('<td class="name">2</td>') == 1
 
 
+@pytest.mark.second
 def test_of_a_thousand_leaves_those_that_have_room_are_drawn(tmp_path):
     with simulate(["a"], seed=0) as cluster:
         leaves = [cluster.put("a", np.ones(2)) for _ in range(1_000)]

@@ -12,7 +12,8 @@ SHIPPED = sorted(SCENARIOS.glob("*.toml"))
 # It needs several devices: tests/parallel plays it, in a process that has them.
 SINGLE = [path for path in SHIPPED if path.stem != "data_parallel_digits"]
 QUICK = [path for path in SINGLE if path.stem != "digits"]
-LATER = ("pipeline_256",)  # It is `pipeline` with more micro-batches.
+# `pipeline` with more micro-batches; what test_hybrid and test_replicas play as well.
+LATER = ("pipeline_256", "hybrid", "replicas_on_workers")
 OF_TIERS = [
     pytest.param(path, marks=pytest.mark.second if path.stem in LATER else ())
     for path in QUICK

@@ -177,6 +177,7 @@ def test_without_a_file_the_remedy_is_a_module(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------ launched processes
 
 
+@pytest.mark.second
 def test_processes_have_the_bits_of_the_simulator_and_import_only_what_they_need(
     started: Any, tmp_path: Path
 ) -> None:

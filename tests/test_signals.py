@@ -82,7 +82,9 @@ def test_a_signal_during_imports_is_one_line(tmp_path: Path, number: str):
 
 
 @NUMBERS
-@pytest.mark.parametrize("when", ["before", "in its imports"])
+@pytest.mark.parametrize(
+    "when", ["before", pytest.param("in its imports", marks=pytest.mark.second)]
+)
 def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line(
     tmp_path: Path, number: str, when: str
 ):
@@ -116,9 +118,9 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
         ("interrupted", "SIGINT", "sim"),
         ("interrupted", "SIGTERM", "rpc"),
         ("swallowed", "SIGTERM", "sim"),
-        ("stubborn", "SIGINT", "rpc"),
-        ("in_callback", "SIGINT", "sim"),
-        ("twice", "SIGINT", "sim"),
+        pytest.param("stubborn", "SIGINT", "rpc", marks=pytest.mark.second),
+        pytest.param("in_callback", "SIGINT", "sim", marks=pytest.mark.second),
+        pytest.param("twice", "SIGINT", "sim", marks=pytest.mark.second),
     ],
 )
 def test_a_signal_in_a_run_is_one_line_and_nothing_is_left(
@@ -128,6 +130,7 @@ def test_a_signal_in_a_run_is_one_line_and_nothing_is_left(
     assert found == ENDS[number]
 
 
+@pytest.mark.second
 def test_ctrl_c_in_a_terminal_ends_a_check_and_the_run_that_it_has_started(
     tmp_path: Path,
 ):

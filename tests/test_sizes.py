@@ -10,7 +10,7 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, JoinError
-from tests.rpc_workers import Workers
+from tests.rpc_workers import kept
 
 BYTES_MAX = 8_000  # 1,000 float64.
 SMALL, FITS, LARGE = jnp.ones(10), jnp.ones(1_000), jnp.ones(1_001)
@@ -164,12 +164,12 @@ def test_a_value_and_its_tangent_are_two(cluster: Any) -> None:
 
 
 def test_who_allows_values_of_another_size_does_not_join() -> None:
-    workers = Workers(("a", "b"))
+    workers = kept()
+    text = workers.path.read_text(encoding="utf-8")
+    workers.path.write_text(f"value_bytes_max = 8000\n{text}", encoding="utf-8")
     try:
-        text = workers.path.read_text(encoding="utf-8")
-        workers.path.write_text(f"value_bytes_max = 8000\n{text}", encoding="utf-8")
         said = "differ in value_bytes_max: .* has 8000, .* has 17179869184; set it al"
         with pytest.raises(JoinError, match=said):
             workers.connect()
     finally:
-        workers.close()
+        workers.path.write_text(text, encoding="utf-8")

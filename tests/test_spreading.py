@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.spreading import LONGEST, TOGETHER, group_of, place_of
+from tests.spreading import APART, LONGEST, TOGETHER, group_of, place_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -13,6 +13,7 @@ def test_the_files_that_are_named_are_there_and_their_groups_are_used():
     files = [name for name in (*LONGEST, *TOGETHER) if ".py" in name]
     assert [file for file in files if not (ROOT / file.split("::")[0]).exists()] == []
     assert {*TOGETHER.values()} <= {*LONGEST}
+    assert {*APART} <= {test.split("::")[0] for test in LONGEST}
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,8 @@ def test_the_files_that_are_named_are_there_and_their_groups_are_used():
             "tests/conformance/test_ids.py",
         ),
         ("tests/test_hessian.py::test_it", "random programs"),
+        ("tests/test_driving.py::test_it[x]", "socket"),
+        ("tests/test_parallel.py::test_it[x]", "tests/test_parallel.py::test_it[x]"),
     ],
 )
 def test_a_test_belongs_to_its_file_or_to_what_its_file_shares(test: str, group: str):

@@ -129,7 +129,7 @@ def test_a_killed_sweep_keeps_what_it_has_and_goes_on_with_what_is_missing(
 
 
 COSTS: dict[str, Any] = {
-    "network.latency_ns": [0, 700],
+    "network.latency_ns": [700],
     "schedule": ["1f1b", "zb_h1"],
     "network.bandwidth_bytes_per_s": [10**8, 10**9],
     "devices.functions.layer": [[900, 800, 700]],
@@ -144,13 +144,13 @@ def test_re_timed_rows_have_the_makespans_of_runs(tmp_path: Path):
     assert [[row[key] for key in keys] for row in found] == [
         [row[key] for key in keys] for row in ran
     ]
-    assert [row["expectations"] for row in found].count("re-timed") == 6
+    assert [row["expectations"] for row in found].count("re-timed") == 2
     firsts = [row for row in found if row["expectations"] != "re-timed"]
     assert firsts == [ran[0], ran[2]]
     # After an interruption the same run is the first one.
     about, *lines = (tmp_path / "found" / RUNS).read_text().splitlines(keepends=True)
     table = (tmp_path / "found" / TABLE).read_bytes()
-    (tmp_path / "found" / RUNS).write_text("".join([about, lines[0], lines[5]]))
+    (tmp_path / "found" / RUNS).write_text("".join([about, lines[0], lines[3]]))
     sweep(path, COSTS, jobs=1, out=tmp_path / "found", retime=True)
     assert (tmp_path / "found" / TABLE).read_bytes() == table
 

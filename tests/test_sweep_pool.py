@@ -10,6 +10,7 @@ from jdag.lab.sweep import sweep
 from tests.scenario_cases import scenario_of
 
 
+@pytest.mark.second
 def test_a_process_that_dies_is_told_with_its_run_and_none_is_left(tmp_path: Path):
     path, children = scenario_of(tmp_path, "dies"), Path("/proc/self/task")
     values = {"settings.code": [0, 3], "seed": [1, 2]}

@@ -189,6 +189,7 @@ def test_what_programs_print_is_kept_out_of_the_output(tmp_path: Path):
     assert code == 0 and "called" not in out and "called" in err
 
 
+@pytest.mark.second
 def test_an_interrupt_ends_all_processes_and_keeps_the_rows(tmp_path: Path):
     path = written(tmp_path)
     command = [sys.executable, "-m", "jdag", "sweep", str(path), "--jobs", "2"]

@@ -186,6 +186,7 @@ settings.load_profile("quick")
 """
 
 
+@pytest.mark.second
 def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_path):
     here = tmp_path / "tests"  # Not the root, to which pytest's names are relative.
     here.mkdir()

@@ -17,11 +17,10 @@ def driver(request: pytest.FixtureRequest) -> Driver:
     return DRIVERS[request.param]
 
 
-# A pass, an error and a loss; what else there is over gRPC is of the second tier.
+# A pass and an error; what else there is over gRPC is of the second tier.
 OVER_GRPC = (
     "test_several_roots_are_the_backward_of_their_sum",
     "test_an_error_in_the_backward_of_the_second_hop_brings_the_path_of_workers",
-    "test_a_worker_that_dies_in_a_pass_is_an_error_at_the_caller_in_time",
     "test_matrices_of_different_shapes_over_workers",
 )
 

@@ -1,15 +1,12 @@
 """The real driver, on which the conformance suite runs: processes, either carrier."""
 
-import atexit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tests.conformance import functions
-from tests.rpc_workers import Workers
+from tests.rpc_workers import NAMES, Workers, kept
 from tests.stream_cases import soon
-
-WORKERS = ("a", "b", "c", "d")
 
 
 class Real:
@@ -24,26 +21,18 @@ class Real:
     def __init__(self, carrier: str) -> None:
         self.name = carrier
         self._carrier = carrier
-        self._kept: dict[bool, Workers] = {}
 
     def names(self, count: int) -> Sequence[str]:
         """So many of the four."""
-        return WORKERS[:count]
+        return NAMES[:count]
 
-    def cluster(self, workers: Sequence[str] = WORKERS) -> Any:
+    def cluster(self, workers: Sequence[str] = NAMES) -> Any:
         """A new session over the processes of all four."""
-        assert tuple(workers) == WORKERS[: len(workers)], workers
-        return self._connected(troubled=False)
+        assert tuple(workers) == NAMES[: len(workers)], workers
+        return kept(self._carrier).connect()
 
-    def _connected(self, *, troubled: bool) -> Any:
-        kept = self._kept.get(troubled)
-        if kept is None:
-            env = {functions.TROUBLED: "1"} if troubled else None
-            kept = Workers(WORKERS, carrier=self._carrier, env=env)
-            self._kept[troubled] = kept
-            atexit.register(kept.close)
-        kept.revive()
-        return kept.connect()
+    def _troubled(self) -> Workers:
+        return kept(self._carrier, **{functions.TROUBLED: "1"})
 
     def rough(self, workers: Sequence[str], runs: int) -> Iterator[Any]:
         """Real time is other in each run."""
@@ -57,13 +46,14 @@ class Real:
 
         Its peers may know that before it is known here, and the next test begins.
         """
-        with self._connected(troubled=True) as cluster:
+        workers = self._troubled()
+        with workers.connect() as cluster:
             yield cluster
-        soon(lambda: victim in self._kept[True].dead)
+        soon(lambda: victim in workers.dead)
 
     def slow(self) -> Any:
         """Processes in which a function waits."""
-        return self._connected(troubled=True)
+        return self._troubled().connect()
 
     def settle(self, cluster: Any) -> None:
         """All is sent, heard and computed, wherever it goes on."""

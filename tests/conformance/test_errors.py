@@ -196,7 +196,10 @@ def test_a_worker_that_died_after_forward_is_an_error_of_backward(driver: Any):
         assert all(each[:2] == (0, 0) for each in held(cluster).values())
 
 
-@pytest.mark.parametrize("worker", ["a", "b", "d"])
+OTHERS = [pytest.param(name, marks=pytest.mark.second) for name in "ab"]
+
+
+@pytest.mark.parametrize("worker", [*OTHERS, "d"])
 def test_every_participant_is_told_and_refuses_to_go_on(driver: Any, worker: str):
     """The caller, a second hop, and d, which only ever saw a constant."""
     with driver.mortal("c") as cluster:

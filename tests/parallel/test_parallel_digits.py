@@ -29,6 +29,7 @@ def played(scenario: Scenario, driver: str) -> ScenarioResult:
         return run_scenario(scenario, lambda done, total, numbers: None, made)
 
 
+@pytest.mark.second
 def test_gradients_of_1_2_and_4_replicas_are_alike_and_the_same_bits_on_processes():
     virtual, real = (played(short(), driver).figures for driver in ("sim", "rpc"))
     for figures in (virtual, real):

@@ -90,6 +90,7 @@ def test_who_has_ended_is_missed_at_once():
     assert second.code == 1 and "KeyError: 'mine'" in second.complaint
 
 
+@pytest.mark.second
 def test_who_does_not_come_is_missed_by_name_and_told_when_it_does():
     for ended in session("waits"):
         assert ended.code == 0 and not ended.said["waits"]["wrong"], ended
