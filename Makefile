@@ -4,38 +4,49 @@
 #   VENV     where that environment lives
 #   N        how many random programs `make test-long` draws
 #   MINUTES  how long `make chaos` hurts workers
-#   TIER     how much `make suite` runs: first (every fact once) or all
-#   MARKS    which tests `make suite` runs, by their marks
+#   FILES    the changed files for which `make test-for` runs tests
+#   MUTANTS  not empty: `make test-for` tries the faults of these files as well
 
 PYTHON ?= python3
 VENV ?= .venv
 N ?= 3000
 MINUTES ?= 60
-TIER ?= all
-MARKS ?= not long
+FILES ?=
+MUTANTS ?=
+
+# Without bytecode each process compiles all modules anew: a third of a test's start.
+export PYTHONDONTWRITEBYTECODE =
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
+# The command says which tier, not the environment.
+unexport JDAG_TIER
+# Which make runs lint beside the tests.
+SUITE := MAKE="$(MAKE)" $(BIN)/python -m tests.suite
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-long suite lint mutants bench chaos install install-test clean
+.PHONY: demo test test-all test-for test-long versions lint mutants bench chaos
+.PHONY: install install-test clean
 
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
 
-# Every fact once, then how many CPU-minutes that took.
+# Every fact once, and lint. Failed tests are run again; see tests/suite.py.
 test: install-test
-	@$(BIN)/python -m tests.cpu $(MAKE) --no-print-directory lint suite TIER=first
+	@$(SUITE) --lint --tier first
 
 # All: more random programs, the other carrier, and what takes long.
 test-all: install-test
-	@$(BIN)/python -m tests.cpu $(MAKE) --no-print-directory lint suite TIER=all
+	@$(SUITE) --lint --tier all
 
-# The tests alone: on a second Python the sources are still the same text.
-# Three at once on two cores: tests of worker processes mostly wait for these.
-suite: install-test
-	JDAG_TIER=$(TIER) $(BIN)/python -m pytest -q -n 3 -m "$(MARKS)"
+# What versions of Python and JAX can change; the sources are still the same text.
+versions: install-test
+	@$(SUITE) --tier versions
+
+# The tests of changed files: make test-for FILES="jdag/sim/network.py"
+test-for: install-test
+	@$(BIN)/python -m tests.for_change $(if $(MUTANTS),--mutants) $(FILES)
 
 test-long: install-test
 	JDAG_PROGRAMS=$(N) $(BIN)/python -m pytest -q -n 2 -m long tests/

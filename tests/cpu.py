@@ -1,15 +1,7 @@
-"""Runs a command and prints the CPU-minutes that it took, beside this machine's speed.
-
-    python -m tests.cpu make lint suite
-
-CPU time of one and the same work differs between machines and with what else they do,
-so that a calibrator runs before and after: a loop of plain Python over a heap.
-"""
+"""How fast this machine takes events off a queue, to compare CPU times by."""
 
 import heapq
 import os
-import subprocess
-import sys
 
 EVENTS = 1_000_000
 
@@ -24,23 +16,3 @@ def events_per_s() -> float:
         heapq.heapreplace(heap, (at + number * 7919 % 1009, number))
     end = os.times()
     return EVENTS / (end.user + end.system - begin.user - begin.system)
-
-
-def main(command: list[str]) -> int:
-    """Run the command; return its exit code."""
-    speeds = [events_per_s()]
-    code = subprocess.run(command, check=False).returncode
-    used = os.times()
-    speeds.append(events_per_s())
-    minutes = (used.children_user + used.children_system) / 60
-    speed = sum(speeds) / len(speeds) / 1e6
-    print(
-        f"{minutes:.1f} CPU-minutes, where a queue takes {speed:.2f} million events "
-        "a second of CPU time",
-        flush=True,
-    )
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -20,8 +20,6 @@ from paper.chaos_left import opened
 from paper.figures import RESULTS
 from paper.proxy import Gate, Proxy
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parent.parent
 DATA = bytes(range(256)) * 400
 

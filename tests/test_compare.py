@@ -19,8 +19,6 @@ from paper import figures
 from paper.compare import costs, ours, plans, rows, run
 from paper.compare.bounds import bound
 
-pytestmark = pytest.mark.once
-
 
 @pytest.fixture
 def side():

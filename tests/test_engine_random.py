@@ -15,8 +15,6 @@ from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 from tests.tiers import sized
 
-pytestmark = pytest.mark.once
-
 PROGRAMS = sized(50, 300)
 ORDERS = sized(6, 20)  # Interleavings of each program.
 ALONE = sized(6, 17)  # So many of them with nothing beside it.

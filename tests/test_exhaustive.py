@@ -20,7 +20,6 @@ from paper import exhaustive
 from paper.figures import RESULTS
 from tests.brute_orders import TWO_CALLS, case_of, searched, total
 
-pytestmark = pytest.mark.once
 W = np.array([0.1, 0.7, 1.3], np.float32)
 HERE = case_of("a", ("a", (0,)))
 THERE = case_of("b", ("b", (0,)))

@@ -24,8 +24,6 @@ from tests.test_failing_workers import (
     opened,
 )
 
-pytestmark = pytest.mark.once
-
 MOMENTS = (
     *(in_forward, in_the_announcement, in_backward),
     *(in_the_end, in_a_step, in_a_save),

@@ -24,8 +24,6 @@ from tests.random_runs import check, run
 from tests.random_source import source_of
 from tests.tiers import sized
 
-pytestmark = pytest.mark.once
-
 PROGRAMS = sized(12, 60)
 FEW = sized(1, 15)  # So many of them meet what is to happen.
 STEP = sized(11, 1)  # Between indexes of a trace at which a worker crashes.

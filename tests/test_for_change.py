@@ -7,8 +7,6 @@ import pytest
 
 from tests import for_change
 
-pytestmark = pytest.mark.once
-
 FILES = {
     "net/__init__.py": "",
     "net/wire.py": "SIZE = 4\n",

@@ -11,8 +11,6 @@ import pytest
 
 from paper import blocks, gpu
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parents[1]
 
 

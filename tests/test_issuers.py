@@ -11,8 +11,6 @@ from tests import random_issuers
 from tests.random_issuers import Drawn, beside_each_other, together
 from tests.random_runs import run, settings
 
-pytestmark = pytest.mark.once
-
 WORKERS = ("a", "b", "c", "d")
 
 

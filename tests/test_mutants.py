@@ -9,8 +9,6 @@ import pytest
 
 from tests import mutants
 
-pytestmark = pytest.mark.once
-
 # A tree with one function and a test that covers half of it.
 SOURCE = "def halved(number):\n    return number // 2\n"
 TEST = """

@@ -10,8 +10,6 @@ from paper.planted import BUGS
 from paper.planted_programs import PROGRAMS
 from tests.mutants import ROOT, Mutant
 
-pytestmark = pytest.mark.once
-
 
 def test_every_planted_bug_can_be_planted_and_is_in_the_table():
     for bug in BUGS:

@@ -58,7 +58,6 @@ def as_plan(number: int, exact: bool | None, **options: Any) -> Any:
         return found
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_are_eagers_bits_and_no_seed_changes_one(chunk: int):
     for number in range(chunk, PROGRAMS, CHUNKS):
@@ -69,7 +68,6 @@ def test_random_programs_are_eagers_bits_and_no_seed_changes_one(chunk: int):
             assert bits(as_plan(number, True, **options)) == wanted, (number, seed)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_random_programs_that_are_fused_are_the_oracles(chunk: int):
     for number in range(chunk, PROGRAMS // CHUNKS * FUSED, CHUNKS):
@@ -84,7 +82,6 @@ def test_random_programs_that_are_fused_are_the_oracles(chunk: int):
         assert bits(as_plan(number, False, **options)) == bits((values, found)), number
 
 
-@pytest.mark.once
 def test_random_programs_that_fetch_hook_or_call_programs_are_refused_at_their_line():
     refused = 0
     for number in range(PROGRAMS):

@@ -18,8 +18,6 @@ from tests.random_source import source_of
 from tests.reachability import Reachability
 from tests.tiers import sized
 
-pytestmark = pytest.mark.once
-
 PROGRAMS = sized(40, 300)
 SEEDS = sized(5, 20)
 DRAWN = 300  # In either tier, to see how they spread.

@@ -8,8 +8,6 @@ from jdag.errors import ScheduleError
 from jdag.schedules import Action, Schedule, from_csv, from_lists, to_csv, zb_h1
 from tests.test_schedules import every_schedule
 
-pytestmark = pytest.mark.once
-
 
 @pytest.mark.parametrize("input_half", ["I", "B"])
 def test_every_built_schedule_is_read_as_it_was_written(input_half):

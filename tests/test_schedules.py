@@ -22,8 +22,6 @@ from jdag.schedules import (
     zb_v,
 )
 
-pytestmark = pytest.mark.once
-
 ONE_STAGE = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
 UNIT = {"forward": 1, "input_grad": 1, "weight_grad": 1}
 

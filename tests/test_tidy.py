@@ -15,8 +15,6 @@ import pytest
 
 from tests.tidy_cases import BREACHES, OBEDIENT
 
-pytestmark = pytest.mark.once
-
 ROOT = Path(__file__).parent.parent
 
 FILE_LINES_MAX = 499

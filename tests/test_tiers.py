@@ -1,0 +1,12 @@
+"""The tiers of tests name files that exist."""
+
+from pathlib import Path
+
+from tests.tiers import VERSIONS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_path_of_what_versions_can_change_exists():
+    assert [path for path in VERSIONS if not (ROOT / path).exists()] == []
+    assert len({*VERSIONS}) == len(VERSIONS) > 10
