@@ -229,15 +229,21 @@ def test_a_crash_that_is_not_expected_is_1(place: Path):
 # ------------------------------------------------------------------------- bad input
 
 
+def files_below(folder: Path) -> list[Path]:
+    """All files and folders, but for the bytecode that Python keeps of a program."""
+    paths = sorted(folder.rglob("*"))
+    return [path for path in paths if "__pycache__" not in path.parts]
+
+
 def refused(place: Path, *arguments: object) -> str:
     """Run what is to be refused: one line, exit code 2, nothing left behind."""
-    before = sorted(path for path in place.parent.rglob("*"))
+    before = files_below(place.parent)
     code, out, err = jdag(*arguments)
     assert code == 2
     assert err.startswith("jdag: ")
     assert err.count("\n") == 1
     assert "Traceback" not in err + out
-    assert sorted(path for path in place.parent.rglob("*")) == before
+    assert files_below(place.parent) == before
     return err
 
 
