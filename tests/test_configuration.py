@@ -1,10 +1,12 @@
 """What of JAX's settings is compared, and when a change is seen."""
 
 import re
+from contextlib import ExitStack
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jdag
@@ -79,3 +81,41 @@ def test_equal_settings_are_one_configuration_also_when_they_come_back():
     after = configuration()
     assert before == after and hash(before) == hash(after) and before != inside
     assert configuration() is after
+
+
+def drawn(x):
+    """What depends on three settings: random bits, the width of floats, a matmul."""
+    config: Any = jax.config
+    is_low = config.jax_default_matmul_precision == "bfloat16"
+    return jax.random.uniform(jax.random.key(3), (3,)), x * np.arange(3.0), x + is_low
+
+
+@jdag.program
+def drawn_by_program(ctx, x):
+    return drawn(x.fetch())
+
+
+@pytest.mark.parametrize("x64", [True, False])
+@pytest.mark.parametrize("driver", ["simulate", "launch"])
+def test_each_thread_computes_under_the_context_managers_the_cluster_was_made_in(
+    driver: str, x64: bool
+):
+    with ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(x64))
+        stack.enter_context(jax.threefry_partitionable(not x64))
+        stack.enter_context(jax.default_matmul_precision("bfloat16"))
+        x = np.arange(1.0, 4.0)
+        if driver == "launch":
+            made = jdag.launch(["a", "b"], allow=["tests"])
+        else:
+            made = jdag.simulate(["a", "b"], seed=0)
+        cluster, wanted = stack.enter_context(made), drawn(jnp.asarray(x))
+        ctx = stack.enter_context(cluster.context())
+        for worker in "ab":
+            h = ctx.call(worker, jnp.add, x, 0.0)
+            for fn in (drawn, jdag.unjitted(drawn), drawn_by_program):
+                for one, other in zip(
+                    jdag.fetch(ctx.call(worker, fn, h)), wanted, strict=True
+                ):
+                    assert one.dtype == other.dtype, (worker, fn)
+                    np.testing.assert_array_equal(one, other, f"{worker} {fn}")

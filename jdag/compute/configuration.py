@@ -5,13 +5,14 @@ versions of JAX, are compared, so that a mismatch is refused.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 import jax
-from jax._src.config import trace_context
+from jax._src.config import State, config_ext, trace_context
 
 from jdag.compute.fingerprint import Once
 
@@ -91,6 +92,7 @@ _holders: Mapping[str, Any] = jax.config._value_holders
 _ALL = tuple((name, _holders[name]) for name in compared())
 _WATCHED = tuple(_holders[name] for name in ALSO)
 _value = attrgetter("value")
+_STATES = tuple([one for one in _holders.values() if isinstance(one, State)])
 # The last one, with its watched values.
 _last: list[tuple[Any, Configuration]] = [((), Configuration(()))]
 
@@ -110,3 +112,21 @@ def configuration() -> Configuration:
         found = last  # The same object compares faster.
     _last[:] = [(watched, found)]
     return found
+
+
+def carried() -> Callable[..., Any]:
+    """Return a function that calls another one, under the settings of this thread.
+
+    Context managers of JAX count for one thread; what a cluster starts on other threads
+    computes under those that it was made in.
+    """
+    own = [(state, state.get_local()) for state in _STATES]
+    own = [(state, value) for state, value in own if value is not config_ext.unset]
+
+    def call(fn: Callable[..., Any], *args: Any) -> Any:
+        with ExitStack() as stack:
+            for state, value in own:
+                stack.enter_context(state(value))
+            return fn(*args)
+
+    return call

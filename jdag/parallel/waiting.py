@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from math import inf
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 from jax._src import distributed
 
+from jdag.compute.configuration import carried
 from jdag.errors import JdagError, WorkerLost, unusable
 
 DEADLINE_S = 600.0
@@ -60,7 +62,7 @@ class Waiting:
         self._number += 1
         came_s = time.monotonic()
         found: Future[Any] = Future()
-        self._todo.put((enter, found))
+        self._todo.put((partial(carried(), enter), found))
         says_after_s = min(SAYS_AFTER_S, deadline_s / 2)
         if not wait([found], says_after_s).done:
             self._wait_on(found, what, deadline_s, deadline_s - says_after_s)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from jdag.compute.configuration import carried
 from jdag.compute.duals import is_array
 from jdag.compute.machine import Machine, Work, job_name
 from jdag.compute.pairs import typed_name
@@ -155,6 +156,7 @@ class Jobs:
         self._changed = threading.Condition()
         self._open = True
         self._thread: threading.Thread | None = None
+        self.under_settings = carried()  # What threads of the node run.
 
     @property
     def idle(self) -> bool:
@@ -196,9 +198,8 @@ class Jobs:
             self._long.add(job, item)
             if self._thread is None:
                 name = f"jobs of {self._worker}"
-                self._thread = threading.Thread(
-                    target=self._work, name=name, daemon=True
-                )
+                run = partial(self.under_settings, self._work)
+                self._thread = threading.Thread(target=run, name=name, daemon=True)
                 self._thread.start()
             self._changed.notify()
 

@@ -322,7 +322,7 @@ class Node:
         """Start a program on a thread of its own."""
         port = Port(host, cause)
         name = f"program on {self.worker}"
-        run = partial(self._program, port, spawn)
+        run = partial(self._jobs.under_settings, self._program, port, spawn)
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._running[thread] = None
         thread.start()
@@ -420,7 +420,8 @@ class Node:
 
     def begin(self) -> None:
         """Start a background thread that drives whenever no program does."""
-        run, name = partial(self.run, spin=False), f"loop of {self.worker}"
+        name = f"loop of {self.worker}"
+        run = partial(self._jobs.under_settings, partial(self.run, spin=False))
         self._background = threading.Thread(None, run, name, daemon=True)
         self._background.start()
 

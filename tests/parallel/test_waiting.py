@@ -1,7 +1,7 @@
 """Waiting for processes that do not come, with a store of this process's own."""
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import jax
 import pytest
@@ -104,6 +104,15 @@ def test_who_comes_in_time_does_not_ask(store: Store):
     met = Waiting("room").met
     assert [met(lambda: 5, "a sum", 60.0) for _ in range(3)] == [5, 5, 5]
     assert list(store.held) == ["jdag/room/1/verdict"]
+
+
+def test_a_collective_is_entered_under_the_context_managers_of_its_caller(store: Store):
+    met, config = Waiting("room").met, cast(Any, jax.config)
+    found = []
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            found.append(met(lambda: config.jax_enable_x64, "a sum", 60.0))
+    assert found == [False, True, False]
 
 
 def test_what_a_collective_raises_is_raised(store: Store):
