@@ -50,7 +50,14 @@ from jdag.engine.protocol import (
     SlotKey,
     Stepping,
 )
-from jdag.errors import JdagError, RemoteError, WorkerLost, kind_of, no_arrays
+from jdag.errors import (
+    JdagError,
+    RemoteError,
+    RootError,
+    WorkerLost,
+    kind_of,
+    no_arrays,
+)
 from jdag.runtime.failures import exception_of
 
 KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
@@ -79,7 +86,7 @@ def compile(
         cluster: where it runs.
         optimizer: None, or what steps its leaves in each step, by the gradients of the
             first result: of a tuple the first element, else all. If that has several
-            refs, of their sum.
+            refs, of their sum; it has no tuples in it.
         exact: compute as a context does, call by call, with the bits of that; else
             results differ in the last bits, as compiled code may.
 
@@ -416,9 +423,22 @@ def _roots(recording: Recording, drawn: Drawn) -> list[int]:
     """The values of the first result, which a step differentiates."""
     result = unflatten(recording.treedef, recording.leaves)
     first = result[0] if isinstance(result, tuple) and result else result
+    for root in jax.tree.leaves(first, is_leaf=is_tuple):
+        if is_tuple(root):  # Such as (loss, metrics), of each micro-batch.
+            raise RootError(
+                f"the first result of {recording.frame.program} has a tuple in it, of "
+                f"{len(root)}, and all in it would be differentiated: return the "
+                "losses first, and what is not differentiated after them, such as "
+                "(losses, metrics)"
+            )
     roots = tuple(flatten(first)[0])
     checked_roots(roots, None)
     return [drawn.value(root.key, root.owner, root.aval) for root in roots]
+
+
+def is_tuple(value: object) -> bool:
+    """Whether it is a tuple, by itself, not one with names."""
+    return type(value) is tuple
 
 
 def _stepping(

@@ -1,7 +1,8 @@
 """A pipeline of stages over micro-batches, written as the calls of one program.
 
 Inputs:  the function of each stage and a loss; parameters by stage; micro-batches.
-Outputs: the loss of each micro-batch, whose backward passes are the pipeline's.
+Outputs: the loss of each micro-batch, whose backward passes are the pipeline's; and
+    what the loss function returns beside it.
 Invariants: the call of stage s for micro-batch m is marked so (`ctx.tag`); the loss is
     part of the last stage. Calls come by micro-batch, so gradients have the same bits
     whatever the schedule.
@@ -13,6 +14,7 @@ from typing import Any
 from jdag.api.context import Context
 from jdag.compute.pytrees import flatten_refs
 from jdag.compute.refs import is_ref
+from jdag.engine.functions import name_of
 from jdag.errors import JdagError, kind_of, unusable
 
 
@@ -21,13 +23,15 @@ def pipeline(
 ) -> "Pipeline":
     """Return a pipeline of stages that run one after the other.
 
-    Call it in a context: `losses = pipe(ctx, params, inputs, targets)`, then
-    `ctx.backward(*losses)`. Under a schedule (`jdag.simulate(..., schedule=)`) the work
-    is done in its order, on its workers; else on those of the parameters.
+    Call it in a context: `losses = pipe(ctx, params, inputs, targets)`, or `losses,
+    metrics = pipe(...)` if the loss has some, then `ctx.backward(*losses)`. Under a
+    schedule (`jdag.simulate(..., schedule=)`) the work is done in its order, on its
+    workers; else on those of the parameters.
 
     Args:
         stages: the functions `(params, x) -> x`; that of stage s is at index s.
-        loss: `(x, target) -> scalar` of what the last stage gives.
+        loss: `(x, target) -> scalar` of what the last stage gives; or `-> (scalar,
+            metrics)`, a pytree that is returned and not differentiated.
 
     Raises:
         JdagError: no stages, or one that is no function.
@@ -56,8 +60,10 @@ class Pipeline:
         params: Sequence[Any],
         inputs: Sequence[Any],
         targets: Sequence[Any],
-    ) -> list[Any]:
+    ) -> Any:
         """Call all stages for all micro-batches; return a ref to each one's loss.
+
+        Of a loss with metrics it returns two lists: of the losses, and of the metrics.
 
         Args:
             ctx: an open context.
@@ -67,12 +73,14 @@ class Pipeline:
 
         Raises:
             JdagError: another number of params than of stages, or of targets than of
-                inputs; a stage without refs; or as `ctx.call` does.
+                inputs; a stage without refs; a loss function that returns neither; or
+                as `ctx.call` does.
             ScheduleError: the schedule has another number of stages or micro-batches.
         """
         self._check(ctx, params, inputs, targets)
         workers = [self._worker(ctx, s, of) for s, of in enumerate(params)]
-        losses = []
+        losses: list[Any] = []
+        metrics: list[Any] = []
         for micro_batch, given in enumerate(inputs):
             x, target = given, targets[micro_batch]
             for stage, fn in enumerate(self.stages):
@@ -82,8 +90,17 @@ class Pipeline:
                         x = ctx.call(to, fn, of, x)
                     else:
                         x = ctx.call(to, last_stage, fn, self.loss, of, x, target)
-            losses.append(x)
-        return losses
+            has_metrics = isinstance(x, tuple) and len(x) == 2
+            loss, *rest = x if has_metrics else (x,)
+            if not is_ref(loss):
+                kind = f"{kind_of(x)} of {len(x)}" if type(x) is tuple else kind_of(x)
+                raise JdagError(
+                    f"{name_of(self.loss)} returned {kind}: allowed is a "
+                    "loss, or (loss, metrics), where the loss is one array"
+                )
+            losses.append(loss)
+            metrics += rest
+        return (losses, metrics) if metrics else losses
 
     def _check(self, ctx: Context, params: Any, inputs: Any, targets: Any) -> None:
         for name, given, count, of in (

@@ -1,0 +1,103 @@
+"""Losses of a pipeline, and what is returned beside them, eagerly and in plans."""
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdag
+from jdag import schedules
+from jdag.errors import JdagError, RootError
+from tests.pipeline_cases import batches, layer, simulated, square, weights
+
+
+def measured(x, target):
+    """A loss, and what is only looked at, which would have a gradient too."""
+    return square(x, target), {"mean": jnp.mean(x), "rows": x[:, 0]}
+
+
+METRICS = schedules.zb_h1(stages=3, micro_batches=4)
+
+
+def metered(ctx, params, xs):
+    """One loss of all micro-batches, and what each is measured by."""
+    losses, rest = jdag.pipeline([layer] * 3, measured)(ctx, params, xs, xs)
+    return reduce(partial(ctx.call, "w2", jnp.add), losses), rest
+
+
+@pytest.mark.parametrize("driver", ["simulate", "launch"])
+@pytest.mark.parametrize("schedule", [None, METRICS], ids=["free", "zb_h1"])
+def test_what_a_loss_returns_beside_it_is_returned_and_not_differentiated(
+    schedule, driver
+):
+    xs, params = batches(4), weights(3)
+
+    def loss(params):
+        found = [measured(reduce(lambda h, w: layer(w, h), params, x), x) for x in xs]
+        return sum([one for one, _ in found]), [rest for _, rest in found]
+
+    (_, rest), wanted = jax.value_and_grad(loss, has_aux=True)(params)
+    if driver == "launch":
+        made = jdag.launch(METRICS.workers, schedule=schedule, allow=["tests"])
+    else:
+        made = simulated(schedule, METRICS.workers)
+    pipe = jdag.pipeline([layer] * 3, measured)
+    with made as cluster:
+        leaves = [
+            cluster.put(METRICS.worker(stage), w) for stage, w in enumerate(params)
+        ]
+        with cluster.context() as ctx:
+            losses, metrics = pipe(ctx, leaves, xs, xs)
+            ctx.backward(*losses)
+            found = [(jdag.fetch(metrics), jdag.fetch(ctx.gradient(leaves)))]
+        for exact in (True, False):
+            plan = jdag.compile(pipe, cluster, exact=exact)
+            (_, metrics), gradients = plan.value_and_grad(leaves, xs, xs)
+            found.append((metrics, gradients))
+        if schedule is None:  # No backward action could wait for the sum.
+            run = jdag.value_and_grad(metered, cluster, has_aux=True)
+            (_, metrics), gradients = run(leaves, xs)
+            found.append((metrics, gradients))
+    (_, metrics), gradients = jdag.oracle(metered, has_aux=True)(params, xs)
+    for one in (*found, (metrics, gradients)):
+        jax.tree.map(
+            partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            one,
+            (rest, wanted),
+        )
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (lambda x, y: {"loss": square(x, y), "mean": jnp.mean(x)}, "a dict"),
+        (lambda x, y: [square(x, y), jnp.mean(x)], "a list"),
+        (lambda x, y: (square(x, y), 1, jnp.mean(x)), "a tuple of 3"),
+        (lambda x, y: ((square(x, y),), jnp.mean(x)), "a tuple of 2"),
+    ],
+)
+def test_a_loss_returns_it_alone_or_first_of_two(returned, said):
+    pipe = jdag.pipeline([layer], returned)
+    with jdag.simulate(["w0"], seed=0) as cluster, cluster.context() as ctx:
+        params = [cluster.put("w0", one) for one in weights(1)]
+        with pytest.raises(
+            JdagError, match=f"returned {said}.*: allowed is a loss, or"
+        ):
+            pipe(ctx, params, batches(3), batches(3))
+
+
+def pairs(ctx, w, x):
+    """What is differentiated is not said: a loss and a metric of each of three."""
+    return [ctx.call("w0", measured, ctx.call("w0", layer, w, x), x) for _ in "abc"]
+
+
+def test_the_first_result_of_a_plan_has_no_losses_beside_what_is_not_differentiated():
+    with jdag.simulate(["w0"], seed=0) as cluster:
+        w, x = cluster.put("w0", weights(1)[0]), batches(1)[0]
+        said = (
+            r"the first result of .*pairs has a tuple in it, of 2, .*: return the los"
+        )
+        with pytest.raises(RootError, match=said):
+            jdag.compile(pairs, cluster).value_and_grad(w, x)
