@@ -1,6 +1,5 @@
 """What users see of how long values live: bytes held, peaks, and nothing that stays."""
 
-import copy
 import gc
 import threading
 from collections.abc import Callable
@@ -140,8 +139,6 @@ HOLDERS: dict[str, Callable[[Any], Any]] = {
     "a dict in a tuple": lambda ref: ({"h": ref},),
     "a closure": lambda ref: lambda: ref,
     "its untracked kin": stop_gradient,
-    "a copy": copy.copy,
-    "a deep copy": lambda ref: copy.deepcopy([ref]),
     "a bound method": lambda ref: ref.fetch,
 }
 

@@ -1,5 +1,7 @@
 """A ref says what it names, and refuses to be an array, saying what to do instead."""
 
+import copy
+import pickle
 import subprocess
 import sys
 from typing import Any
@@ -229,3 +231,17 @@ def test_a_ref_that_outlives_its_module_as_python_ends_says_nothing():
     command = [sys.executable, "-c", LATE]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_of_refs_and_handles_are_refused_with_the_remedy(cluster, copied):
+    w, ref = cluster.put("b", jnp.ones(3)), output(Held())
+    for tree in (w, ref) if copied is copy.copy else (w, ref, {"w": [w, 1.0]}):
+        with pytest.raises(
+            ContextError, match=r"a copy of Ref\(.*: cluster\.copy\(refs"
+        ):
+            copied(tree)
+    with pytest.raises(
+        JdagError, match=r"a copy of Hosted\(list .*make another one by"
+    ):
+        copied(cluster.host("b", list))

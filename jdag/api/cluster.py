@@ -12,6 +12,7 @@ from jdag.api.checkpoint import Folder, load, save
 from jdag.api.cluster_state import ClusterState
 from jdag.api.collectives import Collectives, Coordinator
 from jdag.api.context import Context
+from jdag.api.copying import Copying
 from jdag.api.hosted import Hosted
 from jdag.api.leaves import Assignments, Change, column
 from jdag.api.program_frame import ProgramFrame
@@ -27,7 +28,7 @@ from jdag.runtime.host import Port
 CONTEXTS_MAX = (1 << 48) - 1
 
 
-class Cluster(Collectives, Recoverable):
+class Cluster(Collectives, Copying, Recoverable):
     """Workers that keep leaves and compute; a context manager that closes it.
 
     `jdag.simulate`, `launch` and `connect` make it for the main program. Each program
@@ -316,25 +317,6 @@ class Cluster(Collectives, Recoverable):
         self._check("cluster.make")
         where = self.state.place(worker, "cluster.make")
         return self._assignments.make(*where, fn, args, kwargs)
-
-    def keep(self, refs: Any) -> Any:
-        """Carry values of an open context over to later ones, without fetching them.
-
-        Each stays where it is, as an untracked leaf, until its last ref is gone, or
-        `drop`; what a program of `run` returns, until `drop`.
-
-        Args:
-            refs: a pytree of refs, such as the hidden state of a recurrent network.
-
-        Returns:
-            The same pytree of untracked refs, which any context may use.
-
-        Raises:
-            ContextError: the context of a ref is not open, or of another program.
-            JdagError, WorkerLost: a leaf of the pytree is no ref, or its worker gone.
-        """
-        self._check("cluster.keep")
-        return self._assignments.keep(refs)
 
     def update(self, fn: Callable[..., Any], refs: Any, /, *args: Any) -> Any:
         """Replace leaves by new versions, each computed by its owner.

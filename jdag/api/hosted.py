@@ -7,7 +7,7 @@ until it returns the engine there starts no other that is handed the same
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from jdag.api.tasks import Task, wait
 from jdag.compute.pytrees import flatten, split
@@ -37,6 +37,13 @@ class Hosted:
 
     def __repr__(self) -> str:
         return f"Hosted({self.data})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        raise JdagError(
+            f"a copy of {self!r} would be a handle of the same object: let a method "
+            "of the object copy it, or make another one by cluster.host"
+        )
 
     @property
     def worker(self) -> str:

@@ -9,7 +9,7 @@ nothing that it stored is left. A kept leaf goes once its last ref has.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -195,6 +195,17 @@ class Assignments:
         refs = [self.state.leaf_ref(leaf) for leaf in leaves]
         return unflatten(call.pair.out_tree, refs)
 
+    def copy(self, tree: Any, tracked: bool) -> Any:
+        """Make leaves of what leaves hold now; see `Cluster.copy`."""
+        refs, form = flatten_refs(tree, is_ref)
+        leaves = {ref: self.leaf(ref) for ref in refs}
+        copies = {
+            ref: self._new(ref.owner, ref.aval, tracked and not leaf.id.untracked)
+            for ref, leaf in leaves.items()
+        }
+        self._transfer(copies)
+        return unflatten(form, [self.state.leaf_ref(copies[ref]) for ref in refs])
+
     def keep(self, tree: Any, *, apart: bool = False) -> Any:
         """Make untracked leaves of values where they are; see `Cluster.keep`.
 
@@ -202,22 +213,27 @@ class Assignments:
         """
         refs, form = flatten_refs(tree, is_ref)
         kept: dict[Ref, Leaf] = {}
-        groups: dict[tuple[str, Ref | None], list[Ref]] = {}
         for ref in dict.fromkeys(refs):
             self.admit(ref, "cluster.keep")
             kept[ref] = self._new(ref.owner, ref.aval, tracked=False)
+        self._transfer(kept, apart)
+        holds = [Hold(self._loose, leaf.key, leaf.id.worker) for leaf in kept.values()]
+        for leaf, hold in zip(kept.values(), holds, strict=True):
+            leaf.held = weakref.ref(hold)
+        return unflatten(form, [self.state.leaf_ref(kept[ref]) for ref in refs])
+
+    def _transfer(self, made: Mapping[Ref, Leaf], apart: bool = False) -> None:
+        """Send the assignment that makes leaves of what refs name, where it is."""
+        groups: dict[tuple[str, Ref | None], list[Ref]] = {}
+        for ref in made:
             groups.setdefault((ref.place, ref if apart else None), []).append(ref)
         draft = self._draft()
         for group in groups.values():
             change = Change(transferred, (), tuple(group))
             call = self._traced(draft, group[0].owner, change)
-            leaves = [kept[ref] for ref in group]
+            leaves = [made[ref] for ref in group]
             add_part(draft, [leaf.first for leaf in leaves], leaves, call)
         self._tell(draft)
-        holds = [Hold(self._loose, leaf.key, leaf.id.worker) for leaf in kept.values()]
-        for leaf, hold in zip(kept.values(), holds, strict=True):
-            leaf.held = weakref.ref(hold)
-        return unflatten(form, [self.state.leaf_ref(kept[ref]) for ref in refs])
 
     def assign(self, changes: Sequence[Change]) -> None:
         """Make all changes, or none if one is refused or an owner is known to be lost.

@@ -166,12 +166,13 @@ class Ref(RefBase):
         self.leaf = leaf
         self.hold = hold
 
-    def __copy__(self) -> "Ref":
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Ref":
-        del memo
-        return self  # It is a name, and its copy names the same.
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        raise ContextError(
+            f"a copy of {self!r} would be another name of the same array, and follow "
+            "its changes: cluster.copy(refs) copies leaves, on their workers; "
+            "jdag.fetch(refs) gives values, which can be copied and pickled"
+        )
 
     @property
     def worker(self) -> str:

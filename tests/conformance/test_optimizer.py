@@ -128,3 +128,41 @@ def test_training_resumed_on_any_placement_has_the_bits_of_training_that_went_on
         optimizer = jdag.Optimizer(tx, leaves)
         cluster.load(tmp_path / "saved", leaves=leaves, optimizer=optimizer)
         assert trained(cluster, leaves, optimizer, range(3, 6)) == wanted
+
+
+def averaged(average: Any, w: Any) -> Any:
+    return 0.75 * average + 0.25 * w
+
+
+def test_a_copy_of_leaves_does_not_follow_their_steps_and_averages_them(cluster: Any):
+    w = cluster.put("b", jnp.arange(3.0))
+    params = {"w": w, "tied": w, "v": cluster.put("c", 2 * ONES), "n": 5}
+    fixed = cluster.put("b", 7.0, tracked=False)
+    optimizer = jdag.Optimizer(optax.sgd(0.5), [w, params["v"]])
+    first = cluster.copy(params)
+    average, state = cluster.copy((params, fixed), tracked=False)
+    assert first["w"] is not first["v"] and first["w"] == first["tied"] != w
+    assert [one.tracked for one in (first["w"], average["w"], state)] == [1, 0, 0]
+    assert not cluster.copy(fixed).tracked
+    start: Any = {"w": jnp.arange(3.0), "v": 2 * ONES}
+    wanted = mean = start
+    for _ in range(3):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", total, w, params["v"]))
+            optimizer.step(ctx)
+        two = [{name: tree[name] for name in "wv"} for tree in (average, params)]
+        cluster.update(averaged, *two)
+        wanted = {name: one - 0.5 for name, one in wanted.items()}
+        mean = {name: averaged(one, wanted[name]) for name, one in mean.items()}
+    found = jdag.fetch((first, average, state, params))
+    for tree, values in zip(found[:2], (start, mean), strict=True):
+        for name in ("w", "tied", "v"):
+            np.testing.assert_array_equal(tree[name], values[name.replace("tied", "w")])
+    np.testing.assert_array_equal(found[3]["v"], wanted["v"])
+    assert (found[0]["n"], float(found[2])) == (5, 7.0)
+    with cluster.context() as ctx:  # A copy is a leaf like others.
+        leaves = [params["w"], first["w"]]
+        ctx.backward(ctx.call("d", total, *leaves, average["v"]))
+        assert [*ctx.gradients()] == leaves
+    with pytest.raises(jdag.JdagError, match="is no leaf"), cluster.context() as ctx:
+        cluster.copy(ctx.call("b", jnp.sin, w))
