@@ -274,7 +274,7 @@ def runs(ctx, x):
     file.write_text(source.replace("RATE = 2.0", "RATE = 2.5  # Another one."))
     old.TABLE["rate"][0] = 5.0
     x = jnp.arange(3.0)
-    other = "two_versions:{}, or something that it uses in its package, has"
+    other = r"two_versions:{}, or something that it uses .*cluster\.host\(worker, Class"
     with jdag.launch(["a", "b"], allow=["two_versions"]) as cluster:
         leaf = cluster.put("b", x)
         for name in ("scaled", "tabled", "runs", "layer"):
