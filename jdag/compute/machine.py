@@ -433,6 +433,12 @@ def job_name(job: Job) -> str:
     return type(job).__name__.lower()
 
 
+def blamed(job: Job) -> str:
+    """What an error of a job says has failed: `job_name`, or the backward of that."""
+    backward = isinstance(job, Vjp | VjpWeights)
+    return f"the backward of {job_name(job)}" if backward else job_name(job)
+
+
 def deleted(value: Any, key: Key, worker: str) -> Failure:
     """The failure for an array of `worker` that was deleted."""
     return Failure(

@@ -39,7 +39,8 @@ from jdag.engine.share import ADDENDS_MAX
 FUSED_MAX = 512  # Segments whose executables are kept.
 READY_MAX = 64  # Executables of one: for each layout of its bundles.
 SHOWN_NAMES, SHOWN_SITES = 2, 4
-_CALL = "__jdag_call__"
+_CALL, _NODE = "__jdag_call__", "__jdag_node__"  # Attributes of errors.
+_BACKWARD = (NodeKind.VJP, NodeKind.INPUTS, NodeKind.WEIGHTS)
 
 
 @partial(jtu.register_dataclass, data_fields=("arrays",), meta_fields=("plan",))
@@ -108,8 +109,12 @@ class _Fused:
         values = list(given[: bounds[0]])
         for one, start, end in zip(layouts, bounds, bounds[1:], strict=False):
             values += one.unpacked(given[start:end])
-        for node in self.nodes:
-            values += self._computed(node, values)
+        for number, node in enumerate(self.nodes):
+            try:
+                values += self._computed(node, values)
+            except Exception as error:
+                setattr(error, _NODE, number)
+                raise
         packing = Packing(given)
         outputs = tuple([packing.place(strong(values[one])) for one in self.outputs])
         packed = [packing.packed([values[n] for n in one]) for one in self.carries]
@@ -298,9 +303,23 @@ class SegmentFunction:
                 return None
             taken.append(ready.bundles[index])
         fused, layouts = self._shared(), tuple([one for one, _ in taken])
-        return fused.ready.get(layouts) or fused.prepared(
-            layouts, [arrays for _, arrays in taken]
-        )
+        try:
+            return fused.ready.get(layouts) or fused.prepared(
+                layouts, [arrays for _, arrays in taken]
+            )
+        except Exception as error:
+            self._blame(error)
+            raise
+
+    def _blame(self, error: Exception, number: int | None = None) -> None:
+        """Note which call an error is of: of one node, or of all if it is not known."""
+        number = getattr(error, _NODE, number)
+        name, site = self.name, _some([one for _, one in self.calls], SHOWN_SITES)
+        if number is not None:
+            name, site = self.calls[number]
+            if self.nodes[number].kind in _BACKWARD:
+                name = f"the backward of {name}"
+        setattr(error, _CALL, (name, site))
 
     def compile(self) -> None:
         """Compile what the first `run` would, if its bundles are known (`link`).
@@ -311,9 +330,14 @@ class SegmentFunction:
         if ready is not None:
             ready.trace.lower().compile()  # A later call uses the same executable.
         elif self._runs_by_nodes():
-            for node in self.nodes:
-                if node.kind in (NodeKind.FORWARD, NodeKind.VJP):
+            for number, node in enumerate(self.nodes):
+                if node.kind not in (NodeKind.FORWARD, NodeKind.VJP):
+                    continue
+                try:
                     _compile_pair(self.pairs[node.pair], node)
+                except Exception as error:
+                    self._blame(error, number)
+                    raise
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return arrays, then bundles, of arrays, then bundles, which are used up.
@@ -331,8 +355,7 @@ class SegmentFunction:
         try:
             made = self._made(given, bundles)
         except Exception as error:
-            sites = _some([site for _, site in self.calls], SHOWN_SITES)
-            setattr(error, _CALL, (self.name, sites))
+            self._blame(error)
             raise
         outputs, packed = made.plan
         values = (*given, *made.arrays)
@@ -371,11 +394,11 @@ class SegmentFunction:
         values = list(arrays)
         for bundle in bundles:
             values += bundle.residuals()
-        for node, call in zip(self.nodes, self.calls, strict=True):
+        for number, node in enumerate(self.nodes):
             try:
                 values += self._computed(node, values)
             except Exception as error:
-                setattr(error, _CALL, call)
+                self._blame(error, number)
                 raise
         kept = [bundled([values[one] for one in carried]) for carried in self.carries]
         return (*[values[one] for one in self.outputs], *kept)

@@ -77,9 +77,8 @@ class CodeFingerprints:
                 f"{name_of(found)}, or something that it uses in its package, has "
                 "different code or values here than where it was named: the module has "
                 "to be the same on both sides; restart workers that began before a "
-                "change. Random values and values that a program changes, such as state "
-                "in a global of the module, differ between processes: pass values as "
-                "arguments, and keep state in an object, which cluster.host(worker, "
-                "Class) makes on a worker" + hint
+                "change. Random values and state in globals differ between processes: "
+                "pass values as arguments, and keep state in an object, which "
+                "cluster.host(worker, Class) makes on a worker" + hint
             )
         self._checked[name] = told, id(found)  # The module keeps `found` alive.

@@ -42,11 +42,12 @@ from jdag.engine.protocol import (
     Run,
     Worker,
 )
-from jdag.errors import JdagError, PortabilityWarning, ProtocolError
+from jdag.errors import JdagError, PortabilityWarning, ProtocolError, RemoteError
 from jdag.rpc.allowed import AllImported, Allowed
 from jdag.rpc.code_fingerprint import fingerprints_of
 from jdag.rpc.script import MAIN
 from jdag.rpc.unmarshal import structure, unmarshal
+from jdag.runtime.failures import said, user_traceback
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (
     DevicePlacement,
@@ -216,6 +217,12 @@ class FunctionEncoder:
             raise JdagError(
                 f"{pair.name} cannot be called on another worker. By name: {why}. As "
                 f"StableHLO: {error}"
+            ) from error
+        except Exception as error:  # Forward was traced before.
+            lines = user_traceback(error)
+            raise RemoteError(
+                f"the backward of {pair.name} failed where it was exported for another "
+                f"worker: {said(error)}\n\n{lines}"
             ) from error
         self._exported[pair] = definition
         return exported_spec(pair, definition.digest), (definition,)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.configuration import carried
 from jdag.compute.duals import is_array
-from jdag.compute.machine import Machine, Work, job_name
+from jdag.compute.machine import Machine, Work, blamed
 from jdag.compute.pairs import typed_name
 from jdag.engine.protocol import (
     Apply,
@@ -253,7 +253,7 @@ class Jobs:
         if error is None:
             self._machine.hold(job, work, made)
         else:
-            failure = failure_of(error, self._worker, job.path, job_name(job))
+            failure = failure_of(error, self._worker, job.path, blamed(job))
         if self._recording is not None:
             self._recording.ran(job, asked, took_ns, beside)
         self._tell(Computed(job.id, failure))

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,8 @@ from jdag.errors import (
     text_of,
 )
 
+_OF_COMPILED = (FloatingPointError, jax.errors.JaxRuntimeError)
+_FRAME = re.compile(r'  File "(.+)", line \d+, in ').match
 _JAX_NOTE = "JAX has removed its internal frames"
 _THEIRS = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, contextlib.__file__
 
@@ -99,13 +102,14 @@ def user_traceback(error: BaseException) -> str:
     """The traceback of `error` without the frames of jdag, JAX and contextlib.
 
     Where there are no others all are shown: the error is then jdag's or JAX's own. But
-    none are if it is a JdagError, which says all by itself, or a TypeError: then the
-    user's function could not be called with these arguments.
+    none are if it is a JdagError, which says all by itself; a TypeError: then the
+    user's function could not be called with these arguments; or of compiled code, such
+    as that of `jax_debug_nans` and of callbacks, whose text has their frames.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not is_ours(frame.filename)]
     kept = [frame for frame in others if not frame.filename.startswith(_THEIRS)]
-    if not kept and isinstance(error, JdagError | TypeError):
+    if not kept and isinstance(error, (JdagError, TypeError, *_OF_COMPILED)):
         return ""
     lines = traceback.format_list(kept or frames)
     text = "".join(["Traceback (most recent call last):\n", *lines])
@@ -119,6 +123,7 @@ def user_traceback(error: BaseException) -> str:
 def said(error: BaseException) -> str:
     """Return the class, text and notes of an exception, without JAX's note on frames.
 
+    A traceback in its text, as of a callback that raised, has the user's frames alone.
     If formatting the exception itself fails, only its class is returned.
     """
     try:
@@ -127,7 +132,12 @@ def said(error: BaseException) -> str:
         return f"{type(error).__module__}.{type(error).__qualname__}"
     notes = getattr(told, "__notes__", None) or ()
     told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
-    return cut("".join(told.format_exception_only()).rstrip("\n"), SAID_MAX)
+    text = "".join(told.format_exception_only()).rstrip("\n")
+    lines = text.split("\n")
+    named = [(n, match[1]) for n, one in enumerate(lines) if (match := _FRAME(one))]
+    last = max([n for n, file in named if is_ours(file)], default=-1)
+    gone = {n for n, file in named if n <= last or file.startswith(_THEIRS)}
+    return cut("\n".join([x for n, x in enumerate(lines) if n not in gone]), SAID_MAX)
 
 
 def traced(

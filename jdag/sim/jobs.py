@@ -13,7 +13,7 @@ unless its worker dies; `busy_ns` is the total cost of started jobs.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdag.compute.machine import job_name
+from jdag.compute.machine import blamed
 from jdag.engine.protocol import (
     Computed,
     Forward,
@@ -142,7 +142,7 @@ class Jobs:
                 error: BaseException | None = host.machine.run(job)
             except BaseException as interrupt:
                 # Main gets the interrupt; waiters of this job must not wait for ever.
-                failure = failure_of(interrupt, host.worker, job.path, job_name(job))
+                failure = failure_of(interrupt, host.worker, job.path, blamed(job))
                 computed.append(Computed(job.id, failure))
                 self._timeline.push(now_ns + cost_ns, EVENT, finish)
                 for left in found[len(computed) :]:
@@ -150,7 +150,7 @@ class Jobs:
                 raise
             failed = None
             if error is not None:
-                failed = failure_of(error, host.worker, job.path, job_name(job))
+                failed = failure_of(error, host.worker, job.path, blamed(job))
             computed.append(Computed(job.id, failed))
         if cost_ns:
             self._timeline.push(now_ns + cost_ns, EVENT, finish)

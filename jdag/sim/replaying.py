@@ -20,7 +20,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent
 
-from jdag.compute.machine import Machine, Work, job_name
+from jdag.compute.machine import Machine, Work, blamed
 from jdag.engine import Engine
 from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import (
@@ -356,7 +356,7 @@ class Replaying:
                 error = raised
         if error is None:
             return Computed(number, None)
-        failure = failure_of(error, one.host.worker, job.path, job_name(job))
+        failure = failure_of(error, one.host.worker, job.path, blamed(job))
         return Computed(number, failure)
 
     @property
