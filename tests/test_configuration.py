@@ -119,3 +119,12 @@ def test_each_thread_computes_under_the_context_managers_the_cluster_was_made_in
                 ):
                     assert one.dtype == other.dtype, (worker, fn)
                     np.testing.assert_array_equal(one, other, f"{worker} {fn}")
+
+
+@pytest.mark.parametrize("make", [jdag.launch, jdag.connect])
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_guard_of_transfers_is_refused_where_values_come_from_others(make, guard):
+    given: Any = ["a", "b"] if make is jdag.launch else "file"
+    said = f"jax_transfer_guard_host_to_device is '{guard}', and values that come"
+    with jax.transfer_guard(guard), pytest.raises(JdagError, match=said):
+        make(given) if make is jdag.launch else make(given, name="a")

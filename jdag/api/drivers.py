@@ -15,7 +15,7 @@ from jdag.api.recovery import Recovery
 from jdag.api.replays import REPLAY, replayed
 from jdag.engine.protocol import WORKERS_MAX
 from jdag.errors import JoinError, ScenarioError, meant, unusable
-from jdag.rpc.device import settings_of, share_gpu
+from jdag.rpc.device import refuse_guards, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.handshake import ours
@@ -230,6 +230,7 @@ def launch(  # noqa: PLR0913 - keyword options.
             last lines that it printed. Nothing is left running then.
     """
     refuse_import("jdag.launch")
+    refuse_guards("jdag.launch")
     return _launched(checked(_Launch, {**locals(), "workers": _kept(workers)}))
 
 
@@ -333,6 +334,7 @@ def connect(
             refuses, or differs in versions or configuration: both are named.
     """
     refuse_import("jdag.connect")
+    refuse_guards("jdag.connect")
     if not is_path(path):
         raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
     asked = {"trace": trace, "events_max": events_max, "recover": recover}

@@ -229,7 +229,9 @@ class Ref(RefBase):
     def fetch(self) -> Any:
         """Return the value, as a JAX array; waits until it is computed.
 
-        Only reads: no node, no edge. In abstract mode a `jax.ShapeDtypeStruct`.
+        Only reads: no node, no edge. In abstract mode a `jax.ShapeDtypeStruct`. The
+        array may be the one that the worker holds, not a copy: to donate it to a jitted
+        function would destroy that too, so donate `jnp.copy` of it.
 
         Raises:
             RemoteError: what was to compute it failed.

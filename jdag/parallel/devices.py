@@ -40,6 +40,16 @@ def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]
     return tuple(devices)
 
 
+def check_platform(devices: Sequence[jax.Device], what: str) -> None:
+    """Raise JdagError if the devices are of several platforms, as no computation is."""
+    if len({device.platform for device in devices}) > 1:
+        names = ", ".join(map(name_of, devices))
+        raise JdagError(
+            f"{what}: {names} are of several platforms: allowed are devices of one, "
+            "such as all GPUs"
+        )
+
+
 def device_of(device: Device, what: str) -> jax.Device:
     """Resolve a device argument; raise JdagError if this process has no such device."""
     if isinstance(device, jax.Device):

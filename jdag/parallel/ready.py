@@ -20,7 +20,7 @@ from jdag.compute.pytrees import Template, is_static
 from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError
 from jdag.parallel.apply import DeviceCall, tracked_of
-from jdag.parallel.devices import Device, device_of, devices_of
+from jdag.parallel.devices import Device, check_platform, device_of, devices_of
 from jdag.parallel.dispatch import DispatchTask, Each
 from jdag.parallel.movement import chunk_sizes, rows_of
 from jdag.parallel.processes import Processes, Terms, processes_of
@@ -87,6 +87,7 @@ def _known_devices(
 ) -> tuple[Processes | None, tuple[jax.Device, ...], jax.Device]:
     processes = processes_of(devices, WHAT, deadline_s)
     chosen = devices_of(devices, WHAT) if processes is None else processes.own
+    check_platform(chosen, WHAT)
     given = output_device is not None
     return processes, chosen, device_of(output_device, WHAT) if given else chosen[0]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jdag.errors import JoinError
+from jdag.errors import JdagError, JoinError
 
 # Settings that select a device; not passed on to a worker with its own device.
 PLACING = (
@@ -17,6 +17,7 @@ PLACING = (
     "jax_rocm_visible_devices",
 )
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_GUARDS = ("jax_transfer_guard_host_to_device", "jax_transfer_guard_device_to_host")
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -42,6 +43,19 @@ def configure(settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         if now.get(name) != value:
             config.update(name, value)
+
+
+def refuse_guards(what: str) -> None:
+    """Raise JdagError where JAX forbids what `what` does: to move values to others."""
+    config: Any = jax.config
+    for name in _GUARDS:
+        guard = getattr(config, name)
+        if guard in ("disallow", "disallow_explicit"):
+            raise JdagError(
+                f"{what}: {name} is {guard!r}, and values that come from other workers "
+                "are transferred: make the cluster, and use it, where transfers are "
+                "allowed"
+            )
 
 
 def share_gpu(device: str | None) -> None:

@@ -1,5 +1,6 @@
 """Devices by name, as JAX has them, and all of them."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jdag.errors import JdagError
-from jdag.parallel.devices import device_of, devices_of, name_of
+from jdag.parallel.devices import check_platform, device_of, devices_of, name_of
 from tests.parallel.cases import names
 
 D = tuple(jax.devices())
@@ -53,3 +54,14 @@ def test_a_device_of_another_process_is_said_with_those_that_are_here(monkeypatc
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: others)
     with pytest.raises(JdagError, match=r"belongs to process 0, and this is process 0"):
         device_of(far, "f")
+
+
+def test_devices_of_several_platforms_are_refused_by_their_names(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    other: Any = SimpleNamespace(platform="gpu", process_index=0)
+    known = {"gpu": [other], "cpu": list(D)}
+    monkeypatch.setattr(jax, "local_devices", lambda backend: known[backend])
+    with pytest.raises(JdagError, match="f: gpu:0, cpu:1 are of several platforms: al"):
+        check_platform([other, D[1]], "f")
+    check_platform(D[:3], "f")
