@@ -101,3 +101,22 @@ def test_the_first_result_of_a_plan_has_no_losses_beside_what_is_not_differentia
         )
         with pytest.raises(RootError, match=said):
             jdag.compile(pairs, cluster).value_and_grad(w, x)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zb_h1", "zb_v"])
+def test_a_hessian_vector_product_of_a_pipelines_loss_follows_a_schedule(name):
+    stages = 4 if name == "zb_v" else 3
+    schedule = getattr(schedules, name)(stages=stages, micro_batches=1)
+    params, xs = weights(stages), batches(1)
+    pipe = jdag.pipeline([layer] * stages, square)
+
+    def loss(params):
+        return square(reduce(lambda h, w: layer(w, h), params, xs[0]), xs[0])
+
+    with simulated(schedule, schedule.workers) as cluster:
+        leaves = [cluster.put(schedule.worker(s), w) for s, w in enumerate(params)]
+        product = jdag.hvp(lambda ctx, w: pipe(ctx, w, xs, xs)[0], cluster)
+        found = product(leaves, params)
+    wanted = jax.jvp(jax.grad(loss), (params,), (params,))[1]
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -27,6 +27,8 @@ from itertools import accumulate, chain, compress
 from operator import not_
 from typing import Any
 
+from jax.tree_util import tree_leaves
+
 from jdag.compute.avals import intern_aval
 from jdag.compute.devices import put, working_on
 from jdag.compute.duals import any_dual
@@ -80,14 +82,20 @@ class _Compiled:
 class Stash:
     """What I leaves for W; it may be used again.
 
-    `keeps` holds every array that this keeps alive. Without `halves` these are the
-    results of W.
+    Attributes:
+        values: what W reads; without `halves` its results, duals among them.
+        nbytes: what it holds beyond arguments, outputs and results of I.
     """
 
     name: str
-    keeps: tuple[Any, ...]
+    values: tuple[Any, ...]
     nbytes: int
     halves: _Compiled | None
+
+    @property
+    def keeps(self) -> tuple[Any, ...]:
+        """Every array that this keeps alive."""
+        return self.values if self.halves else tuple(tree_leaves(self.values))
 
     def __repr__(self) -> str:
         return f"Stash({self.name}, {self.nbytes} bytes of its own)"
@@ -172,14 +180,14 @@ class Halves:
     def weight_half(self, stash: Stash) -> tuple[Any, ...]:
         """Return the cotangents of weights."""
         if (halves := stash.halves) is None:
-            return stash.keeps
+            return stash.values
         try:
             with self._here():
-                made = iter(halves.second(*stash.keeps))
+                made = iter(halves.second(*stash.values))
         except (RuntimeError, ValueError, TypeError) as error:
             refuse_deleted(stash.name, "stashed {}".format, stash.keeps, error)
             raise
-        found = [next(made) if at is None else stash.keeps[at] for at in halves.handed]
+        found = [next(made) if at is None else stash.values[at] for at in halves.handed]
         return self._spread(found, 1)
 
     def _here(self) -> Any:
