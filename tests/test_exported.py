@@ -216,6 +216,11 @@ def test_what_calls_python_cannot_be_exported() -> None:
         exported(moving)
 
 
+def test_an_export_leaks_no_tracer() -> None:
+    with jax.checking_leaks():
+        assert exported(made(layer, array(3, 3), array(3), array(3))[0]).data
+
+
 @jax.custom_vjp
 def late(x: Any) -> Any:
     return x

@@ -22,6 +22,7 @@ from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
 from jdag.errors import ContextError, JdagError, kind_of
+from jdag.rpc.function_encoder import differentiating_twice
 
 
 def hvp(
@@ -82,6 +83,7 @@ def hvp(
             leaves, treedef = _moved(bound, vectors)
             _make_duals(cluster, leaves, put)
             used = jtu.tree_unflatten(treedef, [leaf.used for leaf in leaves])
+            stack.enter_context(differentiating_twice())
             ctx = stack.enter_context(cluster.context())
             given = dict(zip(numbers, used, strict=True))
             _, aux, found = run_pass(ctx, program, args, given, has_aux)

@@ -14,7 +14,7 @@ from typing import Any
 from jdag.api.context import Context
 from jdag.compute.pytrees import flatten_refs
 from jdag.compute.refs import is_ref
-from jdag.engine.functions import name_of
+from jdag.engine.functions import name_of, remote
 from jdag.errors import JdagError, kind_of, unusable
 
 
@@ -140,6 +140,7 @@ class Pipeline:
         return f"Pipeline({len(self.stages)} stages)"
 
 
+@remote
 def last_stage(
     fn: Callable[..., Any], loss: Callable[..., Any], params: Any, x: Any, target: Any
 ) -> Any:

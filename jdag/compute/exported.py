@@ -26,7 +26,7 @@ from msgspec import Meta, MsgspecError
 from msgspec.msgpack import Decoder, encode
 
 from jdag.compute.avals import Aval, aval_from, aval_of
-from jdag.compute.jaxprs import has_callback
+from jdag.compute.jaxprs import unportable
 from jdag.compute.tracing import Traced, TracedResult, as_jax, vjp_of
 from jdag.engine.arrays import ArrayType, check_possible
 from jdag.engine.functions import is_unjitted
@@ -80,15 +80,16 @@ def exported(pair: Any) -> Definition:
     if pair.source.unjitted:
         why = "" if is_unjitted(pair.source.fn) else ", since it moves arrays"
         raise JdagError(f"{pair.name} is not jitted{why}, as StableHLO would be")
-    found: list[TracedResult] = []
+    found: list[tuple[Traced, list[Aval]]] = []  # No tracers: they would leak.
     body = pair.source.forward(pair.tracked, jax.jit)
 
     def forward(*args: Any) -> tuple[Any, ...]:
-        found.append(body(*args))
-        return (*found[-1].outputs, *found[-1].rest)
+        made: TracedResult = body(*args)
+        found.append((made.traced, [aval_of(one) for one in made.rest]))
+        return (*made.outputs, *made.rest)
 
     program = _exported(pair.name, forward, [aval.struct() for aval in pair.avals])
-    traced, rest = found[-1].traced, [aval_of(one) for one in found[-1].rest]
+    traced, rest = found[-1]
     data = encode(
         ExportHeader(
             traced.args_kept,
@@ -135,11 +136,8 @@ def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> byte
     """A flat function as bytes: for all platforms or, failing that, for this one."""
     compiled = jax.jit(fn)
     jaxpr = compiled.trace(*structs).jaxpr
-    if jaxpr.effects or has_callback(jaxpr):
-        raise JdagError(
-            f"{name} calls back into Python, as jax.pure_callback and jax.debug.print "
-            "do, which StableHLO cannot"
-        )
+    if why := unportable(jaxpr):
+        raise JdagError(f"{name} {why}, which StableHLO cannot")
     failed: Exception | None = None
     for platforms in (PLATFORMS, (jax.default_backend(),)):
         try:
@@ -199,10 +197,12 @@ class Program:
     def refuse_dual(self) -> NoReturn:
         """Raise JdagError: a StableHLO program cannot be differentiated twice."""
         module = self.name.partition(":")[0].rpartition("(")[2]
+        is_theirs = module.partition(".")[0] not in ("__main__", "jdag")
+        named = repr(module) if is_theirs else "..."
         raise JdagError(
             f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
-            "differentiate again; a function that goes by name it can: start the "
-            f"worker with allow=[{module!r}] where it has that module"
+            "differentiate again; it can what goes by name: functions at the top of "
+            f"modules, other than the script, that are in allow=[{named}]"
         )
 
     def forward(

@@ -27,6 +27,20 @@ def has_callback(part: Any) -> bool:
     return any("callback" in equation.primitive.name for equation in equations(part))
 
 
+def unportable(closed: Any) -> str:
+    """Say why a jaxpr cannot be sent as StableHLO, after a name; "" if it can."""
+    if closed.effects or has_callback(closed):
+        return "calls back into Python, as jax.pure_callback and jax.debug.print do"
+    counts = [1]  # Of devices, by the meshes in it.
+    for equation in equations(closed):
+        counts.append(getattr(equation.params.get("mesh"), "size", 1))
+        sharding = equation.params.get("sharding")
+        counts.append(getattr(sharding, "num_devices", 1))
+    if max(counts) > 1:
+        return f"is for {max(counts)} devices, as jax.shard_map and jax.pmap are"
+    return ""
+
+
 def has_move(part: Any) -> bool:
     """Tell whether arrays move between devices in a jaxpr, or in one inside of it."""
     return any(equation.primitive is MOVE for equation in equations(part))

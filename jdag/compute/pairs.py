@@ -23,7 +23,13 @@ from jdag.compute.avals import Aval, aval_of, is_deleted, is_there
 from jdag.compute.configuration import Configuration, configuration
 from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
 from jdag.compute.fingerprint import key_of
-from jdag.compute.jaxprs import Reaches, has_callback, has_move, passed_on
+from jdag.compute.jaxprs import (
+    Reaches,
+    has_callback,
+    has_move,
+    passed_on,
+    unportable,
+)
 from jdag.compute.pytrees import Template, unflatten
 from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
@@ -57,6 +63,7 @@ class Pair:
     device: str | None = None
     in_devices: tuple[str | None, ...] | None = None
     out_devices: tuple[str | None, ...] | None = None
+    unportable = ""  # Why it cannot go as StableHLO, beside being unjitted.
 
     def __init__(
         self, source: Any, avals: tuple[Aval, ...], tracked: tuple[bool, ...]
@@ -73,6 +80,7 @@ class Pair:
             trace = self.compiled.trace(*structs)
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
+            self.unportable = unportable(trace.jaxpr)
             self.passes = passed_on(trace.jaxpr)
             if has_move(trace.jaxpr):  # jit would ignore the move.
                 source.unjitted = self.may_raise = True

@@ -107,11 +107,11 @@ class Allowed:
 
 
 class AllImported(Allowed):
-    """Allowlist of all that could be allowed: of the modules that are imported here."""
+    """Allowlist of all that is imported here; of the script if MAIN is named."""
 
     def _owns(self, module: str) -> bool:
         if module in (MAIN, "builtins"):
-            return module == MAIN and main_script() is not None
+            return module in self.modules and main_script() is not None
         return module in sys.modules
 
 

@@ -14,7 +14,7 @@ Outputs: messages with specs in place of functions, and definitions to send befo
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -70,6 +70,7 @@ NAMING = frozenset(
 )
 
 _warned: list[str] = []
+_twice: list[None] = []  # One for each `jdag.hvp` that runs.
 
 Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
@@ -276,7 +277,10 @@ def warn_unportable(event: Event, here: Worker) -> None:
     try:
         for fn, worker in () if _warned else _python_of(event):
             if worker != here:
-                _check_program(fn, worker, AllImported((), load=False))
+                _check_program(fn, worker, AllImported((MAIN,), load=False))
+        for pair, worker in () if _warned else _pairs_of(event):
+            if worker != here and not pair.pair.source.unjitted:
+                _check_jitted(pair.pair, worker)
     except JdagError as error:
         _warned.append(f"jdag.launch would refuse this: {error}")
         site = call_site()
@@ -293,17 +297,48 @@ def _python_of(event: Event) -> Iterator[tuple[Any, Worker]]:
                     yield leaf, event.worker
         case Attached():
             yield event.hook.function, event.worker
+        case _:
+            for pair, worker in _pairs_of(event):
+                if pair.pair.source.unjitted:
+                    yield pair.pair.source.fn, worker
+
+
+def _pairs_of(event: Event) -> Iterator[tuple[Any, Worker]]:
+    """Yield the functions that an event has called or compiled, and where."""
+    match event:
         case Issued() | Assigned():
             for part in event.parts if isinstance(event, Assigned) else (event,):
-                pair: Any = part.function
-                if pair is not None and pair.pair.source.unjitted:
-                    yield pair.pair.source.fn, part.worker
+                if part.function is not None:
+                    yield part.function, part.worker
         case Planned():
-            for pair, to in _planned(event):
-                if pair.pair.source.unjitted:
-                    yield pair.pair.source.fn, to
+            yield from _planned(event)
         case _:
             pass
+
+
+def _check_jitted(pair: Any, worker: Worker) -> None:
+    """Raise JdagError where a jitted function goes neither as StableHLO nor by name."""
+    why = pair.unportable
+    if not why and _twice and any(pair.tracked):
+        why = "is differentiated twice by jdag.hvp"
+    try:
+        if why:
+            _check_named(pair, spec_of(pair), AllImported((), load=False))
+    except JdagError as error:
+        raise JdagError(
+            f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot go as "
+            f"StableHLO, nor can it by name: {error}"
+        ) from None
+
+
+@contextmanager
+def differentiating_twice() -> Iterator[None]:
+    """Warn of tracked functions that cannot go by name, as `jdag.hvp` needs them to."""
+    _twice.append(None)
+    try:
+        yield
+    finally:
+        _twice.pop()
 
 
 def _planned(event: Planned) -> Iterator[tuple[Any, Worker]]:
