@@ -1,5 +1,6 @@
 """Devices: what jobs cost, and what those on one device wait for."""
 
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,25 @@ def test_a_function_costs_what_its_full_or_bare_name_says_or_else_the_worker(
     name: str, costs: tuple[int, int]
 ):
     assert (MODEL.cost_ns(forward(name=name)), MODEL.cost_ns(vjp(name=name))) == costs
+
+
+@pytest.mark.parametrize("order", list(permutations(("one", "two", "hundred")))[:3])
+def test_closures_of_one_code_cost_what_their_own_names_say(order: tuple[str, ...]):
+    def stage(name: str) -> Any:
+        def f(x: Any) -> Any:
+            return 2 * x
+
+        f.__qualname__ = name
+        return f
+
+    costs = {"one": (1, 0), "two": (2, 0), "hundred": (100, 0)}
+    model = DeviceModel(functions=costs)
+    with jdag.simulate(["a"], seed=0, devices=model) as cluster:
+        with cluster.context() as ctx:
+            for name in order:
+                ctx.call("a", stage(name), 1.0).fetch()
+        taken = [one.named["cost_ns"] for one in cluster.trace.of_kind("finish")]
+    assert taken == [costs[name][0] for name in order]
 
 
 def test_sums_and_fills_cost_the_same():

@@ -163,6 +163,16 @@ def test_different_code_makes_other_keys() -> None:
     assert keys[0] != keys[1] != keys[2] != keys[0]
 
 
+@pytest.mark.parametrize("make", [lambda held: lambda x: x, closing_over])
+@pytest.mark.parametrize("name", ["__qualname__", "__module__"])
+def test_the_same_code_under_another_name_has_another_key(make: Any, name: str) -> None:
+    one, other = make(3), make(3)
+    assert key_of(one) == key_of(other)
+    setattr(other, name, "another")
+    assert key_of(one) != key_of(other)
+    assert key_of(functools.partial(one)) != key_of(functools.partial(other))
+
+
 def test_the_same_code_over_other_globals_makes_another_key() -> None:
     code = compile("def f(x): return x * scale", "anywhere.py", "exec")
     spaces: list[dict[str, Any]] = [{"scale": 2}, {"scale": 3}]
@@ -351,8 +361,9 @@ def test_functions_that_all_read_each_other_take_linear_time() -> None:
     assert key_of(space["all_of"]) != before
 
 
-def test_the_key_of_an_unchanged_function_is_found_once() -> None:
-    assert key_of(_bare) is key_of(_bare)
+def test_what_an_unchanged_function_reads_is_found_once() -> None:
+    keys: list[Any] = [key_of(_bare), key_of(_bare)]
+    assert keys[0][0] is keys[1][0]
 
 
 def _bare(x: Any) -> Any:

@@ -31,7 +31,7 @@ from jdag.wire.specs import (
     spec_of,
     written,
 )
-from jdag.wire.trees import Opaque, TreeNode, portable
+from jdag.wire.trees import Named, Opaque, TreeNode, portable
 
 Point = namedtuple("Point", "x y")
 HERE = Allowed(["tests"])
@@ -176,6 +176,19 @@ def test_a_spec_has_types_and_what_is_tracked_with_weak_types_apart() -> None:
 def test_a_spec_is_made_once() -> None:
     found = made(total, jnp.ones(3))
     assert spec_of(found) is spec_of(found)
+
+
+def test_a_spec_names_the_functions_among_its_statics_whatever_else_was_made() -> None:
+    def noted(name: str) -> Any:
+        def f(x: Any) -> Any:
+            return 2 * x
+
+        f.__qualname__ = name
+        return f
+
+    for name in ("first", "second", "third"):
+        (there,) = read_spec(spec_of(made(total, noted(name))))[1].arguments[0]
+        assert there.value == Named(f"{__name__}:{name}")
 
 
 def test_places_go_before_the_spec_of_the_pair() -> None:

@@ -4,9 +4,10 @@ A function reads its defaults, its closure and the globals that it names; those 
 that are functions of its own package are followed. Numbers, texts, tuples, small
 containers and numpy arrays count by value, other objects by identity.
 
-Outputs: `key_of`, a hashable key for caches; `digest_of`, which processes compare. In a
-    digest an object that counts by identity is described: an array by its bytes, one of
-    the same package by its parts, any other by its name.
+Outputs: `key_of`, a hashable key for caches, which has the names of functions, since
+    costs and messages go by these; `digest_of`, which processes compare. In a digest an
+    object that counts by identity is described: an array by its bytes, one of the same
+    package by its parts, any other by its name.
 
 Invariants: functions with equal keys compute the same unless an object that counts by
 identity has changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. Objects that
@@ -237,8 +238,9 @@ def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
     if not slot or not slot[0].is_current():
         slot[:] = [GlobalReads(fn.__code__, fn.__globals__)]
     reads = slot[0]
+    names = fn.__module__, fn.__qualname__
     if not (reads.held or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
-        return reads
+        return (reads, names)
     seen = {} if seen is None else seen
     if id(fn) in seen:
         return ("again", seen[id(fn)])
@@ -249,7 +251,7 @@ def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
     own += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
     keys = [key_of(one, seen, by) for one, by in reads.held]
     keys += [key_of(one, seen, reads.changes) for one in own]
-    return (reads, fn.__module__, *keys)
+    return (reads, names, *keys)
 
 
 def _is_small(value: Any, items_max: int, bytes_max: int) -> bool:
@@ -293,10 +295,8 @@ def digest_of(found: Any) -> str:
 
 def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
     """Yield the texts of a part of a key; objects of package `top` are described."""
-    if isinstance(part, GlobalReads):
-        part = (part, part.module)
     if type(part) is tuple and part and isinstance(part[0], GlobalReads):
-        reads, module, *held = part
+        reads, (module, _), *held = part
         part = f"{reads.code.co_qualname} of {module}"
         if _top_of(module) == top:
             part = (reads.key if _top_of(reads.module) == top else reads.code, *held)
