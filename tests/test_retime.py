@@ -1,6 +1,8 @@
 """Re-timing: a recorded run with other links and devices, held against running it."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import jax
@@ -13,11 +15,14 @@ import jdag
 from jdag import schedules
 from jdag.cli.commands import app
 from jdag.errors import JdagError, ScenarioError
+from jdag.report.formatting import formatted
+from jdag.report.result import json_of
 from jdag.runtime.trace import read_trace
 from jdag.sim import DeviceModel, LinkModel, LogGP, Network
 from tests.pipeline_cases import batches, layer, simulated, square, step, weights
 from tests.tiers import TIER
 
+SCENARIOS = Path(__file__).parent.parent / "scenarios"
 CASES = 200 if TIER == "all" else 24
 
 
@@ -94,9 +99,37 @@ def one_step(cluster, schedule, steps=1, compiled=False):
             cluster.update(lambda w, g: w - g, params, ctx.gradient(params))
 
 
-def last_end(trace):
-    jobs = [r for r in trace.of_kind("finish") if r.named["action"]]
-    return max(record.time_ns for record in jobs)
+def taken(trace):
+    """From the begin of the first job to the end of the last."""
+    begins, ends = (
+        [r.time_ns for r in trace.of_kind(kind) if r.named["action"]]
+        for kind in ("start", "finish")
+    )
+    return max(ends) - min(begins)
+
+
+def faster_link(rng, network, links):
+    """One of these links with a tenth less latency, and a tenth more bandwidth."""
+    link = rng.choice(links)
+    model = network.model(*link)
+    rate = model.bandwidth_bytes_per_s
+    model = replace(
+        model,
+        latency_ns=model.latency_ns * 9 // 10,
+        bandwidth_bytes_per_s=rate and rate * 11 // 10,
+    )
+    return replace(network, links={**network.links, link: model})
+
+
+def faster_job(rng, devices, workers):
+    """One function of one worker with a tenth less time for its forward."""
+    each = {w: devices if type(devices) is DeviceModel else devices[w] for w in workers}
+    worker = rng.choice(workers)
+    functions = dict(each[worker].functions)
+    name = rng.choice(list(functions))
+    forward_ns, *backward = functions[name]
+    functions[name] = (forward_ns * 9 // 10, *backward)
+    return {**each, worker: replace(each[worker], functions=functions)}
 
 
 @pytest.mark.parametrize("seed", range(CASES))
@@ -105,14 +138,19 @@ def test_a_run_re_timed_is_the_run_repeated(seed):
     schedule = schedule_of(rng)
     workers = schedule.workers
     first, *others = [
-        (network_of(rng, workers), devices_of(rng, workers)) for _ in range(4)
+        (network_of(rng, workers), devices_of(rng, workers)) for _ in range(3)
     ]
+    network, devices = first
+    links = [(a, b) for a in workers for b in workers if a != b]
+    if links:
+        others.append((faster_link(rng, network, links), devices))
+    others.append((network, faster_job(rng, devices, workers)))
     steps = rng.choice([1, 1, 2]), seed % 3 == 2
     trace = traced(schedule, *first, *steps)
     run = jdag.retime(trace)
-    assert run.makespan() == last_end(trace)
+    assert run.makespan() == taken(trace)
     for network, devices in others:
-        expected = last_end(traced(schedule, network, devices, *steps))
+        expected = taken(traced(schedule, network, devices, *steps))
         assert run.makespan(network, devices) == expected
         path = run.critical_path(network, devices)
         assert path.makespan_ns == expected == sum(path.by_kind.values())
@@ -156,9 +194,58 @@ def test_its_gradient_is_that_of_finite_differences(trace):
                     ends.append(float(run.makespan_fn(changed)))
                 found = (ends[0] - ends[1]) / (2e-6 * value)
                 slope = float(slopes[key][name])
-                assert abs(found - slope) <= 1e-6 * max(abs(slope), abs(found), 1e-9)
+                assert abs(found - slope) <= 1e-6 * max(abs(slope), abs(found), 1e-6)
                 checked += slope != 0
     assert checked >= 6
+
+
+def test_what_links_carry_before_and_after_the_step_has_no_part_in_its_time():
+    """Every array begins on w0; weights and targets go from there to their workers."""
+    schedule = schedules.one_f_one_b(stages=4, micro_batches=3)
+    with simulated(
+        schedule,
+        schedule.workers,
+        **{"values": "abstract", "network": LANES, "devices": DEVICES},
+    ) as cluster:
+        one_step(cluster, schedule)
+        params = [cluster.put("w3", w) for w in weights(3)]
+        jdag.fetch(params)  # Takes its time on w3->w0.
+        run = jdag.retime(cluster.trace)
+    with jax.enable_x64(True):
+        slopes = jax.grad(run.makespan_fn)(run.settings)
+        assert float(run.makespan_fn(run.settings)) <= taken(cluster.trace)
+    used = [
+        f"w{n}->w{n + way}" for n in range(4) for way in (1, -1) if 0 <= n + way < 4
+    ]
+    for key in ("latency_ns", "bandwidth_bytes_per_s"):
+        of = {link: float(slope) for link, slope in slopes[key].items()}
+        assert {"w0->w2", "w0->w3", "w3->w0"} <= of.keys()
+        assert sorted([link for link, slope in of.items() if slope]) == sorted(used)
+    # There are three micro-batches, of which the first has to get to the end and back.
+    assert float(slopes["latency_ns"]["w2->w3"]) >= 1
+
+
+def test_a_window_has_the_steps_that_begin_in_it():
+    with simulated(
+        SCHEDULE,
+        SCHEDULE.workers,
+        **{"values": "abstract", "network": LANES, "devices": DEVICES},
+    ) as cluster:
+        one_step(cluster, SCHEDULE)
+        between = cluster.now_ns
+        one_step(cluster, SCHEDULE)
+        end = cluster.now_ns
+    one = taken(traced(SCHEDULE, LANES, DEVICES))
+    trace = cluster.trace
+    for window in ((0, between), (between, end)):
+        assert jdag.retime(trace, window).makespan() == one
+    assert jdag.retime(trace).makespan() > 2 * one
+    fast = LinkModel(10, 10**9)
+    found = taken(traced(SCHEDULE, Network(fast, control_lane=True), DEVICES))
+    run = jdag.retime(trace, (between, end))
+    assert run.makespan(fast) == run.critical_path(fast).makespan_ns == found
+    with pytest.raises(JdagError, match=r"no jobs .* that begin in \(0, 0\) ns"):
+        jdag.retime(trace, (0, 0))
 
 
 def test_many_settings_at_once_are_each_of_them(trace):
@@ -246,7 +333,7 @@ def test_settings_that_would_change_the_order_are_refused(
 
 def test_what_processes_add_to_jobs_is_re_timed(trace):
     slower = replace(DEVICES, job_ns=70)
-    assert jdag.retime(trace).makespan(devices=slower) == last_end(
+    assert jdag.retime(trace).makespan(devices=slower) == taken(
         traced(SCHEDULE, LANES, slower)
     )
 
@@ -269,7 +356,7 @@ def test_settings_by_which_messages_would_leave_in_another_order_are_refused():
     ) as cluster:
         step(cluster, schedule, fetched=False)
         run = jdag.retime(cluster.trace)
-        assert run.makespan() == last_end(cluster.trace)
+        assert run.makespan() == taken(cluster.trace)
     with pytest.raises(ScenarioError, match=r"w0 to w1 leave in another order \(rec"):
         run.makespan(LinkModel(0))
 
@@ -300,6 +387,21 @@ def test_what_if_prints_both_times_and_what_they_waited_for(trace, tmp_path):
     assert f"what if / as it ran: {fast / run.makespan():.3f}" in said
     code, said = command("what-if", tmp_path, "--compute", "x1")
     assert code == 0 and "as it ran: 1.000" in said
+
+
+def test_what_if_is_about_the_part_of_a_run_that_its_report_shows(tmp_path):
+    out = tmp_path / "out"
+    command("run", SCENARIOS / "zero_bubble.toml", "--out", out)
+    result = json_of(out / "result.json")
+    shorter = {**result, "window_ns": [4_000, 11_000]}
+    for one, makespan_ns in ((result, 27_000), (shorter, 8_000)):
+        (out / "result.json").write_text(json.dumps(one), encoding="utf-8")
+        code, said = command("what-if", out, "--compute", "x1")
+        row = next(line for line in said.splitlines() if "makespan" in line)
+        assert code == 0 and row.count(formatted("makespan_ns", makespan_ns)) == 2
+    (out / "result.json").write_text("{}", encoding="utf-8")
+    code, said = command("what-if", out)
+    assert code == 2 and "allowed is a folder that `jdag run` wrote" in said
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from jdag.cli.sweeping import value_of
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.retiming import Retimed, retime
 from jdag.report.formatting import formatted
+from jdag.report.result import RESULT, read_result
 from jdag.runtime.trace import read_trace
 from jdag.sim.network import LinkModel, Network
 
@@ -35,15 +36,21 @@ def what_if(
 
     `--bandwidth` is in bytes/s, `--latency` in ns, of all links; `--compute` is a
     factor of the times of all jobs. The run followed a schedule, with a control lane
-    that is free and immediate.
+    that is free and immediate. Told is the part that its report shows.
 
     Exit codes: 0; 2 bad input, or a run whose order depends on time: says why.
     """
     with errors_in_one_line():
         try:
             with reading(folder):
-                run = retime(read_trace(folder / TRACE))
-        except OSError as error:
+                trace, window = read_trace(folder / TRACE), None
+                if (
+                    folder / RESULT
+                ).exists():  # Else a trace alone, as a program wrote.
+                    first_ns, last_ns = read_result(folder)["window_ns"]
+                    window = first_ns, last_ns
+                run = retime(trace, window)
+        except (OSError, ValueError) as error:
             raise no_run(folder, error) from error
         except JdagError as error:
             raise ScenarioError(f"{folder}: {error}") from error
@@ -97,7 +104,7 @@ def _print(run: Retimed, paths: list[Any]) -> None:
     console = Console()
     before, after = (path.makespan_ns for path in paths)
     ratio = f"{after / before:.3f}" if before else "-"
-    table = Table(title="until the last job ends, and what it waited for")
+    table = Table(title="what the jobs waited for")
     for column in ("", "as it ran", "what if"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("makespan", *(formatted("makespan_ns", n) for n in (before, after)))

@@ -5,11 +5,12 @@ passed. An edge costs `amount` times a parameter, in ns.
 
 Inputs:  nodes in an order in which edges point forward; edges in the order of the nodes
          that they enter; costs of edges.
-Outputs: times of nodes, exact for ints; `longest`, for many settings at once, in JAX,
-         with the gradient by parameters along a longest path.
+Outputs: times of nodes, exact for ints; `span`, for many settings at once, in JAX, with
+         the gradient by parameters along longest paths.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -53,21 +54,33 @@ class MaxPlus:
             at[node], by[node] = latest, best
         return at, by
 
-    def longest(self, matrix: tuple[Any, Any, Any], count: int) -> Callable[..., Any]:
-        """A JAX function from `count` parameters to the time of the last node.
+    def span(
+        self,
+        matrix: tuple[Any, Any, Any],
+        count: int,
+        starts: Sequence[int],
+        ends: Sequence[int],
+    ) -> Callable[..., Any]:
+        """A JAX function from `count` parameters to a time between nodes.
 
         Args:
             matrix: edges, parameters and amounts of what edges cost, beside each other:
                 an edge may be there with several parameters.
             count: how many parameters there are.
+            starts: nodes; the time begins when the first of them happens.
+            ends: nodes; it ends when the last of them happens.
         """
+        between = np.array(starts), np.array(ends)
         shape: Any = jax.ShapeDtypeStruct
 
         def spans(values: Any) -> Any:
             dtype = values.dtype
 
             def host(given: Any) -> Any:
-                parts = [self._many(of, matrix)[0] for of in _chunks(given, count)]
+                parts = []
+                for of in _chunks(given, count):
+                    at, _ = self._many(of, matrix)
+                    parts.append(at[between[1]].max(0) - at[between[0]].min(0))
                 return np.concatenate(parts).reshape(given.shape[:-1]).astype(dtype)
 
             found = shape(values.shape[:-1], dtype)
@@ -77,7 +90,8 @@ class MaxPlus:
             dtype = values.dtype
 
             def host(given: Any) -> Any:
-                parts = [self._slopes(of, matrix) for of in _chunks(given, count)]
+                chunks = _chunks(given, count)
+                parts = [self._slopes(of, matrix, *between) for of in chunks]
                 return np.concatenate(parts).reshape(given.shape).astype(dtype)
 
             found = shape(values.shape, dtype)
@@ -90,8 +104,8 @@ class MaxPlus:
         )
         return lambda values: span(jnp.asarray(values))
 
-    def _many(self, values: Any, matrix: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        """The spans of some settings; when each node happens, and what edges cost."""
+    def _many(self, values: Any, matrix: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        """When each node happens with some settings, and what edges cost."""
         edges, parameters, amounts = matrix
         costs = np.zeros((len(self.sources), len(values)))
         np.add.at(costs, edges, amounts[:, None] * values.T[parameters])
@@ -102,17 +116,23 @@ class MaxPlus:
             np.add(at[sources[first]], costs[first], out=here)
             for edge in range(first + 1, end):
                 np.maximum(here, at[sources[edge]] + costs[edge], out=here)
-        return at.max(0), at, costs
+        return at, costs
 
-    def _slopes(self, values: Any, matrix: tuple[Any, Any, Any]) -> Any:
+    def _slopes(
+        self, values: Any, matrix: tuple[Any, Any, Any], starts: Any, ends: Any
+    ) -> Any:
         """The gradients of the spans of some settings by the parameters."""
         edges, parameters, amounts = matrix
-        _, at, costs = self._many(values, matrix)
+        at, costs = self._many(values, matrix)
         order = np.argsort(edges, kind="stable")
         begins = np.searchsorted(edges[order], np.arange(len(self.sources) + 1))
         entered = {node: (first, end) for node, first, end in self._entered}
         found = np.zeros_like(values)
-        for setting, node in enumerate(at.argmax(0).tolist()):
+        lasts = ends[at[ends].argmax(0)].tolist()
+        firsts = starts[at[starts].argmin(0)].tolist()
+        # What comes before both, such as set-up, counts for nothing.
+        walks = [(1, node) for node in lasts], [(-1, node) for node in firsts]
+        for setting, (sign, node) in chain(*map(enumerate, walks)):
             here = node
             while here in entered:
                 first, end = entered[here]
@@ -122,7 +142,7 @@ class MaxPlus:
                     times = at[sources, setting] + costs[first:end, setting]
                     edge += int(times.argmax())
                 for row in order[begins[edge] : begins[edge + 1]]:
-                    found[setting, parameters[row]] += amounts[row]
+                    found[setting, parameters[row]] += sign * amounts[row]
                 here = int(self.sources[edge])
         return found
 

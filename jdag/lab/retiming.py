@@ -5,9 +5,10 @@ takes time is fixed, so the run is a graph of longest paths (`jdag.lab.max_plus`
 wait for the one before on their device and for what they read, values for the one
 before on their link. Costs alone change: latencies, bandwidths, and times of jobs.
 
-Inputs:  the trace of a run, with its settings (`Trace.settings`).
+Inputs:  the trace of a run, with its settings (`Trace.settings`); a window of it.
 Outputs: `Retimed`: makespans of other settings, to the ns what a run with them takes
-         until its last job ends; their gradient; the critical path.
+         from the begin of the first job of the window to the end of the last; their
+         gradient; the critical path.
 
 Invariants: with the recorded settings the graph gives each job the times of the trace,
 or the run is refused; so is one whose order may depend on time, by what is missing.
@@ -34,11 +35,12 @@ _SECOND_NS = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class CriticalPath:
-    """What a run waited for, from its begin to the end of its last job.
+    """What a run waited for, from the begin of its first job to the end of its last.
 
     Attributes:
-        steps: (what, start_ns, end_ns) of each part that takes time, in order.
-        makespan_ns: their sum, and what the run takes.
+        steps: (what, start_ns, end_ns) of each part that takes time, in order; the
+            first job begins at 0.
+        makespan_ns: their sum, and the makespan.
         by_worker, by_link, by_kind: ns of each; kinds are "compute", "latency" and
             "transfer".
     """
@@ -114,7 +116,7 @@ class Retimed:
         network: Network | LinkModel | None = None,
         devices: DeviceModel | Mapping[str, DeviceModel] | None = None,
     ) -> int:
-        """Until the last job ends, in ns, as a run with these would take.
+        """From the first job's begin to the last one's end, in ns, of a run with these.
 
         Args:
             network: of the same workers; None: that of the run.
@@ -124,21 +126,9 @@ class Retimed:
             ScenarioError: a network or devices by which the order of the run would
                 depend on time, or is another; names what.
         """
-        return self._spanned(network, devices)[1]
-
-    def span(
-        self,
-        network: Network | LinkModel | None = None,
-        devices: DeviceModel | Mapping[str, DeviceModel] | None = None,
-    ) -> int:
-        """From the begin of the first job to the end of the last; as `makespan`."""
-        first_ns, last_ns = self._spanned(network, devices)
-        return last_ns - first_ns
-
-    def _spanned(self, network: Any, devices: Any) -> tuple[int, int]:
         at, _ = self._times(self._edge_costs(network, devices))
-        starts, ends = self._graph.starts, self._graph.ends
-        return min([at[node] for node in starts]), max([at[node] for node in ends])
+        first_ns = min([at[node] for node in self._graph.starts])
+        return max([at[node] for node in self._graph.ends]) - first_ns
 
     def _times(self, costs: list[int]) -> tuple[list[int], list[int]]:
         """When each node happens, and the edge that it waited for.
@@ -166,22 +156,24 @@ class Retimed:
         *,
         scale: float = 1.0,
     ) -> CriticalPath:
-        """What the last job waited for, back to the begin; arguments as `makespan`.
+        """What the last job waited for since the first; arguments as `makespan`.
 
         Jobs take `scale` times as long, rounded to ns.
         """
         costs = self._edge_costs(network, devices, scale)
         at, by = self._times(costs)
+        begin_ns = min([at[node] for node in self._graph.starts])
         node = max(self._graph.ends, key=at.__getitem__)
-        makespan_ns, steps = at[node], []
+        makespan_ns, steps = at[node] - begin_ns, []
         shares: dict[str, Counter[str]] = {
             "worker": Counter(),
             "link": Counter(),
             "kind": Counter(),
         }
-        while (edge := by[node]) >= 0:
+        while (edge := by[node]) >= 0 and at[node] > begin_ns:
             (source, _), cost = self._graph.edges[edge]
-            if ns := costs[edge]:
+            start_ns = max(at[source], begin_ns)
+            if ns := min(costs[edge], at[node] - start_ns):
                 if cost.kind == "job":
                     what, kind, where = job_named(cost.key), "compute", "worker"
                     shares[where][cost.key[0]] += ns
@@ -190,7 +182,8 @@ class Retimed:
                     kind, where = cost.kind, "link"
                     shares[where][f"{cost.key[0]}->{cost.key[1]}"] += ns
                 shares["kind"][kind] += ns
-                steps.append((what, at[source], at[source] + ns))
+                start_ns -= begin_ns
+                steps.append((what, start_ns, start_ns + ns))
             node = source
         return CriticalPath(
             *(tuple(reversed(steps)), makespan_ns),
@@ -198,19 +191,23 @@ class Retimed:
         )
 
 
-def retime(trace: Trace) -> Retimed:
+def retime(trace: Trace, window_ns: tuple[int, int] | None = None) -> Retimed:
     """Take a recorded run as a function of its links and devices.
+
+    What comes before its first job, such as set-up, has no part in its makespan.
 
     Args:
         trace: `cluster.trace`, or what `jdag.runtime.trace.read_trace` read of a run
             under a schedule with `Network(control_lane=True)`.
+        window_ns: `cluster.now_ns` before and after some steps, of which the jobs are
+            re-timed; None: all jobs of the schedule.
 
     Raises:
         JdagError: the order of this run may depend on time, or its trace has no
             settings; names what is missing.
     """
     network = _network_of(trace)
-    graph = RunGraph(trace)
+    graph = RunGraph(trace, window_ns)
     run = Retimed(graph, network)
     at, _ = run._paths.times(run._edge_costs(None, None))
     for node, record in graph.checked:
@@ -317,7 +314,8 @@ def _relaxed(run: Retimed) -> Any:
                 rows.append((edge, at, cost.nbytes * float(_SECOND_NS)))
     columns = [np.array([row[n] for row in rows]) for n in range(3)]
     matrix = (columns[0].astype(int), columns[1].astype(int), columns[2])
-    span = run._paths.longest(matrix, len(places))
+    between = run._graph.starts, run._graph.ends
+    span = run._paths.span(matrix, len(places), *between)
 
     def makespan_fn(settings: Mapping[str, Mapping[str, Any]]) -> Any:
         """The makespan in ns of settings like `Retimed.settings`, without rounding.

@@ -65,12 +65,13 @@ class _Device:
 class RunGraph:
     """The graph of a trace: `edges` by the node that they enter, with their costs.
 
-    `starts` and `ends` are the nodes of starts and finishes, `checked` nodes with the
-    record whose time they have, `costs` the times of jobs by (worker, function,
-    action), and `free` those of no list before the last one, which take no time.
+    `starts` and `ends` are the nodes of starts and finishes of the jobs that begin in
+    `window_ns` (None: of all), `checked` nodes with the record whose time they have,
+    `costs` the times of jobs by (worker, function, action), and `free` those of no list
+    before the last one, which take no time.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, window_ns: tuple[int, int] | None = None) -> None:
         self.nodes = 0
         self.edges: list[tuple[tuple[int, int], Cost]] = []
         self.starts: list[int] = []
@@ -80,7 +81,7 @@ class RunGraph:
         self.free: dict[tuple[str, str, str], None] = {}
         self._between: dict[tuple[str, str, str], None] = {}  # No listed job came yet.
         self.links: dict[Link, None] = {}
-        self._trace = trace
+        self._window_ns = window_ns
         self._at: list[int] = []  # The node of each record.
         self._records: list[Record] = []
         self._left: dict[Link, int] = {}  # Where the last value has left.
@@ -106,7 +107,8 @@ class RunGraph:
             handle = getattr(self, f"_{record.kind}", self._event)
             self._at.append(handle(record))
         if not self.ends:
-            raise refusal("it has no jobs of its schedule")
+            where = "" if window_ns is None else f" that begin in {window_ns} ns"
+            raise refusal(f"it has no jobs of its schedule{where}")
 
     def _node(self, *entering: tuple[int, Cost]) -> int:
         node = self.nodes
@@ -225,7 +227,8 @@ class RunGraph:
         if device.starts:  # Two that run as one begin at once.
             waits.append((self._at[device.starts[0]], FREE))
         node = self._node(*waits)
-        self.starts.append(node)
+        if self._is_within(record):
+            self.starts.append(node)
         self.free |= self._between
         self._between.clear()
         device.starts.append(record.index)
@@ -237,6 +240,10 @@ class RunGraph:
                 "job of a function must take the same time"
             )
         return node
+
+    def _is_within(self, start: Record) -> bool:
+        first_ns, last_ns = self._window_ns or (0, start.time_ns)
+        return first_ns <= start.time_ns <= last_ns
 
     def _unlisted(self, record: Record, waits: list[tuple[int, Cost]]) -> int:
         said = record.named
@@ -271,7 +278,8 @@ class RunGraph:
             device.end = node
         node = device.end
         self.checked.append((node, record))
-        self.ends.append(node)
+        if self._is_within(self._records[start]):
+            self.ends.append(node)
         self._pass_ends.append(node)
         return node
 

@@ -91,7 +91,9 @@ def run_one(path: Path, changes: Mapping[str, Any]) -> Row:
     return _recorded(path, changes)[0]
 
 
-def _recorded(path: Path, changes: Mapping[str, Any]) -> tuple[Row, Trace]:
+def _recorded(
+    path: Path, changes: Mapping[str, Any]
+) -> tuple[Row, Trace, tuple[int, int]]:
     scenario = load(path, changes=changes)
     with closing(Virtual(scenario.settings)) as driver:
         answer = run_scenario(scenario, lambda done, total, numbers: None, driver)
@@ -107,16 +109,17 @@ def _recorded(path: Path, changes: Mapping[str, Any]) -> tuple[Row, Trace]:
     is_stuck = is_stuck and scenario.settings.expect.get("outcome") != "stuck"
     row["expectations"] = "met" if answer.met else "stuck" if is_stuck else "not met"
     row |= {"digest": digest, "jdag": version("jdag"), "jax": version("jax")}
-    return row | {"python": ".".join(map(str, sys.version_info[:3]))}, trace
+    row["python"] = ".".join(map(str, sys.version_info[:3]))
+    return row, trace, answer.window
 
 
 @lru_cache(maxsize=2)
 def _known(path: Path, changes: str) -> tuple[Row, Retimed | None]:
     """The row of a run, and the run as a function, if it is one of its costs."""
-    row, trace = _recorded(path, json.loads(changes))
+    row, trace, window_ns = _recorded(path, json.loads(changes))
     try:
-        run = retime(trace)
-        return row, run if run.span() == row["makespan_ns"] else None
+        run = retime(trace, window_ns)
+        return row, run if run.makespan() == row["makespan_ns"] else None
     except JdagError:
         return row, None
 
@@ -131,7 +134,7 @@ def _retimed(path: Path, changes: Row, first: Row) -> Row | None:
         return row if changes == first else None
     settings = load(path, changes=changes).settings
     try:
-        ns = run.span(network_of(settings, clean=False), devices_of(settings))
+        ns = run.makespan(network_of(settings, clean=False), devices_of(settings))
     except ScenarioError:
         return None
     kept = {key: row[key] for key in _LAST} | {"expectations": RETIMED}
