@@ -18,7 +18,7 @@ from jdag.engine import share
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError
 from jdag.lab.exploration import order_of, sound
-from jdag.lab.failures import said_of
+from jdag.lab.failures import read_failure, said_of
 from jdag.lab.strategies import (
     PCT,
     Exhaustive,
@@ -465,6 +465,26 @@ def test_a_run_with_other_values_in_the_same_steps_is_told(tmp_path):
     failure.save(path)
     with pytest.warns(UserWarning, match=r"bug\.json: .* but the digest differs"):
         jdag.replay(path, Case(one_call, {"w": PARAMS["w"] + 1}, {"w": "b"}))
+
+
+def test_a_bug_of_a_script_replays_as_that_of_a_module_without_a_word(tmp_path):
+    script = tmp_path / "scripted.py"
+    script.write_text(
+        "import jdag; third = lambda x: 3 * x\n"
+        "def case(cluster):\n"
+        "    with cluster.context() as ctx:\n"
+        "        return [ctx.call(at, third, 1.0).fetch() for at in 'abb']\n"
+        "if __name__ == '__main__':\n"
+        "    found = jdag.explore(case, ['a', 'b'], lambda run: False, runs=1)\n"
+        "    found.failure.save('bug.json')\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=env, check=True)
+    space: dict[str, Any] = {"__name__": "scripted"}
+    exec(script.read_text(), space)
+    assert read_failure(tmp_path / "bug.json")["program"] == "__main__:case"
+    run, steps = jdag.replay(tmp_path / "bug.json", space["case"])
+    assert len(steps) > 6 and run.error is None
 
 
 def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):

@@ -11,7 +11,11 @@ from jdag.report.lines import NAMES_MAX, draw_lines
 
 
 def drawn(
-    lines: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, x: str = "latency_ns"
+    lines: Any,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    x: str = "latency_ns",
+    failed: Any = None,
 ) -> Any:
     """The figure that was written as a picture, which is one."""
     kept: list[Any] = []
@@ -23,7 +27,9 @@ def drawn(
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     path = folder / "lines.png"
-    draw_lines(path, lines, title="t", x=x, y="makespan_ns", named="schedule")
+    draw_lines(
+        path, lines, failed or {}, title="t", x=x, y="makespan_ns", named="schedule"
+    )
     height, width, _ = imread(path).shape
     assert (width, height) == (1040, 585)
     (figure,) = kept
@@ -49,6 +55,22 @@ def test_numbers_are_in_order_with_units_and_lines_are_named(
     (legend,) = figure.legends
     assert legend.get_title().get_text() == "schedule"
     assert [text.get_text() for text in legend.get_texts()] == ["gpipe", "a$b$"]
+
+
+def test_runs_that_failed_are_crosses_on_no_line_and_named_by_their_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    lines, failed = (
+        {"": [(1, 3.0), (3, 5.0)]},
+        {"stuck": [(2, 0.1)], "failed": [(4, 9)]},
+    )
+    figure = drawn(lines, tmp_path, monkeypatch, failed=failed)
+    line, *crosses = figure.axes[0].lines
+    assert line.get_xydata().tolist() == [[1, 3], [3, 5]]
+    assert [one.get_xydata().tolist() for one in crosses] == [[[2, 0.1]], [[4, 9]]]
+    assert [one.get_linestyle() for one in (line, *crosses)] == ["-", "None", "None"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names[-2:] == ["stuck", "failed"]
 
 
 def test_names_stand_side_by_side_in_their_order(

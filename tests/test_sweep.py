@@ -10,7 +10,14 @@ import pytest
 import jdag
 from jdag.errors import ScenarioError
 from jdag.lab.journal import RUNS
-from jdag.lab.sweep import RUNS_MAX, TABLE, combinations, run_one, sweep
+from jdag.lab.sweep import (
+    RUNS_MAX,
+    TABLE,
+    _write_table,
+    combinations,
+    run_one,
+    sweep,
+)
 from jdag.scenario import load
 from jdag.scenario.run_scenario import run_scenario
 from tests.scenario_cases import scenario_of, written
@@ -51,6 +58,13 @@ def test_the_product_has_the_last_key_fastest_and_joined_keys_change_together():
 def test_values_that_make_no_product_are_refused(values: Any, said: str):
     with pytest.raises(ScenarioError, match=said):
         combinations(values)
+
+
+def test_a_text_of_several_lines_is_one_line_of_the_table(tmp_path: Path):
+    rows = {n: {"seed": n, "error_message": "one\ntwo\r\nthree"} for n in range(3)}
+    _write_table(tmp_path, rows)
+    assert [row["error_message"] for row in table(tmp_path)] == ["one two three"] * 3
+    assert (tmp_path / TABLE).read_bytes().count(b"\n") == 4
 
 
 def test_a_run_is_that_of_the_changed_file_whoever_runs_it(tmp_path: Path):

@@ -137,7 +137,8 @@ def test_a_picture_has_a_line_for_each_combination_of_the_other_settings(
 ):
     drawn: list[Any] = []
 
-    def draw(path: Path, lines: Any, **said: str) -> None:
+    def draw(path: Path, lines: Any, failed: Any, **said: str) -> None:
+        assert failed == {}
         drawn.append((path.name, lines, said))
 
     monkeypatch.setattr(sweeping, "draw_lines", draw)
@@ -156,6 +157,22 @@ def test_a_picture_has_a_line_for_each_combination_of_the_other_settings(
     assert [[x for x, _ in points] for points in lines.values()] == [[2, 3], [2, 3]]
     few, many = (sent for _, sent in lines["1000001"])
     assert 0 < few < many
+
+
+def test_a_run_that_failed_unexpectedly_is_drawn_apart_by_its_outcome(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    drawn: list[Any] = []
+    monkeypatch.setattr(sweeping, "draw_lines", lambda *args, **_: drawn.append(args))
+    for expected, apart in (("finished", ["stuck"]), ("stuck", [])):
+        path = scenario_of(tmp_path, "player", outcome=f'outcome = "{expected}"')
+        options = ("--set", "settings.end=good,stuck", "--out", expected)
+        sweep(path, *options, "--plot", "makespan_ns")
+        _, lines, failed = drawn.pop()
+        assert [x for x, _ in lines[""]] == ["good", "stuck"][: 2 - len(apart)]
+        assert [(name, [x for x, _ in of]) for name, of in failed.items()] == [
+            (name, [name]) for name in apart
+        ]
 
 
 def test_a_figure_without_numbers_is_refused(tmp_path: Path):

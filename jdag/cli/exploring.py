@@ -19,7 +19,14 @@ from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.campaign import campaign, case_of
 from jdag.lab.exploration import Report
-from jdag.lab.failures import OTHER_BITS, failure_of, read_failure, replayed, said_of
+from jdag.lab.failures import (
+    OTHER_BITS,
+    failure_of,
+    has_other_bits,
+    read_failure,
+    replayed,
+    said_of,
+)
 from jdag.lab.places import at, check_is_here
 from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
@@ -197,7 +204,7 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
                 played = replayed(held, bug, subject)
             run = played.explored
             assert run is not None
-            is_other = run.trace.digest != held["digest"]
+            is_other = has_other_bits(held, subject, run)
             with raising_nothing(own, "property"):
                 found = property and failure_of(subject, played, property, held["run"])
         for line in _timeline(held, played):

@@ -22,6 +22,7 @@ from jdag.runtime.tables import value_in
 from jdag.scenario import Scenario, load
 
 PARQUET = "sweep.parquet"
+FAILED = ("stuck", "failed")  # Outcomes of runs that an error ended.
 
 File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Set = Annotated[
@@ -170,13 +171,18 @@ def _draw(
     several = [key.split(",")[0] for key, each in values.items() if len(each) > 1]
     x, *others = several or [key.split(",")[0] for key in values][:1]
     lines: dict[str, list[tuple[Any, float]]] = {}
+    failed: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
         value: Any = row.get(figure)
         if type(value) in (int, float) and isfinite(value):
-            said = ", ".join([str(row[key]) for key in others])
-            lines.setdefault(said, []).append((row[x], value))
-    if not lines:
+            said, to = ", ".join([str(row[key]) for key in others]), lines
+            if row["expectations"] != "met" and row.get("outcome") in FAILED:
+                said, to = row["outcome"], failed
+            to.setdefault(said, []).append((row[x], value))
+    if not lines and not failed:
         allowed = "a figure that is a number in some run"
         raise ScenarioError(unusable("--plot", figure, allowed))
     title = f"{name}: {figure}"
-    draw_lines(path, lines, title=title, x=x, y=figure, named=",\n".join(others))
+    draw_lines(
+        path, lines, failed, title=title, x=x, y=figure, named=",\n".join(others)
+    )

@@ -179,7 +179,9 @@ def replay(
         The run, and the steps that were picked in it.
 
     Warns:
-        UserWarning: the steps are the same, but the digest of the trace is not.
+        UserWarning: the steps are the same, but the digest of the trace is not. It has
+            the names of functions, and is not compared of a program of another name, as
+            one of a script (`__main__`) has that is imported now.
 
     Raises:
         ScenarioError: the file is no such one, or the run is another than it was; names
@@ -190,9 +192,15 @@ def replay(
     played = replayed(held, path, subject)
     run = played.explored
     assert run is not None
-    if run.trace.digest != held["digest"]:
+    if has_other_bits(held, subject, run):
         warnings.warn(f"{path}: {OTHER_BITS}", stacklevel=2)
     return run, tuple(played.steps)
+
+
+def has_other_bits(held: Mapping[str, Any], subject: Subject, run: Explored) -> bool:
+    """Whether a program of the same name has another trace than was saved."""
+    digest: str = held["digest"]
+    return subject.name == held["program"] and run.trace.digest != digest
 
 
 def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> Played:

@@ -268,6 +268,13 @@ def _played(
             yield missing[at], {**cells, **reply["row"]}
 
 
+def _written(cell: Any) -> Any:
+    """A cell of the table: true, false, and texts in one line, for simple readers."""
+    if isinstance(cell, bool):
+        return str(cell).lower()
+    return " ".join(cell.splitlines()) if isinstance(cell, str) else cell
+
+
 def _write_table(folder: Path, done: Mapping[int, Row]) -> None:
     """Replace the table by one of these rows, in the order of their numbers."""
     rows = [done[number] for number in sorted(done)]
@@ -277,8 +284,5 @@ def _write_table(folder: Path, done: Mapping[int, Row]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*columns, *_LAST])
         for row in rows:
-            cells = [row.get(key) for key in (*columns, *_LAST)]
-            writer.writerow(
-                [str(c).lower() if c is True or c is False else c for c in cells]
-            )
+            writer.writerow([_written(row.get(key)) for key in (*columns, *_LAST)])
     os.replace(made, folder / TABLE)
