@@ -205,6 +205,10 @@ class PortabilityWarning(UserWarning):
     """`jdag.simulate` has run what `jdag.launch` would refuse."""
 
 
+class CostWarning(UserWarning):
+    """`DeviceModel(functions=)` has costs for other functions than a run has called."""
+
+
 class ScenarioError(JdagError):
     """A scenario or a setting is not usable: file, key, value and what is allowed."""
 

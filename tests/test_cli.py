@@ -94,6 +94,17 @@ def test_the_result_has_every_figure_of_the_table(place: Path):
     assert "jax" in result["versions"]
 
 
+def test_functions_are_named_as_tables_of_costs_have_them(place: Path):
+    more = ("[devices.functions]", "scale = [5, 6]", "[settings]", "length = 2")
+    code, out, err = jdag("run", written(place.parent, *more), "--functions")
+    assert (code, err) == (0, "")
+    _, _, rows = out.partition("cost in ns")
+    lines = [
+        line for line in rows.splitlines() if "[5, 6]" in line or "none: 0" in line
+    ]
+    assert ["shapes:scale(" in line for line in lines] == [True, False]
+
+
 def test_json_is_one_object_and_nothing_else(place: Path):
     code, out, err = jdag("run", written(place.parent), "--json")
     assert (code, err) == (0, "")

@@ -1,5 +1,6 @@
 """Devices: what jobs cost, and what those on one device wait for."""
 
+import re
 from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from jdag.engine.protocol import (
     Sum,
     Vjp,
 )
-from jdag.errors import ScenarioError
+from jdag.errors import CostWarning, RemoteError, ScenarioError
 from jdag.sim.devices import FREE, MOVED, DeviceModel, Roofline, models
 from jdag.sim.faults import Slow
 from tests.sim_cases import Work, job, play
@@ -96,6 +97,39 @@ def test_closures_of_one_code_cost_what_their_own_names_say(order: tuple[str, ..
     assert taken == [costs[name][0] for name in order]
 
 
+def ran_with(costs: dict[str, Any], *fns: Any, **settings: Any) -> None:
+    model = DeviceModel(functions=costs, **settings)
+    cluster = jdag.simulate(["a", "b"], seed=0, devices=model)
+    with cluster, cluster.context() as ctx:
+        for fn in fns:
+            ctx.call("b", fn, jnp.ones(3)).fetch()
+
+
+def triple(x: Any) -> Any:
+    return 3 * x
+
+
+def test_costs_that_no_function_has_and_functions_without_a_cost_are_named_together():
+    said = (
+        "no function that ran has the name duoble, m:triple; without a cost, so in 0 "
+        f"ns, ran {__name__}:triple (name"
+    )
+    with pytest.warns(CostWarning, match=re.escape(said)):
+        ran_with(
+            {"double": (1, 2), "duoble": (3, 4), "m:triple": (5, 6)}, double, triple
+        )
+
+
+def test_costs_are_as_meant_where_all_have_one_and_where_not_all_was_run(recwarn: Any):
+    here = f"{__name__}:double(float64[3])"
+    ran_with({here: (1, 2), "double": (1, 2), "triple": (0, 0)}, double, triple)
+    ran_with({"double": (1, 2)}, double, triple, forward_ns=1)
+    ran_with({"double": (1, 2)})
+    with pytest.raises(RemoteError):
+        ran_with({"triple": (1, 2)}, double, lambda x: 1 // 0, triple)
+    assert [one for one in recwarn if one.category is CostWarning] == []
+
+
 def test_sums_and_fills_cost_the_same():
     jobs: tuple[Job, ...] = (
         Sum(1, CONTEXT, 1, (1,), (key("a"), key("b")), None, key("s")),
@@ -128,6 +162,13 @@ def test_one_model_serves_all_and_who_is_not_named_is_free():
         ({"functions": {"f": (1, -2)}}, r"functions\['f'\].backward_ns = -2: allowed"),
         ({"functions": {"f": (1,)}}, r"functions\['f'\] = \(1,\): allowed is two"),
         ({"functions": 3}, "functions = 3: allowed is costs by name"),
+        *[
+            (
+                {"functions": {name: (1, 2)}},
+                "functions: name = .*: allowed is name, modu",
+            )
+            for name in ("", 3, "m:", ":f", "m: f", "f(float32[8])", "m:f(float32[8]")
+        ],
         ({"functions": {"f": (1, 2, -3)}}, r"weight_grad_ns = -3: allowed is"),
         ({"functions": {"f": (1, 2, 3, 4)}}, r"\(1, 2, 3, 4\): allowed is two"),
         ({"roofline": 3}, "roofline = 3: allowed is a Roofline"),

@@ -319,7 +319,11 @@ def test_a_topology_is_refused_by_name():
         (None, DeviceModel(sum_ns=1), "sum_ns = 1"),
         (None, DeviceModel(overlap_ns=1), "overlap_ns = 1"),
         (None, DeviceModel(call_ns=1), "call_ns = 1"),
-        (None, DeviceModel(functions={"layer(float32[2,4])": (1, 2)}), "without types"),
+        (
+            None,
+            DeviceModel(functions={"m:layer(float32[2,4])": (1, 2)}),
+            "without types",
+        ),
         (None, {"w0": DEVICES}, "w1 too"),
         (None, 7, "devices = 7"),
     ],

@@ -35,6 +35,7 @@ from jdag.api.folders import reading, replacing
 from jdag.api.graph import ContextGraph
 from jdag.cli import exploring, hosting, predicting, retiming, sweeping
 from jdag.cli.cli_errors import Exit, errors_in_one_line, no_run
+from jdag.cli.functions import Functions, print_functions
 from jdag.engine.drawing import Need
 from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.report import (
@@ -101,13 +102,14 @@ def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
 
 
 @app.command()
-def run(
+def run(  # noqa: PLR0913 - options of a command.
     file: File,
     *,
     as_json: Json = False,
     seed: Seed = None,
     out: Out = None,
     show_graph: ShowGraph = False,
+    functions: Functions = False,
     driver: Driver = "sim",
     device: Device = None,
     carrier: Carrier = None,
@@ -138,6 +140,8 @@ def run(
         _print(console, result, folder / PAGE)
         if show_graph:
             _print_graph(console, answer.drawings, folder)
+        if functions:
+            print_functions(console, scenario, answer.cluster)
     raise typer.Exit(_code(answer))
 
 

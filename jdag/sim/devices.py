@@ -1,7 +1,9 @@
 """Costs of jobs on the devices of workers, in virtual time."""
 
+import re
+import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +14,14 @@ from jdag.engine.protocol import (
     Apply,
     CompileSegment,
     Fill,
+    Forward,
     Job,
     RunSegment,
     Sum,
     Vjp,
     VjpWeights,
 )
-from jdag.errors import ScenarioError, unusable
+from jdag.errors import CostWarning, ScenarioError, unusable
 from jdag.runtime.tables import NS, is_ns
 
 _COSTS = {
@@ -26,6 +29,11 @@ _COSTS = {
     3: ("forward_ns", "input_grad_ns", "weight_grad_ns"),
 }
 
+# As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
+_NAME = re.compile(
+    r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
+)
+_NAMES = "name, module:name or module:name(types), such as m:layer(float32[8,4])"
 # The function that `ctx.move` calls.
 MOVED = name_of(transferred)
 # Of the nodes of a segment; others are sums.
@@ -83,9 +91,9 @@ class DeviceModel:
     takes for each of its calls.
 
     Raises:
-        ScenarioError: a time that is not an int or below 0, or a roofline that is none;
-            names it. While a run goes on: a segment of a plan has a function without an
-            entry, and there is a roofline.
+        ScenarioError: a time that is not an int or below 0, a name that no function can
+            have, or a roofline that is none; names it. While a run goes on: a segment
+            of a plan has a function without an entry, and there is a roofline.
     """
 
     forward_ns: int = 0
@@ -111,6 +119,8 @@ class DeviceModel:
             allowed = 'costs by name: {"module:name": (forward_ns, backward_ns)}'
             raise ScenarioError(unusable("functions", self.functions, allowed))
         for name, costs in self.functions.items():
+            if not _NAME.fullmatch(name if isinstance(name, str) else ""):
+                raise ScenarioError(unusable("functions: name", name, _NAMES))
             if not isinstance(costs, tuple) or len(costs) not in _COSTS:
                 allowed = " or ".join([", ".join(keys) for keys in _COSTS.values()])
                 allowed = f"two or three, {allowed}, each {NS}"
@@ -142,6 +152,17 @@ class DeviceModel:
         costs = costs or self._costs(pair.name) or self._default(pair, action)
         own_ns = 0 if pair.name == MOVED else self.job_ns
         return own_ns + self._cost_ns(costs, action)
+
+    def entries(self, pair: str, typed: str) -> list[str]:
+        """The names in `functions` that a function has."""
+        names = (typed, pair, pair.rpartition(":")[2])
+        return [name for name in names if name in self.functions]
+
+    def is_free(self, name: str) -> bool:
+        """Whether a function without an entry is so while others have one."""
+        is_meant = name == MOVED or name.startswith("jdag.") or not self.functions
+        timed = self.forward_ns or self.backward_ns or self.job_ns or self.roofline
+        return not (is_meant or timed)
 
     def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
         """Return the durations of jobs that run as one, which add up to its own."""
@@ -199,6 +220,43 @@ class DeviceModel:
 def _need_ns(key: str, value: object) -> None:
     if not is_ns(value):
         raise ScenarioError(unusable(key, value, NS))
+
+
+def functions_of(job: Job) -> list[tuple[str, str]]:
+    """The functions that a job runs: their names, without types and with them."""
+    if isinstance(job, RunSegment):
+        names = [name for name, kind in job.function.costs if kind in _ACTIONS]
+        return [(name, name) for name in dict.fromkeys(names)]
+    if isinstance(job, Forward | Vjp | VjpWeights):
+        return [(job.function.name, typed_name(job.function))]
+    return []
+
+
+def check_costs(
+    models: Mapping[str, DeviceModel], ran: Iterable[tuple[str, str, str]]
+) -> None:
+    """Warn of names that no function has had, and of functions that had no cost.
+
+    Args:
+        models: of each worker.
+        ran: worker, name and name with types of each function that was called.
+    """
+    used, free = dict[str, None](), dict[str, None]()
+    for worker, name, typed in ran:
+        used |= dict.fromkeys(entries := models[worker].entries(name, typed))
+        if not entries and models[worker].is_free(name):
+            free[name] = None
+    given = dict.fromkeys([name for one in models.values() for name in one.functions])
+    unused = [name for name in given if name not in used]
+    said = [f"no function that ran has the name {', '.join(unused)}"] * bool(unused)
+    said += [f"without a cost, so in 0 ns, ran {', '.join(free)}"] * bool(free)
+    if said:
+        warnings.warn(
+            f"costs in DeviceModel(functions=): {'; '.join(said)} (name a function "
+            "that is meant to be free, too; `jdag run FILE --functions` shows all)",
+            CostWarning,
+            stacklevel=2,
+        )
 
 
 FREE = DeviceModel()

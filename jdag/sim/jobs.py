@@ -30,7 +30,7 @@ from jdag.runtime.host import Host
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
 from jdag.schedules.actions import Step
-from jdag.sim.devices import FREE, models
+from jdag.sim.devices import FREE, functions_of, models
 from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
 
@@ -73,6 +73,13 @@ class Jobs:
         # By worker, pair and action, as far as jobs have asked for them.
         self._costs: dict[tuple[str, Any, str], int] = {}
         self.busy_ns = dict.fromkeys(env.workers, 0)
+        self._ran: dict[tuple[str, Any], Job] = {}  # By worker and function.
+
+    @property
+    def functions(self) -> list[tuple[str, str, str]]:
+        """What ran so far: worker, name, and name with the types of inputs."""
+        jobs = [(worker, job) for (worker, _), job in self._ran.items()]
+        return [(worker, *of) for worker, job in jobs for of in functions_of(job)]
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
         """Have a device compute a job; see `jdag.runtime.host.Driver`."""
@@ -160,6 +167,8 @@ class Jobs:
     def _costs_ns(self, name: str, found: Sequence[_Ready]) -> Sequence[int]:
         """How long jobs that run as one take on a device of a worker."""
         job, model = found[0][0], self.models[name]
+        for each, _, _ in found:
+            self._ran.setdefault((name, getattr(each, "function", None)), each)
         if model is FREE:
             return [0] * len(found)
         if len(found) > 1 or not isinstance(job, _OF_PAIRS):

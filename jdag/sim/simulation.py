@@ -16,6 +16,7 @@ event (`jdag.sim.outages`).
 """
 
 import gc
+import sys
 from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +39,7 @@ from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
 from jdag.runtime.waiters import Cancel
+from jdag.sim.devices import check_costs
 from jdag.sim.environment import Environment
 from jdag.sim.jobs import Jobs
 from jdag.sim.outages import Outages
@@ -149,6 +151,11 @@ class Simulation:
             for name in self.workers
         }
 
+    @property
+    def functions(self) -> list[tuple[str, str, str]]:
+        """What ran so far: worker, name, and name with the types of inputs."""
+        return self._jobs.functions
+
     def settle(self) -> None:
         """Run until nothing is left to happen, such as acknowledgements."""
         _ = self.current  # Raises on another thread.
@@ -187,6 +194,8 @@ class Simulation:
         self._counted = self.info()
         self._timeline.clear()
         self._outages.transport.clear()
+        if self.functions and sys.exception() is None:  # Else it went no further.
+            check_costs(self._jobs.models, self.functions)
 
     # -------------------------------------------------------- what programs do: `Port`
 
