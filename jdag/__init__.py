@@ -127,17 +127,10 @@ _LATER = {
 }
 
 
-def _version() -> str:
-    metadata = import_module("importlib.metadata")
-    try:
-        return str(metadata.version("jdag"))
-    except metadata.PackageNotFoundError:  # From a checkout that is not installed.
-        return "0+unknown"
-
-
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return globals().setdefault(name, _version())
+        versions = import_module("jdag.runtime.versions")
+        return globals().setdefault(name, versions.version_of())
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _LATER[name]

@@ -124,5 +124,12 @@ def test_a_report_writes_the_trace_for_other_tools(place: Path):
     allowed = "allowed is one of perfetto, chakra, goal"
     assert allowed in refused(place, "report", folder, "--trace-format", "vcd")
     said = refused(place, "report", folder, "--trace-format", "torch")
-    assert said.startswith("jdag: trace format 'torch': a run without actions of a sch")
+    why = "jdag: trace format 'torch': a run without actions of a schedule has no orde"
+    assert said.startswith(why)
+    assert made == {path.name for path in folder.glob("[!.]*")}
+    (folder / "trace.goal").unlink()
+    given = [f"--trace-format={name}" for name in ("torch", "goal", "perfetto")]
+    code, printed, said = jdag("report", folder, *given)
+    assert code == 2 and said.startswith(why) and said.count("\n") == 1
+    assert f"trace: {folder / 'trace.goal'}\n" in printed
     assert made == {path.name for path in folder.glob("[!.]*")}

@@ -10,6 +10,7 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc.handshake import AGREE, other_cpu, ours, refuse_mismatch
+from jdag.runtime.versions import version_of
 
 OTHER = {
     "jdag": "0.0.1",
@@ -82,6 +83,11 @@ def test_a_setting_that_differs_is_named_itself():
         "main 'm' and worker 'w' differ in jax_enable_x64: main 'm' has true, worker "
         "'w' has false; configure JAX alike on both, before anything is computed"
     )
+
+
+def test_of_a_package_that_is_on_the_path_but_not_installed_the_version_is_unknown():
+    assert version_of("jax") == jax.__version__
+    assert version_of("no-such-package-here") == "0+unknown"
 
 
 def test_another_version_that_says_less_is_still_told_of_its_version():

@@ -148,6 +148,11 @@ BAD = {
     ),
     "home is nobody": ((), {"home": 'home = "z"'}, "home = 'z': allowed is one of the"),
     "workers twice": ((), {"workers": 'workers = ["a", "a"]'}, "allowed is names"),
+    "a worker that processes refuse": (
+        (),
+        {"workers": 'workers = ["a b"]'},
+        "each of le",
+    ),
     "no workers": ((), {"workers": "workers = 0"}, "workers = 0: allowed is names"),
     "unknown policy": (
         (),

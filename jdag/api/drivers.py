@@ -13,7 +13,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.api.replays import REPLAY, replayed
-from jdag.engine.protocol import WORKERS_MAX
+from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JoinError, ScenarioError, meant, unusable
 from jdag.rpc.device import refuse_guards, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
@@ -32,12 +32,10 @@ from jdag.rpc.settings import (
     DEADLINE_S,
     DEVICE,
     FILE,
-    NAMES,
     READY_S,
     VALUE_BYTES_MAX,
     WAIT_S,
     WorkerOptions,
-    is_name,
     load,
 )
 from jdag.rpc.tickets import fresh_secret

@@ -15,7 +15,6 @@ from contextlib import (
     redirect_stdout,
 )
 from fractions import Fraction
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,16 +31,12 @@ from rich.table import Table
 from rich.text import Text
 
 from jdag.api.folders import reading, replacing
-from jdag.api.graph import ContextGraph
 from jdag.cli import exploring, hosting, predicting, retiming, sweeping
 from jdag.cli.cli_errors import Exit, errors_in_one_line, no_run
-from jdag.cli.functions import Functions, print_functions
-from jdag.engine.drawing import Need
+from jdag.cli.printing import Functions, print_functions, print_graph
 from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.report import (
     FORMATS,
-    GRAPH,
-    GRAPH_DOT,
     PAGE,
     WRITTEN,
     read_drawings,
@@ -54,6 +49,7 @@ from jdag.report.result import RESULT, json_of, read_result
 from jdag.runtime import signals
 from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
+from jdag.runtime.versions import version_of
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import BY_WORKER, driver_of
 from jdag.scenario.driving import Driver as Driving
@@ -139,7 +135,7 @@ def run(  # noqa: PLR0913 - options of a command.
     else:
         _print(console, result, folder / PAGE)
         if show_graph:
-            _print_graph(console, answer.drawings, folder)
+            print_graph(console, answer.drawings, folder)
         if functions:
             print_functions(console, scenario, answer.cluster)
     raise typer.Exit(_code(answer))
@@ -228,9 +224,9 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
         + f" --seed {scenario.settings.seed}"
         + f" --driver {driver}" * (driver != "sim"),
         "versions": {
-            "jdag": version("jdag"),
-            "jax": version("jax"),
-            "jaxlib": version("jaxlib"),
+            "jdag": version_of("jdag"),
+            "jax": version_of("jax"),
+            "jaxlib": version_of("jaxlib"),
             "python": ".".join(map(str, sys.version_info[:3])),
         },
     }
@@ -329,28 +325,6 @@ def _print_table(console: Console, of: Mapping[str, Any]) -> None:
         console.print(Text(f"{names}: {what}", style="dim"))
 
 
-def _print_graph(console: Console, drawings: Any, folder: Path) -> None:
-    """Print the size of each worker's part of the graph, and the picture's path."""
-    if drawings is None:
-        console.print("graph: this program shows none")
-        return
-    table = Table(title="graph", title_justify="left", title_style="bold")
-    table.add_column("worker")
-    counts = ContextGraph(drawings).counts()
-    kinds = ("nodes", "sends", "recvs", "leaves", "edges")
-    for kind in (*kinds, "unneeded", "owed"):
-        table.add_column(kind, justify="right")
-    for worker, drawing in drawings.items():
-        needs = [send.need for send in drawing.sends]
-        numbers = [counts[worker][kind] for kind in kinds]
-        numbers += [needs.count(Need.UNNEEDED), needs.count(Need.OWED)]
-        table.add_row(Text(worker), *map(str, numbers))
-    console.print(table)
-    for name in (GRAPH, GRAPH_DOT):
-        if (folder / name).exists():
-            _say(console, f"graph: {spelled(folder / name)}")
-
-
 def _code(answer: ScenarioResult) -> Exit:
     if answer.met:
         return Exit.MET
@@ -409,7 +383,10 @@ def report(
         typer.Option(help=f"Write the trace so, too: {', '.join(FORMATS)}."),
     ] = None,
 ) -> None:
-    """Make the page of a run again, and print its table."""
+    """Make the page of a run again, and print its table.
+
+    Exit codes: 0; 2 bad input, or a format not for this run: others are written.
+    """
     formats = trace_format or []
     with errors_in_one_line():
         for name in formats:
@@ -432,9 +409,10 @@ def report(
                 if formats and trace is None:
                     said = f"{spelled(folder)}: this run has no trace to write"
                     raise ScenarioError(said)
-                written: list[str] = []
+                written, refused = list[str](), list[str]()
                 if trace is not None:
-                    written = write_traces(made, trace, result["workers"], formats)
+                    of = made, trace, result["workers"]
+                    written, refused = write_traces(*of, formats)
         except ScenarioError:
             raise
         except Exception as error:  # Other programs may have edited the files.
@@ -443,6 +421,9 @@ def report(
     _print(console, result, folder / PAGE)
     for name in written:
         _say(console, f"trace: {spelled(folder / name)}")
+    if refused:
+        with errors_in_one_line():
+            raise ScenarioError("; ".join(refused))
 
 
 app.command()(predicting.calibrate)
@@ -457,7 +438,7 @@ app.command()(hosting.up)
 
 def _version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"jdag {version('jdag')}, JAX {version('jax')}")
+        typer.echo(f"jdag {version_of('jdag')}, JAX {version_of('jax')}")
         raise typer.Exit
 
 

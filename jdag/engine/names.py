@@ -5,6 +5,7 @@ every number, text and tuple by annotations, which the wire enforces. A struct i
 encoded as an array of its fields, so fields and tags are only ever appended.
 """
 
+import re
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, dataclass_transform
 
@@ -12,6 +13,9 @@ from msgspec import Meta, Struct
 
 from jdag.engine.arrays import ArrayType
 
+# Of a worker; both drivers take the same.
+NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
+NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
 ITEMS_MAX = 1 << 24  # Of a tuple in a message.
 SLOTS_MAX = 1 << 20  # Of one call or transfer.
 PATH_MAX = 1 << 12  # Numbers in a path: the nesting depth of programs.
@@ -89,9 +93,7 @@ WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 
 def is_name(name: object) -> bool:
     """Whether this is an allowed name of a worker."""
-    if not isinstance(name, str) or not name.isprintable():
-        return False  # Invisible characters would make two names look equal.
-    return bool(name) and _AGAIN not in name
+    return isinstance(name, str) and re.fullmatch(NAME, name) is not None
 
 
 class ContextId(Record, order=True, gc=False, cache_hash=True):

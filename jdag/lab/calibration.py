@@ -16,7 +16,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +27,7 @@ from jdag.api.compiling import compile
 from jdag.api.refs import fetch
 from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
 from jdag.runtime.tables import wrong
+from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written
 from jdag.scenario.driving import driver_of
@@ -308,5 +308,5 @@ def _machine() -> dict[str, Any]:
         "machine": model,
         "cores": len(os.sched_getaffinity(0)),
         "python": ".".join(map(str, sys.version_info[:3])),
-        **{name: version(name) for name in ("jax", "jdag")},
+        **{name: version_of(name) for name in ("jax", "jdag")},
     }

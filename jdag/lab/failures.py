@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from importlib.metadata import version
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from jdag.lab.places import place_of
 from jdag.lab.strategies import Script, natural
 from jdag.lab.subject import Explored, Played, Subject, check
 from jdag.runtime.tables import is_path
+from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
 
@@ -145,7 +145,7 @@ class Failure:
         subject = self.subject
         held = {
             "format": FORMAT,
-            "jdag": version("jdag"),
+            "jdag": version_of("jdag"),
             "program": subject.name,
             "scenario": scenario or place_of(subject.program),
             "property": place_of(self.property),

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
 from functools import lru_cache
-from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -31,6 +30,7 @@ from jdag.lab.sweep_pool import check_on, replies
 from jdag.report.spans import spans_of
 from jdag.runtime.tables import is_listed, is_number
 from jdag.runtime.trace import Trace
+from jdag.runtime.versions import version_of
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
 from jdag.scenario.run_scenario import run_scenario
@@ -108,7 +108,7 @@ def _recorded(
     is_stuck = row.get("outcome") == "stuck"
     is_stuck = is_stuck and scenario.settings.expect.get("outcome") != "stuck"
     row["expectations"] = "met" if answer.met else "stuck" if is_stuck else "not met"
-    row |= {"digest": digest, "jdag": version("jdag"), "jax": version("jax")}
+    row |= {"digest": digest, "jdag": version_of("jdag"), "jax": version_of("jax")}
     row["python"] = ".".join(map(str, sys.version_info[:3]))
     return row, trace, answer.window
 

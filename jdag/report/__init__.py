@@ -86,7 +86,7 @@ def render(
 
 def write_traces(
     folder: Path, trace: Trace, workers: Sequence[str], formats: Iterable[str]
-) -> list[str]:
+) -> tuple[list[str], list[str]]:
     """Write the whole trace of a run into its folder for other tools.
 
     Args:
@@ -98,10 +98,10 @@ def write_traces(
         formats: of `FORMATS`.
 
     Returns:
-        The names of the files.
+        The names of the files, and why other formats are not for this run.
 
     Raises:
-        JdagError: a format is none of `FORMATS`, or not for this run.
+        JdagError: a format is none of `FORMATS`, or no format is for this run.
         OSError: a file cannot be written.
     """
     formats = tuple(dict.fromkeys(formats))
@@ -110,7 +110,7 @@ def write_traces(
             said = f"trace format {name!r} is unknown; allowed are {', '.join(FORMATS)}"
             raise JdagError(said)
     operations = operations_of(trace) if formats else ()
-    files: dict[str, bytes] = {}
+    files, refused = dict[str, bytes](), list[str]()
     if "perfetto" in formats:
         marks = spans_of(trace).marks
         files["trace.pftrace"] = track_events(operations, marks, workers)
@@ -119,15 +119,18 @@ def write_traces(
             files[f"trace.{rank}.et"] = nodes
     if "torch" in formats:
         lists = lists_of(spans_of(trace).jobs, workers)
-        if not any(lists):
+        if any(lists):
+            files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
+        else:
             why = "a run without actions of a schedule has no order to write"
-            raise ScenarioError(f"trace format 'torch': {why}")
-        files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
+            refused.append(f"trace format 'torch': {why}")
     if "goal" in formats:
         files["trace.goal"] = goal_of(operations, workers).encode()
+    if refused and not files:
+        raise ScenarioError("; ".join(refused))
     for name, data in files.items():
         (folder / name).write_bytes(data)
-    return [*files]
+    return [*files], refused
 
 
 def read_drawings(folder: Path) -> Graph | None:

@@ -16,7 +16,6 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import jax
 from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
 from jdag.rpc.settings import VALUE_BYTES_MAX
+from jdag.runtime.versions import UNKNOWN, version_of
 
 # The version of requests, hello, frames and messages.
 PROTOCOL = 6
@@ -46,7 +46,6 @@ AGREE: Mapping[str, str] = {
     "nproc": "set NPROC alike for both, before they start",
     "value_bytes_max": "set it alike in the cluster's file of both",
 }
-_NONE = "0+unknown"
 _PACKAGES = ("jdag", "jax", "jaxlib", "numpy", "optax")
 _IF_THERE = ("optax",)  # A process without it runs nothing of it.
 # Of the instructions of a CPU, those that XLA compiles for where they are there.
@@ -65,7 +64,7 @@ def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
     """
     config = dict(configuration().settings)
     return {
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: version_of(package) for package in _PACKAGES},
         "python": ".".join(map(str, sys.version_info[:2])),
         "byteorder": sys.byteorder,
         "configuration": {key: _plain(value) for key, value in config.items()},
@@ -137,13 +136,6 @@ def _listed(words: Sequence[str]) -> str:
     return (", ".join(words) or "nothing")[:_SHOWN_MAX]
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # From a checkout that is not installed.
-        return _NONE
-
-
 def _plain(value: Any) -> bool | int | float | str | None:
     """Return a setting of JAX as JSON has it; some are enumerations of texts."""
     value = getattr(value, "value", value)
@@ -165,7 +157,7 @@ def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> N
     """
     for field, to_do in AGREE.items():
         here, there = mine.get(field), theirs.get(field)
-        if here == there or (field in _IF_THERE and _NONE in (here, there)):
+        if here == there or (field in _IF_THERE and UNKNOWN in (here, there)):
             continue
         name = field
         if isinstance(here, Mapping) and isinstance(there, Mapping):

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
-from jdag.engine.protocol import WORKERS_MAX
-from jdag.rpc.settings import NAME
+from jdag.engine.protocol import NAME, WORKERS_MAX
 from jdag.runtime.tables import NESTING_MAX
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]

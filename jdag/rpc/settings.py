@@ -31,7 +31,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from jdag.engine.protocol import WORKERS_MAX
+from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
 from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.script import Script
@@ -59,18 +59,10 @@ DEADLINE_S = 10.0
 READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
 
-NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-_NAME = re.compile(NAME)
 _DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
 _ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
 FILE = "a cluster's TOML file, such as cluster.toml"
-
-
-def is_name(value: Any) -> bool:
-    """Whether a value may be the name of a worker."""
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 def is_device(value: Any) -> bool:

@@ -15,9 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import TypeVar
 
-from jdag.engine.protocol import WORKERS_MAX
+from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, reason, spelled, unusable
-from jdag.rpc.settings import NAMES, is_name
 
 Value = TypeVar("Value")
 

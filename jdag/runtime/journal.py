@@ -29,7 +29,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from errno import ENOSPC
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +45,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ScenarioError, reason, repr_of
 from jdag.runtime.recorder import HAS
+from jdag.runtime.versions import version_of
 
 FORMAT = 2
 SUFFIX = ".journal"
@@ -200,7 +200,7 @@ class Entries:
 def head_of(worker: str, workers: Sequence[str], program: str) -> dict[str, Any]:
     """Return what the first line of a journal says."""
     names = [*workers]
-    made = {"format": FORMAT, "jdag": version("jdag"), "program": program}
+    made = {"format": FORMAT, "jdag": version_of("jdag"), "program": program}
     return {**made, "worker": worker, "workers": names}
 
 

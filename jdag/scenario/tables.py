@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, create_model
 
-from jdag.engine.protocol import WORKERS_MAX
+from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, ScheduleError, meant, unusable
 from jdag.runtime.chooser import POLICIES
 from jdag.runtime.tables import (
@@ -60,8 +60,8 @@ from jdag.sim.settings import DETECT_NS, EVENTS_MAX
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
-    "names, none empty and none twice; or how many, and they are w0, w1, ...; "
-    f"at most {WORKERS_MAX:,}"
+    "names, none twice; or how many, and they are w0, w1, ...; at most "
+    f"{WORKERS_MAX:,}; each of {NAMES}"
 )
 _FAULTS: Mapping[str, type[Fault]] = {
     kind.__name__.lower(): kind for kind in get_args(Fault)
@@ -76,7 +76,7 @@ def _matches(pattern: str) -> Callable[[Any], bool]:
 def _are_workers(value: Any) -> bool:
     if not isinstance(value, list):
         return up_to(WORKERS_MAX)(value)
-    named = all(isinstance(name, str) and name for name in value)
+    named = all(map(is_name, value))
     return named and 1 <= len(value) <= WORKERS_MAX and len(set(value)) == len(value)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jdag.engine.protocol import WORKERS_MAX, is_name
+from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.tables import NS, is_listed, is_ns
@@ -18,8 +18,7 @@ from jdag.wire.link import LinkSettings
 DETECT_NS = 1_000_000
 EVENTS_MAX = 100_000_000
 WORKERS = (
-    "a list of one name or more, none empty, none twice, none with a # or a sign that "
-    f"is not printed; at most {WORKERS_MAX:,}"
+    f"a list of one name or more, none twice, at most {WORKERS_MAX:,}; each of {NAMES}"
 )
 
 

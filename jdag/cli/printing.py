@@ -1,5 +1,6 @@
-"""The functions of a run, by the names that tables of costs have."""
+"""What `jdag run` prints when it is asked for: functions, and the graph."""
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -7,6 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jdag.api.graph import ContextGraph
+from jdag.engine.drawing import Need
+from jdag.errors import spelled
+from jdag.report import GRAPH, GRAPH_DOT
 from jdag.scenario import Scenario
 from jdag.scenario.tables import devices_of
 from jdag.sim.devices import FREE
@@ -35,3 +40,26 @@ def print_functions(console: Console, scenario: Scenario, cluster: Any) -> None:
     for (typed, cost), workers in rows.items():
         table.add_row(*map(Text, (typed, ", ".join(workers), cost)))
     console.print(table)
+
+
+def print_graph(console: Console, drawings: Any, folder: Path) -> None:
+    """Print the size of each worker's part of the graph, and the picture's path."""
+    if drawings is None:
+        console.print("graph: this program shows none")
+        return
+    table = Table(title="graph", title_justify="left", title_style="bold")
+    table.add_column("worker")
+    counts = ContextGraph(drawings).counts()
+    kinds = ("nodes", "sends", "recvs", "leaves", "edges")
+    for kind in (*kinds, "unneeded", "owed"):
+        table.add_column(kind, justify="right")
+    for worker, drawing in drawings.items():
+        needs = [send.need for send in drawing.sends]
+        numbers = [counts[worker][kind] for kind in kinds]
+        numbers += [needs.count(Need.UNNEEDED), needs.count(Need.OWED)]
+        table.add_row(Text(worker), *map(str, numbers))
+    console.print(table)
+    for name in (GRAPH, GRAPH_DOT):
+        if (folder / name).exists():
+            line = f"graph: {spelled(folder / name)}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
