@@ -1,13 +1,18 @@
 """A scenario is played as it says; what its program lets pass is its outcome."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jdag.errors import ScenarioError
 from jdag.scenario import load
 from jdag.scenario.run_scenario import run_scenario
-from tests.scenario_cases import scenario_of, written
+from tests.scenario_cases import Player, scenario_of, written
 
 
 def silent(done, total, numbers):
@@ -49,6 +54,27 @@ def test_a_player_of_its_own_gives_its_own_figures(tmp_path: Path):
     answer = played(path)
     assert answer.met
     assert answer.figures["answer"] == 42
+
+
+def test_what_is_checked_is_computed_at_the_highest_precision(tmp_path: Path):
+    """By all threads, and only meanwhile: a GPU may round float32 to TF32 otherwise."""
+    seen: list[str] = []
+
+    def product(x: Any) -> Any:
+        return x @ x
+
+    class Looks(Player):
+        def play(self, run: Any) -> Any:
+            with ThreadPoolExecutor(1) as pool:
+                made = pool.submit(jax.make_jaxpr(product), jnp.ones((3, 3)))
+                seen.append(str(made.result()))
+            return super().play(run)
+
+    scenario = load(scenario_of(tmp_path, "player"))
+    played_by = replace(scenario, player=Looks(("a", "b"), "good"))
+    run_scenario(played_by, silent).cluster.close()
+    assert "HIGHEST" in seen[0]
+    assert "HIGHEST" not in str(jax.make_jaxpr(product)(jnp.ones((3, 3))))
 
 
 def test_what_a_player_lets_pass_is_the_outcome(tmp_path: Path):

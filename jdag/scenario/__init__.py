@@ -83,8 +83,13 @@ def _question(text: str) -> str:
 
 
 @contextmanager
-def configured(settings: Settings) -> Iterator[None]:
+def configured(settings: Settings, *, exact: bool = False) -> Iterator[None]:
     """Configure JAX for a scenario; the number of CPU devices stays afterwards.
+
+    Args:
+        settings: of the scenario.
+        exact: whether products of matrices have the highest precision, as they need
+            where gradients are checked; else a GPU may round float32 to TF32.
 
     Raises:
         ScenarioError: this process has begun with fewer devices.
@@ -98,9 +103,14 @@ def configured(settings: Settings) -> Iterator[None]:
         if (found := len(jax.devices("cpu"))) < count:
             said = f"at most {found}, with which JAX has begun in this process"
             raise ScenarioError(unusable("host_devices", count, said))
-    before = config.read("jax_enable_x64")
-    config.update("jax_enable_x64", settings.x64)
+    wanted: dict[str, Any] = {"jax_enable_x64": settings.x64}
+    if exact:
+        wanted["jax_default_matmul_precision"] = "highest"
+    before = {name: getattr(config, name) for name in wanted}
     try:
+        for name, value in wanted.items():
+            config.update(name, value)
         yield
     finally:
-        config.update("jax_enable_x64", before)
+        for name, value in before.items():
+            config.update(name, value)

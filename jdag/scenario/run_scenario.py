@@ -67,7 +67,7 @@ def run_scenario(
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
     refused = scenario.settings.refused
-    with wrong(scenario.path), configured(scenario.settings):
+    with wrong(scenario.path), configured(scenario.settings, exact=True):
         try:
             figures = _plain(scenario.player.play(run))
         except ScenarioError:
