@@ -16,7 +16,9 @@ from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
 from jdag.api.transform import value_and_grad
 from jdag.errors import ContextError, JdagError, RemoteError, RootError, WorkerLost
+from jdag.schedules import one_f_one_b
 from jdag.sim import Crash, LinkModel
+from tests import pipeline_cases
 
 X = jnp.linspace(-0.5, 1, 12).reshape(3, 4)
 
@@ -89,6 +91,28 @@ def test_ten_steps_of_an_optimizer_are_those_of_contexts(clip_norm, exact):
             after = fetch([params["stages"], optimizer.states])
             found.append((values, after))
     assert_equal(found[1], found[0], exact)
+
+
+@pytest.mark.parametrize(
+    "schedule", [None, one_f_one_b(stages=3, micro_batches=3)], ids=["none", "1F1B"]
+)
+def test_a_clipped_step_of_a_compiled_pipeline_is_that_of_a_context(schedule):
+    pipe = jdag.pipeline([pipeline_cases.layer] * 3, pipeline_cases.square)
+    xs = pipeline_cases.batches(3)
+    found = []
+    for compiled in (False, True):
+        with simulate(["w0", "w1", "w2"], seed=0, schedule=schedule) as cluster:
+            both = zip(cluster.workers, pipeline_cases.weights(3), strict=True)
+            params = [cluster.put(*of) for of in both]
+            optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=0.05)
+            if compiled:
+                compile(pipe, cluster, optimizer, exact=True)(params, xs, xs)
+            else:
+                with cluster.context() as ctx:
+                    ctx.backward(*pipe(ctx, params, xs, xs))
+                    optimizer.step(ctx)
+            found.append(fetch(params))
+    assert_equal(found[1], found[0])
 
 
 def test_a_context_beside_it_reads_new_versions_after_the_step(cluster):

@@ -12,6 +12,7 @@ import pytest
 
 from jdag.compute.cutting import Cut
 from jdag.compute.dataflow import Graph
+from jdag.engine.names import LeafId
 from tests.compute_cases import array
 from tests.cutting_cases import Recorded, Values, Var, bits, draw, recorded, step
 
@@ -88,6 +89,19 @@ def test_random_programs_give_the_same_bits_in_any_order(seed: int) -> None:
         assert len(parts.pieces) >= len(whole.pieces)
     if seed < 3:
         check(made, expected, rng, exact=False)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_call_that_reads_gradients_comes_after_their_sums(seed: int) -> None:
+    rng = Random(f"norms {seed}")
+    made = recorded(draw(rng, 12))
+    for worker in "abc":
+        read = [Var(number, False) for number in made.gradients.values()]
+        (norm,) = made.call(worker, lambda *given: [total(*given)], *read)
+        made.gradients[LeafId(worker, 99)] = norm.number
+    expected = made.one_by_one()
+    check(made, expected, rng)
+    check(made, expected, rng, nodes_max=3)
 
 
 def three_layers() -> Recorded:

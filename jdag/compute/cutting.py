@@ -6,8 +6,9 @@ that depend on each other are in one segment, so forward and backward are if not
 crosses between them. With them are those that wait for the same segments of other
 workers, and for which the same nodes wait there: what fans out and comes together is
 one segment, and micro-batches of a pipeline are several. Sums of gradients join one of
-these only if all addends come from it. Updates have segments of their own, so has what
-runs as Python, with levels of its own, and long segments are split in program order.
+these only if all addends come from it; a call that reads one, as norms do, is a level
+above. Updates have segments of their own, so has what runs as Python, with levels of
+its own, and long segments are split in program order.
 Under a schedule each action is a segment, with levels of its own too: a call or (half
 of) its vjp, and the sums and seeds that nothing else reads. So what depends on actions
 is not merged over micro-batches, which would have an action wait for a later one.
@@ -153,12 +154,14 @@ def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     apart = _apart(graph, exact)
     # The nodes of each action that come before the call or vjp, which has its level.
     before: dict[tuple[int, ...], list[int]] = {of: [] for of in apart if len(of) > 1}
+    after = NodeKind.SUM, NodeKind.FORWARD
     for place, node in enumerate(graph.nodes):
         own, level = apart[place], 0
         for name in chain(*node.inputs):
             at, of, kind = levels.get(name, (0, own, None))
             rises = (name >= 0 and graph.crosses(name, node.worker)) or own != of
-            rises = rises or own == PYTHON or node.kind is kind is NodeKind.SUM
+            after_sum = kind is NodeKind.SUM and node.kind in after and not node.update
+            rises = rises or own == PYTHON or after_sum
             level = max(level, at + rises)
         known = level, own, node.kind
         levels.update(dict.fromkeys((~place, *node.outputs), known))
