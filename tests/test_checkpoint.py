@@ -91,11 +91,30 @@ def test_training_resumed_on_another_placement_is_bit_equal_to_training_on(tmp_p
         assert loaded["params"] is not resumed.params
         assert loaded["params"] == resumed.params
         assert loaded["optimizer"] is resumed.optimizer
+        assert loaded.keys() == {"step", "params", "optimizer"}
+        assert resumed.optimizer.steps == 3
         resumed.train(loaded["step"], 7)
         assert resumed.bits == wanted
         fresh = Training(cluster, "x", "y")
         fresh.train(3, 7)
         assert fresh.bits != wanted
+
+
+def test_an_optimizer_continues_from_its_own_count_of_steps(tmp_path):
+    with simulate(["a", "b", "c"], seed=0) as cluster:
+        training = Training(cluster, "b", "c")
+        training.train(0, 2)
+        taken = {"optimizer": training.optimizer.states}
+        cluster.save(tmp_path / "states", **taken)
+        cluster.save(tmp_path / "both", fast=training.optimizer)
+        training.train(2, 3)
+        cluster.load(tmp_path / "both", fast=training.optimizer)
+        assert training.optimizer.steps == 2
+        training.train(2, 3)
+        cluster.load(tmp_path / "states", optimizer=training.optimizer)
+        assert training.optimizer.steps == 3, "no count was saved"
+        with pytest.raises(JdagError, match=r"'opt.steps' is the count of an optim"):
+            cluster.save(tmp_path, **{"opt": training.optimizer, "opt.steps": 3})
 
 
 # --------------------------------------------------------------------------- values

@@ -85,6 +85,11 @@ class Saved(Struct, frozen=True, forbid_unknown_fields=True):
 def save(assignments: Assignments, folder: Folder, parts: Mapping[str, Any]) -> None:
     """Write a checkpoint; see `Cluster.save`."""
     where, stored = _ready(assignments, "cluster.save", folder, parts)
+    counts = {name: held.steps for name, held in _optimizers(parts).items()}
+    for name in counts:
+        if name in parts:
+            raise JdagError(f"cluster.save: {name!r} is the count of an optimizer")
+    parts = {**parts, **counts}
     entries = _entries(assignments, parts)
     about: dict[str, list[Saved]] = {part: [] for part in parts}
     beside = {entry.part: True for entry in entries if not is_static(entry.value)}
@@ -126,6 +131,9 @@ def load(
     where, stored = _ready(assignments, "cluster.load", folder, parts)
     entries = _entries(assignments, parts)
     about, arrays = _read(stored, where)
+    counts = {name: held for name, held in _optimizers(parts).items() if name in about}
+    parts = {**parts, **dict.fromkeys(counts, 0)}
+    entries += [Entry(name, "", 0) for name in counts]
     found = _found(where, about, parts, entries)
     values: list[Any] = []
     to_leaves = []
@@ -156,6 +164,8 @@ def load(
         leaves, treedef = flatten(tree)
         new = unflatten(treedef, [next(rest) for _ in leaves])
         given[part] = new if tree is held else held
+    for name, optimizer in counts.items():
+        optimizer.resumed(given.pop(name))
     return given
 
 
@@ -188,6 +198,11 @@ def _tree(part: Any) -> Any:
     leaves, _ = flatten(part, what="a part of a checkpoint")
     is_tree = len(leaves) != 1 or leaves[0] is not part  # A module may have `states`.
     return part if is_tree or not hasattr(part, "states") else part.states
+
+
+def _optimizers(parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the optimizers, by the names of the parts that have their steps."""
+    return {f"{part}.steps": h for part, h in parts.items() if _tree(h) is not h}
 
 
 def _entries(assignments: Assignments, parts: Mapping[str, Any]) -> list[Entry]:

@@ -120,8 +120,15 @@ class Optimizer:
 
     @property
     def steps(self) -> int:
-        """How many steps were made; one that raised WorkerLost is none."""
+        """How many steps were made; one that raised WorkerLost is none.
+
+        `cluster.load` restores it, from checkpoints that have it.
+        """
         return self._steps
+
+    def resumed(self, steps: int) -> None:
+        """Count on from so many steps: leaves and states are those after them."""
+        self._steps = steps
 
     def step(self, ctx: Context, gradients: Any = None) -> None:
         """Give each leaf that has a gradient in `ctx` its next version, on its owner.
