@@ -1,5 +1,7 @@
 """Which transformations act leaf by leaf, and that they do what optax does to all."""
 
+import sys
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,10 +10,13 @@ import numpy as np
 import optax
 import pytest
 
-from jdag.api.leafwise import Leafwise
+from jdag.api.leafwise import Leafwise, Whole, leafwise
 from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
+from jdag.compute.avals import aval_of
 from jdag.compute.fingerprint import key_of
+from jdag.compute.pytrees import Form
+from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError
 from tests.face_cases import ONES, total
 
@@ -118,7 +123,39 @@ def matrices(params):
 MASK = [{"w": True, "b": False}, {"w": False, "b": True}]
 TWO = {"w": optax.adam(0.1), "b": optax.sgd(0.3, momentum=0.9)}
 
+
+def by_rates(rates):
+    """Scale by a tree of rates, as a user writes it."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(jnp.multiply, updates, rates), state
+
+    return optax.chain(
+        optax.GradientTransformation(lambda _: optax.EmptyState(), update),
+        optax.scale(-1.0),
+    )
+
+
+def by_rank(updates, params=None):
+    leaves, treedef = jax.tree.flatten(updates)
+    scaled = [-leaf / (2 + rank) for rank, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, scaled)
+
+
+def jitted(tx):
+    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
+
+
 PLACED = {
+    "rates": lambda: by_rates([{"w": 0.1, "b": 0.2}, {"w": 0.3, "b": 0.4}]),
+    "rank": lambda: optax.chain(optax.stateless(by_rank), optax.trace(0.9)),
+    "noise": lambda: optax.chain(
+        optax.add_noise(0.1, 0.5, key=jax.random.key(1)), optax.adam(0.1)
+    ),
+    "jitted": lambda: jitted(optax.adamw(0.1, mask=MASK)),
+    "branches": lambda: optax.MultiSteps(
+        optax.masked(optax.novograd(0.1), MASK), 2
+    ).gradient_transformation(),
     "masked": lambda: optax.masked(optax.adam(0.1), MASK),
     "masked by a function": lambda: optax.masked(optax.adam(0.1), matrices),
     "decay": lambda: optax.adamw(0.1, weight_decay=0.5, mask=MASK),
@@ -170,6 +207,40 @@ def test_leaves_of_one_shape_share_what_is_compiled(cluster):
     assert len(set(named._tx.values())) == 2
 
 
+def calls_of_python(make):
+    count = 0
+
+    def note(_, event, __):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        make()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+LINEAR = {
+    "alone": lambda names: optax.adam(0.1),
+    "masked": lambda names: optax.adamw(0.1, mask={n: n[-1] < "5" for n in names}),
+    "branches": lambda names: optax.novograd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_the_work_to_take_a_transformation_apart_is_linear_in_its_leaves(name):
+    counts = []
+    for many in (1, 50, 100, 200):
+        names = [f"p{n}" for n in range(100, 100 + many)]
+        tx = LINEAR[name](names)
+        form = Form(jax.tree.structure(dict.fromkeys(names, 0)), [HOLE] * many)
+        each = partial(leafwise, tx, form, [aval_of(jnp.ones(3))] * many, names)
+        counts.append(calls_of_python(each))
+    assert counts[3] - counts[2] < 2.1 * (counts[2] - counts[1]), counts
+
+
 def test_the_rate_of_injected_hyperparameters_can_be_set_for_each_leaf(cluster):
     p, q = cluster.put("b", 10.0), cluster.put("c", 10.0)
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
@@ -186,5 +257,10 @@ def test_the_key_of_a_transformation_is_found_once_and_tells_others_apart() -> N
     one = Leafwise(optax.sgd(0.1))
     assert key_of(one) is key_of(one)
     assert key_of(one) == key_of(Leafwise(optax.sgd(0.1)))
-    for other in (Leafwise(optax.sgd(0.2)), Leafwise(optax.sgd(0.1), None, 1)):
-        assert key_of(one) != key_of(other), other
+    assert key_of(one) != key_of(Leafwise(optax.sgd(0.2)))
+    form, avals = Form(jax.tree.structure([0, 0]), [HOLE] * 2), [aval_of(ONES)] * 2
+    whole = [Whole(optax.sgd(0.1), form, avals) for _ in range(2)]
+    placed = [Leafwise(one.tx, part, 1) for part in whole]
+    assert key_of(placed[0]) == key_of(placed[1])
+    for other in (one, Leafwise(one.tx, whole[0], 0)):
+        assert key_of(placed[0]) != key_of(other), other

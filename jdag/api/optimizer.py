@@ -33,11 +33,11 @@ class Optimizer:
     """Steps leaves by their gradients, each on its owner, all owners at once.
 
     Args:
-        tx: an optax `GradientTransformation` that treats each leaf by itself: sgd,
-            adam, schedules (which count each leaf's own steps), weight decay,
-            `inject_hyperparams`, `MultiSteps`, `masked` and `multi_transform` (by trees
-            of masks or labels, or by functions), chains of these. It stays as it is:
-            what it holds is looked at once.
+        tx: an optax `GradientTransformation`, of which each leaf gets its part, as of
+            all leaves in one place: sgd, adam, schedules (which count each leaf's own
+            steps), weight decay, `inject_hyperparams`, `MultiSteps`, masks, labels and
+            rates by place, `add_noise`, chains of these. It stays as it is: what it
+            holds is looked at once.
         refs: the leaves, a pytree, on any workers. Programs that `cluster.run` runs may
             be handed the optimizer: they step the same leaves and states.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
@@ -46,7 +46,8 @@ class Optimizer:
     Raises:
         JdagError: a ref is no leaf or not inexact; or the transformation mixes leaves
             (`clip_by_global_norm`, `apply_if_finite`, `prodigy`), or takes more than
-            gradients and parameters (`lookahead`, `reduce_on_plateau`).
+            gradients and parameters (`lookahead`, `reduce_on_plateau`, line searches):
+            it is named.
         WorkerLost: an owner is gone.
     """
 

@@ -19,8 +19,8 @@ from jax.interpreters import partial_eval
 
 _HEAVY = ("dot_general", "ragged_dot_general", "conv_general_dilated", "scatter-add")
 _RECOMPUTED = "remat2"  # The primitive of jax.checkpoint.
-_JITS = ("jit", "pjit")
-_SHARDED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
+JITS = ("jit", "pjit")
+SHARDED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
 
 Variables = Sequence[Any]
 
@@ -179,6 +179,6 @@ def _inline(closed: Any, *args: Any) -> list[Any]:
 
 
 def _is_plain_jit(equation: Any) -> bool:
-    given = chain(*[equation.params.get(name, ()) for name in _SHARDED])
+    given = chain(*[equation.params.get(name, ()) for name in SHARDED])
     free = [one is None or type(one).__name__ == "UnspecifiedValue" for one in given]
-    return equation.primitive.name in _JITS and all(free)
+    return equation.primitive.name in JITS and all(free)

@@ -113,10 +113,29 @@ def depends(jaxpr: Any, inputs: Sequence[int]) -> list[int]:
     `inputs` holds one mask per input, of any bits; constants have none.
     """
     masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for _ in _followed(jaxpr, masks):
+        pass
+    return [_mask(masks, atom) for atom in jaxpr.outvars]
+
+
+def first_union(jaxpr: Any, inputs: Sequence[int]) -> Any:
+    """Return the first equation whose outputs depend on several bits, or None.
+
+    That of the outermost jaxpr; inputs of one bit at most.
+    """
+    masks: dict[Any, int] = dict(zip(jaxpr.invars, inputs, strict=True))
+    for equation in _followed(jaxpr, masks):
+        if any([_mask(masks, one).bit_count() > 1 for one in equation.outvars]):
+            return equation
+    return None
+
+
+def _followed(jaxpr: Any, masks: dict[Any, int]) -> Iterator[Any]:
+    """Yield each equation once the masks of its outputs are known."""
     for equation in jaxpr.eqns:
         taken = [_mask(masks, atom) for atom in equation.invars]
         masks.update(zip(equation.outvars, _outputs(equation, taken), strict=True))
-    return [_mask(masks, atom) for atom in jaxpr.outvars]
+        yield equation
 
 
 def _mask(masks: dict[Any, int], atom: Any) -> int:
