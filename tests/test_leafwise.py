@@ -199,6 +199,24 @@ def test_what_acts_by_place_acts_as_optax_does_on_all_leaves(cluster, name):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
+def test_a_state_with_the_name_of_a_leaf_is_that_of_all_leaves_that_need_it(cluster):
+    def update(updates, state, params=None):
+        count = state["count"] + 1
+        return jax.tree.map(lambda leaf: leaf / count, updates), {"count": count}
+
+    def init(params):
+        return {"count": jnp.zeros(())}
+
+    names = ["count", "v", "w"]
+    refs = {name: cluster.put("bcb"[n], 4.0) for n, name in enumerate(names)}
+    optimizer = Optimizer(optax.GradientTransformation(init, update), refs)
+    for _ in range(3):
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", total, *refs.values()))
+            optimizer.step(ctx)
+    np.testing.assert_allclose(list(fetch(refs).values()), 4 + 1 + 1 / 2 + 1 / 3)
+
+
 def test_leaves_of_one_shape_share_what_is_compiled(cluster):
     refs = [cluster.put("b", {"w": ONES + n, "b": ONES}) for n in range(5)]
     plain = Optimizer(optax.adam(0.1), refs)

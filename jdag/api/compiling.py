@@ -158,7 +158,8 @@ class CompiledStep:
                 optimizer.refused(error)
             raise
         if optimizer is not None:
-            optimizer.counted(plan.stepped)
+            if not plan.skipped:
+                optimizer.counted(plan.stepped)
             self._cluster._reassigned()
         return value
 
@@ -269,10 +270,13 @@ class CompiledStep:
             gradients = drawn.graph.differentiate(_roots(first, drawn))
         stepped: tuple[Ref, ...] = ()
         stages: list[tuple[LeafId, int]] = []
+        scale: list[int] = []
         if self._optimizer is not None and not differentiated:
-            stepped, stages = _stepping(self._optimizer, drawn, first, gradients)
+            stepped, stages, scale = _stepping(self._optimizer, drawn, first, gradients)
         wanted = gradients if differentiated else {}
-        made = Plan(cluster, drawn, first, wanted, stages, self._exact)
+        made = Plan(
+            cluster, drawn, first, wanted, stages, scale=scale, exact=self._exact
+        )
         made.stepped = stepped
         return made
 
@@ -306,8 +310,11 @@ class Plan:
         recording: Recording,
         gradients: Mapping[LeafId, int],
         stages: Sequence[tuple[LeafId, int]],
+        *,
+        scale: Sequence[int],
         exact: bool,
     ) -> None:
+        self.skipped = False  # The last step, by an optimizer's `skip_not_finite`.
         self.stepped: tuple[Ref, ...] = ()  # Leaves, by an optimizer.
         self.leaves: tuple[list[Ref], Any] = ([], None)  # Of `value_and_grad`.
         self.staged = [leaf for leaf, _ in stages]  # These, and their states.
@@ -332,6 +339,8 @@ class Plan:
             leaf: slots.setdefault(value, len(slots))
             for leaf, value in gradients.items()
         }
+        # Of an optimizer, which is NaN where a step is skipped.
+        self._scale = [slots.setdefault(value, len(slots)) for value in scale]
         self._slots = tuple(slots)
         made = cut(
             drawn.graph,
@@ -384,6 +393,8 @@ class Plan:
         gradients = {}
         for leaf, place in self._gradients.items():
             gradients[leaf] = values[place]
+        scale = [] if self._state.abstract else [values[at] for at in self._scale]
+        self.skipped = any(map(np.isnan, scale))
         return unflatten(self._treedef, leaves), gradients
 
     def __str__(self) -> str:
@@ -446,8 +457,11 @@ def _stepping(
     drawn: Drawn,
     recording: Recording,
     gradients: Mapping[LeafId, int],
-) -> tuple[tuple[Ref, ...], list[tuple[LeafId, int]]]:
-    """Add a step of an optimizer; return its leaves, and the value of each version."""
+) -> tuple[tuple[Ref, ...], list[tuple[LeafId, int]], list[int]]:
+    """Add a step of an optimizer; return its leaves, and the value of each version.
+
+    The last is the value that is NaN where the step is skipped, if it can be.
+    """
     frame, graph = recording.frame, drawn.graph
     frame.phase, frame.completed = FramePhase.OPEN, True
 
@@ -465,8 +479,9 @@ def _stepping(
         NewestKey(None, leaf, 0): named(value, leaf.worker, graph.aval(value))
         for leaf, value in gradients.items()
     }
-    stepped, parts = optimizer.planned(Context(frame), refs, bring)
+    stepped, parts, scale = optimizer.planned(Context(frame), refs, bring)
     drawn.take()
+    told = [] if scale is None else [drawn.value(scale.key, scale.owner, scale.aval)]
     stages: list[tuple[LeafId, int]] = []
     for part in parts:
         made: Any = part.function
@@ -477,4 +492,4 @@ def _stepping(
         outputs = graph.call(owner, made, given, *of, update=True)
         stages += zip([key.name for key in part.outputs], outputs, strict=True)
     frame.phase = FramePhase.LEFT
-    return stepped, stages
+    return stepped, stages, told

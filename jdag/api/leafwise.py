@@ -181,7 +181,9 @@ class Whole:
         bits = [1 << place for place in range(len(self.avals))]
         found = first_union(self.init.jaxpr, bits)
         carried = depends(self.init.jaxpr, bits)
-        while found is None:  # Until leaves meet, which they do.
+        for _ in range(len(bits) + len(carried)):  # By then leaves have met.
+            if found is not None:
+                break
             masks = [*bits, *carried, *bits]
             found = first_union(self.update.jaxpr, masks)
             carried = depends(self.update.jaxpr, masks)[len(bits) :]

@@ -42,6 +42,9 @@ class Optimizer:
             be handed the optimizer: they step the same leaves and states.
         clip_norm: None, or the norm over all gradients of a step, on all owners, to
             which they are scaled down where it is larger.
+        skip_not_finite: whether a step in which a gradient has an inf or a NaN, on any
+            owner, is skipped: leaves, states and `steps` stay as they are. So losses
+            can be scaled, and the scale chosen by whether `steps` has grown.
 
     Raises:
         JdagError: a ref is no leaf or not inexact; or the transformation mixes leaves
@@ -61,6 +64,8 @@ class Optimizer:
         tx: optax.GradientTransformation,
         refs: Any,
         clip_norm: float | None = None,
+        *,
+        skip_not_finite: bool = False,
     ) -> None:
         leaves = flatten_refs(refs, is_ref)[0]
         if not leaves:
@@ -68,8 +73,10 @@ class Optimizer:
         if clip_norm is not None and not positive()(clip_norm):
             allowed = "a number above 0, or None"
             raise JdagError(unusable("clip_norm", clip_norm, allowed))
+        if not isinstance(skip_not_finite, bool):
+            raise JdagError(unusable("skip_not_finite", skip_not_finite, "a bool"))
         _state_of(leaves).check_open("jdag.Optimizer")
-        self._begin(refs, clip_norm)
+        self._begin(refs, clip_norm, skip_not_finite)
         avals = [ref.aval for ref in leaves]
         each = leafwise(tx, self._treedef.bare, avals, list(self._names.values()))
         self._tx.update(zip(leaves, each, strict=True))
@@ -82,10 +89,11 @@ class Optimizer:
             self.drop()
             _raise(error, f"{self._called(failed)} has no state")
 
-    def _begin(self, refs: Any, clip_norm: float | None) -> None:
+    def _begin(self, refs: Any, clip_norm: float | None, skips: bool) -> None:
         leaves, self._treedef = flatten_refs(refs, is_ref)
         self._state = _state_of(leaves)
-        self._clip_norm = clip_norm
+        self._clip_norm, self._skips = clip_norm, skips
+        self._is_scaled = skips or clip_norm is not None
         self._names = dict(zip(leaves, paths(refs, is_ref), strict=True))
         self._states: dict[Ref, Any] = {}
         self._tx: dict[Ref, Any] = {}
@@ -97,16 +105,18 @@ class Optimizer:
         """Return data of which another program makes its own, by calling them."""
         self._check_held()
         own = Assignments(self._state, self._state.driver.current)
-        scale = () if self._clip_norm is None else (1.0,)
+        scale = (1.0,) if self._is_scaled else ()
         changes = [self._change(ref, ref, scale) for ref in self._states]
         pairs = [PairData(own.pair_of(change)) for change in changes]
         refs = unflatten(self._treedef, list(self._states))
         states = list(self._states.values())
-        return Partial(remade, refs, states, pairs, self._clip_norm)
+        norm, skips = self._clip_norm, self._skips
+        return Partial(remade, refs, states, pairs, norm, skips)
 
     def __repr__(self) -> str:
         owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
         clip = "" if self._clip_norm is None else f", clip_norm={self._clip_norm}"
+        clip += ", skip_not_finite=True" if self._skips else ""
         return f"Optimizer({len(self._states)} leaves on {owners or 'no worker'}{clip})"
 
     @property
@@ -137,10 +147,11 @@ class Optimizer:
         Leaves without one, and their states, stay as they are. `gradients` are used in
         place of those in `ctx`: refs in the structure of the leaves, each on its leaf's
         worker, such as `ctx.all_reduce` gives. One message goes to each owner. Waits
-        for nothing, but with `clip_norm` for one exchange before it: the owners'
-        squared norms come here, are summed in the order of the leaves, and the scale
-        goes out with the step. What raises here has stepped no leaf. What fails later,
-        on an owner, fails for that leaf alone: reading its new version raises.
+        for nothing, but with `clip_norm` or `skip_not_finite` for one exchange before
+        it: the owners' squared norms come here, are summed in the order of the leaves,
+        and the scale goes out with the step. What raises here has stepped no leaf. What
+        fails later, on an owner, fails for that leaf alone: reading its new version
+        raises.
 
         Raises:
             ContextError: the context is over, or of another cluster; or the states were
@@ -161,6 +172,8 @@ class Optimizer:
         present = self._present(ctx, gradients)
         try:
             scale = self._scale(ctx, present)
+            if self._skips and any(map(math.isnan, scale)):
+                return
             self._state.cluster.assign(
                 [self._change(ref, of, scale) for ref, of in present.items()]
             )
@@ -193,18 +206,19 @@ class Optimizer:
 
     def planned(
         self, ctx: Context, gradients: Mapping[Key, Ref], bring: Callable[..., Ref]
-    ) -> tuple[tuple[Ref, ...], Sequence[Assignment]]:
+    ) -> tuple[tuple[Ref, ...], Sequence[Assignment], Ref | None]:
         """Return leaves that a plan steps by these gradients, and what makes them.
 
-        `ctx` records, with `clip_norm`, what gives the scale; `bring` gives a ref to
-        that on another worker, as a Python number.
+        `ctx` records what gives the scale, if there is one; `bring` gives a ref to that
+        on another worker, as a Python number. The last is the scale where it tells, as
+        NaN, that the step is skipped.
         """
         self._check_held()
         present = {
             ref: gradients[ref.key] for ref in self._states if ref.key in gradients
         }
         scale = None
-        if self._clip_norm is not None and present:
+        if self._is_scaled and present:
             squares = self._squares(ctx, present)
             given = [squares[ref] for ref in present]  # In the order of the leaves.
             scale = ctx.call(ctx.here, clip_scale, static(self._clip_norm), given)
@@ -213,11 +227,11 @@ class Optimizer:
             for ref, of in present.items()
         ]
         own = Assignments(self._state, self._state.driver.current)
-        return tuple(present), own.planned(changes)
+        return tuple(present), own.planned(changes), scale if self._skips else None
 
     def _change(self, ref: Ref, gradient: Ref, scale: tuple[Any, ...]) -> Change:
         return Change(
-            partial(stepped, self._tx[ref]),
+            partial(stepped_if_finite if self._skips else stepped, self._tx[ref]),
             [ref, *flatten(self._states[ref])[0]],
             (ref, self._states[ref], gradient, *scale),
             f"stepping {self._called(ref)}",
@@ -254,8 +268,8 @@ class Optimizer:
         return present
 
     def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[float, ...]:
-        """Return the factor that clips all gradients, () if there is none."""
-        if self._clip_norm is None or not gradients:
+        """Return the factor that scales all gradients, () if there is none."""
+        if not (self._is_scaled and gradients):
             return ()
         squares = self._squares(ctx, gradients)
         of = dict(zip(squares, fetch(list(squares.values())), strict=True))
@@ -267,9 +281,10 @@ class Optimizer:
     def _squares(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> dict[Ref, Ref]:
         refs: list[Ref] = []
         squares: list[Any] = []
+        norms = finite_norms if self._skips else squared_norms
         for owner, own in _by_owner(gradients).items():
             refs += own
-            squares += ctx.call(owner, squared_norms, [gradients[ref] for ref in own])
+            squares += ctx.call(owner, norms, [gradients[ref] for ref in own])
         return dict(zip(refs, squares, strict=True))
 
     def drop(self) -> None:
@@ -289,11 +304,15 @@ class Optimizer:
 
 @remote
 def remade(
-    refs: Any, states: Sequence[Any], pairs: Sequence[PairData], clip_norm: float | None
+    refs: Any,
+    states: Sequence[Any],
+    pairs: Sequence[PairData],
+    clip_norm: float | None,
+    skips: bool,
 ) -> Optimizer:
     """Return an optimizer over the leaves and states of another program's."""
     made = object.__new__(Optimizer)
-    made._begin(refs, clip_norm)
+    made._begin(refs, clip_norm, skips)
     for ref, state, data in zip(made._names, states, pairs, strict=True):
         made._states[ref], made._tx[ref] = state, None
         made._pairs[ref] = data.pair.pair
@@ -304,6 +323,13 @@ def remade(
 def squared_norms(gradients: Sequence[Any]) -> list[Any]:
     """Return of each array the sum of squared magnitudes; see `squared_norm`."""
     return [squared_norm(gradient) for gradient in gradients]
+
+
+@remote
+def finite_norms(gradients: Sequence[Any]) -> list[Any]:
+    """Return the same, but NaN of an array with an inf or a NaN."""
+    both = zip(gradients, squared_norms(gradients), strict=True)
+    return [jnp.where(jnp.isfinite(one).all(), norm, jnp.nan) for one, norm in both]
 
 
 @remote
@@ -318,13 +344,15 @@ def _scalar(*_: Any) -> jax.ShapeDtypeStruct:
 
 
 @unjitted(shapes=_scalar)
-def clip_scale(clip_norm: float, squares: Sequence[Any]) -> float:
-    """Return the factor that clips gradients of these squared norms."""
+def clip_scale(clip_norm: float | None, squares: Sequence[Any]) -> float:
+    """Return the factor that clips gradients of these squared norms; NaN if one is."""
     total = 0.0
     for square in squares:
         total += float(square)
     norm = math.sqrt(total)
-    return 1.0 if norm <= clip_norm else clip_norm / norm
+    if math.isnan(norm):
+        return norm
+    return 1.0 if clip_norm is None or norm <= clip_norm else clip_norm / norm
 
 
 @remote
@@ -334,6 +362,17 @@ def stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> 
         gradient = (gradient * factor).astype(gradient.dtype)
     update, state = tx.update(gradient, state, leaf)
     return optax.apply_updates(leaf, update), state
+
+
+@remote
+def stepped_if_finite(
+    tx: Leafwise, leaf: Any, state: Any, gradient: Any, scale: Any
+) -> Any:
+    """Return the same; as they were where the scale is NaN."""
+    skipped = jnp.isnan(scale)
+    made = stepped(tx, leaf, state, gradient, jnp.where(skipped, 0, scale))
+    old = leaf, state
+    return jax.tree.map(lambda new, was: jnp.where(skipped, was, new), made, old)
 
 
 def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
