@@ -93,6 +93,8 @@ class Forwarding(Struct, eq=False):
                 value.index = index
             node.residuals = ResidualsKey(context, path, 0)
             fragment.nodes[path] = node
+        else:  # Nothing of it is differentiated, in whatever pass.
+            self._state.skip(fragment, node, "BIW")
         fragment.pending += 1
         start = partial(self._start, fragment, node)
         self._state.when_settled(node.arguments, start)
