@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdag.engine.protocol import Listed, Tag
 from jdag.errors import JdagError, ScenarioError
 from jdag.runtime.chooser import Chooser, checked
 from jdag.runtime.ready import ReadyJobs
@@ -132,6 +133,31 @@ def test_a_list_waits_for_nothing_while_its_next_action_is_ready():
     add(0)
     assert not ready.stalled
     assert [ready.take(), ready.take()] == [[0], [1]]
+
+
+def test_a_list_that_has_less_waits_for_that_and_for_what_is_ready():
+    listed = [Action(kind, 0, m) for m in range(4) for kind in "FB"]
+    ready = ReadyJobs(Chooser(), "a", listed)
+
+    def add(kind: str, micro_batch: int) -> None:
+        tag = Tag(0, micro_batch, listed=True)
+        item = f"{kind}{micro_batch}"
+        ready.add(SimpleNamespace(context=None, action=kind, tag=tag), item)
+
+    def narrow(*actions: str) -> None:
+        acts = tuple([(one[0], Tag(0, int(one[1]), listed=True)) for one in actions])
+        ready.skip(Listed(None, acts))  # type: ignore[arg-type]
+
+    add("F", 1)
+    add("F", 2)
+    narrow("F0", "F2", "F3")
+    assert ready.take() == [] and "waits for 0F0" in ready.stalled
+    narrow("F2", "F3")
+    assert ready.take() == ["F1"]
+    assert ready.take() == ["F2"]
+    add("B", 0)  # It comes nevertheless: before 0F3, for which the list waits.
+    assert ready.take() == ["B0"]
+    assert ready.take() == [] and not ready.stalled
 
 
 @pytest.mark.parametrize("chooser", [Chooser(), Picking()])

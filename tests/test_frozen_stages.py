@@ -108,3 +108,19 @@ def test_processes_pass_over_what_is_not_differentiated(name):
             for way in (eager, compiled):
                 params = put(cluster, schedule, frozen)
                 check(way(cluster, params, frozen), frozen, *wanted)
+
+
+@jdag.program
+def called_elsewhere(ctx: Any, params: Any, xs: Any) -> Any:
+    return program(ctx, params, xs)
+
+
+def test_a_program_on_a_worker_may_call_stages_without_gradients():
+    schedule, wanted = BUILT["one_f_one_b"], of_jax()
+    for frozen in SUBSETS[:-1]:
+        with simulated(schedule, schedule.workers) as cluster:
+            params = put(cluster, schedule, frozen)
+            with cluster.context() as ctx:
+                ctx.backward(*ctx.call("w1", called_elsewhere, params, batches(COUNT)))
+                found = jdag.fetch([ctx.gradient(of) for of in params if of.tracked])
+            check(found, frozen, *wanted)

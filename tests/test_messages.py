@@ -56,7 +56,7 @@ def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
     assert " ".join(name for _, name in tags) == (
         "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
         "Cotangent Answer Fail End Ended Release Released Mark Attach Discard "
-        "Tell Prepare Step Hop Stepped Settle"
+        "Tell Prepare Step Hop Stepped Settle Listing"
     )
 
 

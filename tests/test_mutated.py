@@ -23,6 +23,7 @@ from jdag.engine.protocol import (
     Forget,
     LeafId,
     LeafKey,
+    Listing,
     Message,
     Notice,
     ObjectId,
@@ -93,6 +94,7 @@ def real() -> list[bytes]:
         Forget((leaf, leaf, leaf)),
         Reading(7, (failure, failure)),
         Ended(context, 1, (), (), (), failure),
+        Listing(context, 1, marked=True),
     )
     return [*found, *[CODEC.encode(message) for message in some]]
 

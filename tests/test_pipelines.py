@@ -220,6 +220,10 @@ def called(ctx, params, stage, micro_batch, x):
         return ctx.call(f"w{stage}", layer, params[stage], x)
 
 
+def added(*outs):
+    return sum([out.sum() for out in outs])
+
+
 def two(cluster):
     return [cluster.put(f"w{s}", w) for s, w in enumerate(weights(2))]
 
@@ -229,10 +233,13 @@ def test_a_list_that_cannot_go_on_names_the_action_it_waits_for():
     with simulated(SMALL, SMALL.workers) as cluster:
         params = two(cluster)
         with cluster.context() as ctx:
-            for m, x in enumerate(batches(3)):
-                out = called(ctx, params, 1, m, called(ctx, params, 0, m, x))
+            outs = [
+                called(ctx, params, 1, m, called(ctx, params, 0, m, x))
+                for m, x in enumerate(batches(3))
+            ]
+            total = ctx.call("w1", added, *outs)
             with pytest.raises(JdagError, match=said):
-                out.fetch()
+                ctx.backward(total)
 
 
 def test_what_is_left_of_a_list_runs_when_no_backward_comes():

@@ -350,18 +350,11 @@ def add_up(*losses: Any) -> Any:
     return reduce(jnp.add, losses)
 
 
-def few(ctx: Any, params: Any, xs: Any) -> Any:
-    with ctx.tag(stage=0, micro_batch=0):
-        out = ctx.call("w0", layer, params[0], xs[0])
-    return ctx.call("w0", jnp.sum, out)
-
-
 @pytest.mark.parametrize(
     ("program", "said"),
     [
         (backwards, "cannot follow the schedule: 0F1 waits for 0F0 waits for 1F1 wa"),
         (summed, "the schedule: 1F1 waits for 1B0, by .* return the losses instead"),
-        (few, "few has no call of 0F1, for which worker w0 would wait: a program that"),
     ],
 )
 def test_a_plan_that_a_list_would_hold_up_is_refused_before_it_runs(program, said):

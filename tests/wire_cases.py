@@ -40,6 +40,7 @@ from jdag.engine.protocol import (
     Incoming,
     LeafId,
     LeafKey,
+    Listing,
     Mark,
     Marked,
     NewestKey,
@@ -316,6 +317,7 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         _several(st.builds(Notice, workers, _several(keys))),
     ),
     Tell: st.builds(Tell, contexts, paths, trees, st.booleans()),
+    Listing: st.builds(Listing, contexts, passes, st.booleans()),
     Discard: st.builds(Discard, contexts, _several(keys)),
     Prepare: st.builds(
         Prepare,

@@ -75,7 +75,8 @@ class Pipeline:
             JdagError: another number of params than of stages, or of targets than of
                 inputs; a stage without refs; a loss function that returns neither; or
                 as `ctx.call` does.
-            ScheduleError: the schedule has another number of stages or micro-batches.
+            ScheduleError: the schedule has another number of stages, or fewer micro-
+                batches.
         """
         self._check(ctx, params, inputs, targets)
         workers = [self._worker(ctx, s, of) for s, of in enumerate(params)]
@@ -114,11 +115,11 @@ class Pipeline:
         schedule = ctx.state.schedule
         if schedule is None:
             return
-        for name, here, there in (
-            ("stages", len(self.stages), schedule.stages),
-            ("micro-batches", len(inputs), schedule.micro_batches),
+        for name, here, there, few in (
+            ("stages", len(self.stages), schedule.stages, False),
+            ("micro-batches", len(inputs), schedule.micro_batches, True),
         ):
-            if here != there:
+            if here > there or (here < there and not few):
                 raise JdagError(
                     f"the pipeline has {here} {name}, and the schedule {there}"
                 )

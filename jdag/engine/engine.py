@@ -11,6 +11,7 @@ from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment
 from jdag.engine.leaves import Leaves
+from jdag.engine.listing import WAITS, Lists
 from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
 from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Situation, phase_of
@@ -54,7 +55,10 @@ class Engine:
         self._steps = steps = Steps(state, self._leaves)
         self._plans = plans = Plans(state, self._lives, steps)
         steps.stepped, steps.came = plans.stepped, plans.came
-        self._passes = Passes(state, self._leaves, self._lives, frames, self._backward)
+        self._lists = lists = Lists(state, frames)
+        self._passes = Passes(
+            state, self._leaves, self._lives, frames, self._backward, lists
+        )
         self._ends = Ends(
             state,
             self._leaves,
@@ -142,6 +146,8 @@ class Engine:
             if self._plans.staged and kind not in _KEEPING:
                 self._plans.commit(event)
             self._events[kind](event)
+            if state.listing and kind in WAITS:
+                self._lists.waits(event)
         elif event.sender in state.lost:
             state.drop(landing(event.message))
         else:
@@ -196,6 +202,7 @@ class Engine:
             protocol.Assign: self._leaves.arrived,
             protocol.Forget: self._leaves.forget,
             protocol.Discard: lambda _, message: self._lives.discard(message.keys),
+            protocol.Listing: self._lists.listing,
             protocol.Start: partial(backward.credited, backward.start),
             protocol.Mark: partial(backward.credited, backward.mark),
             protocol.Go: partial(backward.credited, backward.seed),

@@ -75,6 +75,7 @@ class Forwarding(Struct, eq=False):
         node = Node(path, message.function, message.call_site, tag=message.tag)
         if message.tag is not None and message.tag.listed and fragment.release is None:
             fragment.listed = True
+            fragment.tags.append(message.tag)
         node.arguments = tuple([self.value(fragment, key) for key in message.inputs])
         for argument in node.arguments:
             argument.users += 1

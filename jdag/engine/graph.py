@@ -161,7 +161,8 @@ class ProgramFrame(Struct, eq=False):
     moved: dict[Key, Copies] = {}
     versions: dict[LeafId, Key] = {}  # The last ones transferred.
     notices: dict[Worker, list[Key]] = {}  # See `lives`.
-    workers: dict[Worker, None] = {}  # That participate, or may.
+    workers: dict[Worker, None] = {}  # That participate, or may;
+    listed: dict[Worker, None] = {}  # those with calls of it that a schedule lists.
     lost: Failure | None = None  # The first loss among `workers`.
 
 
@@ -185,7 +186,8 @@ class Fragment(Struct, eq=False):
     ended: int = 0  # The number of the last pass that ended.
     gone: bool = False  # Released; its jobs may still run.
     release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
-    listed: bool = False  # A schedule says when jobs of calls here run.
+    listed: bool = False  # A schedule says when jobs of calls here run;
+    tags: list[Tag] = []  # of these calls.
 
     def tag(self, node: Node) -> Tag | None:
         """The tag of the jobs of a call from now on."""

@@ -317,6 +317,16 @@ class Released(Record, tag=18):
     failures: Several[Failure]
 
 
+class Listing(OfPass, tag=28):
+    """To a worker with listed calls: all are there, and which actions may come.
+
+    Of pass 0, their forwards: a program waits. Else a pass begins, which needs what it
+    has `marked`, or in FAST anything.
+    """
+
+    marked: bool
+
+
 class OfPlan(Record):
     """Base of messages about a plan, by the context id that it has, and of a step."""
 
@@ -398,7 +408,7 @@ Credited = Start | Mark | Go | Cotangent | Answer
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
-    | Released | Discard | Tell | Prepare | Step | Hop | Stepped | Settle
+    | Released | Discard | Tell | Listing | Prepare | Step | Hop | Stepped | Settle
 )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ from jdag.engine.backward import Backward
 from jdag.engine.credit import WHOLE
 from jdag.engine.graph import Fragment, Node
 from jdag.engine.leaves import Leaves
+from jdag.engine.listing import Lists
 from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.program_frames import ProgramFrames
@@ -38,6 +39,7 @@ from jdag.engine.protocol import (
     Failure,
     Go,
     Key,
+    Listing,
     Mark,
     Mode,
     Outcome,
@@ -61,6 +63,7 @@ class Passes(Struct, eq=False):
     _lives: Lives
     _frames: ProgramFrames
     _backward: Backward
+    _lists: Lists
 
     # -------------------------------------------------------------- the owner's pass
 
@@ -117,6 +120,8 @@ class Passes(Struct, eq=False):
                 live.outbox.append(Outgoing(worker, start, seeds))
         if live.roots and self._backward.sight(live) and alone:
             self._backward.seed(live)
+        if alone:
+            self._lists.tell(own.frames[()], Listing(context, number, False))
         self._backward.settle(live)
 
     def owner_passive(self, live: Pass) -> None:
@@ -133,6 +138,8 @@ class Passes(Struct, eq=False):
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
                 live.outbox.append(Outgoing(worker, go))
+        marked = Listing(own.context, live.number, live.mode is Mode.SMART)
+        self._lists.tell(own.frames[()], marked)
         self._backward.seed(live)
         self._backward.settle(live)
 

@@ -35,6 +35,7 @@ from jdag.engine.protocol import (
     Joined,
     Launched,
     Left,
+    Listing,
     Lost,
     Mark,
     Outcome,
@@ -120,7 +121,7 @@ def triple(phase: Phase | Part, event: type) -> Triple:
 
 # What programs do in frames that are not their context's top one, and what comes of it.
 _FRAMES = (Issued, Launched, Attached, Discarded, Collected, TimedOut, Answered)
-_CALLS = (Call, Ship, Run, Return, Tell, Attach, Discard)
+_CALLS = (Call, Ship, Run, Return, Tell, Attach, Discard, Listing)
 _WORKERS = (Lost, Joined)  # Concerns all contexts.
 
 # What may come to an engine, by the phase of the context that it is about.
@@ -155,16 +156,16 @@ TAKES: Mapping[Phase | Part, tuple[type, ...]] = {
     ),
     Part.PASS: (
         *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
-        *_WORKERS,
+        *(Listing, *_WORKERS),
     ),
     Part.FAILED: (
         *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
-        *_WORKERS,
+        *(Listing, *_WORKERS),
     ),
-    Part.LEAVING: (Computed, Primal, Release, *_WORKERS),
+    Part.LEAVING: (Computed, Primal, Release, Listing, *_WORKERS),
     Part.RELEASED: (
         *(Computed, Primal, Acknowledge, Call, Ship, Run, Attach, Mark, Cotangent),
-        *(Fail, Release, Issued, Returned),
+        *(Fail, Release, Issued, Returned, Listing),
     ),
 }
 

@@ -104,6 +104,9 @@ class ProgramFrames(Struct, eq=False):
         if event.discarded:
             lives.note(frame, event.discarded)
         inputs, ships = self._transfers(event, frame)
+        if event.tag is not None and event.tag.listed:
+            frame.listed[worker] = None
+            state.listing[context, frame.path] = None
         incoming = []
         for owner, slots in ships.items():
             tracked = tuple([tracked for _, tracked in slots])

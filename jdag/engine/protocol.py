@@ -454,7 +454,15 @@ class Skip(Struct, frozen=True):
     number: int = 0
 
 
-Effect = Send | Compute | Drop | Spawn | Resume | Alarm | Skip
+class Listed(Struct, frozen=True):
+    """Of a schedule's list a context, or step `number` of a plan, has these alone."""
+
+    context: ContextId
+    actions: tuple[tuple[str, Tag], ...]
+    number: int = 0
+
+
+Effect = Send | Compute | Drop | Spawn | Resume | Alarm | Skip | Listed
 
 
 class PassResult(Struct, frozen=True):

@@ -91,6 +91,8 @@ class State:
         self.lost: dict[Worker, str] = {}  # With the cause of each loss.
         self.jobs: dict[int, tuple[Done, Any, Job]] = {}
         self.after: dict[int, list[Pending]] = {}  # What waits for a job.
+        # Frames here with listed calls of which no Listing has been sent.
+        self.listing: dict[tuple[ContextId, Path], None] = {}
         self.soon: deque[Callable[[], None]] = deque()
         self.out: list[Effect] = []
         self.number_job = count(1).__next__

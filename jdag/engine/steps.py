@@ -33,6 +33,7 @@ from jdag.engine.protocol import (
     Job,
     Key,
     LeafId,
+    Listed,
     NewestKey,
     Path,
     Prepare,
@@ -74,8 +75,7 @@ class Part(Struct, eq=False):
     uses: dict[int, int] = {}
     needs: list[int] = []  # By segment, how many slots.
     free: list[int] = []  # Segments that need none.
-    unread: tuple[Tag, ...] = ()  # Of calls of which nothing is differentiated.
-    listed: bool = False  # Whether it has actions of a schedule.
+    acts: tuple[tuple[str, Tag], ...] = ()  # Its actions of a schedule.
     runs: dict[int, Run] = {}
     over: int = 0  # The last step that is over.
 
@@ -120,10 +120,8 @@ class Steps(Struct, eq=False):
             id = state.number_job()
             job = CompileSegment(id, context, 0, (index,), segment.function)
             state.compute(job, partial(self._compiled, context), None)
-        acts = [(one.tag, one.action) for one in message.segments if one.tag]
-        back = {tag for tag, action in acts if action != "F"}
-        part.unread = tuple([tag for tag, _ in acts if tag not in back])
-        part.listed = bool(acts)
+        acts = [(one.action, one.tag) for one in message.segments if one.tag]
+        part.acts = tuple(acts)
         kept = [one.slot for one in message.stages]
         for slot in (*results, *message.constants, *kept):
             uses[slot] = uses.get(slot, 0) + 1
@@ -173,8 +171,8 @@ class Steps(Struct, eq=False):
             self._failed(part, run, failure)
             return
         run.begun = True
-        for tag in part.unread:
-            self._state.out.append(Skip(run.context, tag, "BIW", run.number))
+        if part.acts:
+            self._state.out.append(Listed(run.context, part.acts, run.number))
         for slot in part.prepare.constants:
             run.here[slot] = SlotKey(run.context, 0, slot)
         for read, value in zip(part.prepare.reads, values, strict=True):
@@ -336,7 +334,7 @@ class Steps(Struct, eq=False):
         """Drop a step, and its values when its jobs have ended."""
         del part.runs[run.number]
         part.over = max(part.over, run.number)
-        if part.listed and run.undone:  # Some of its actions will not come.
+        if part.acts and run.undone:  # Some of its actions will not come.
             self._state.out.append(Skip(run.context, None, "", run.number))
         self._let_go(run, ())
 

@@ -33,6 +33,7 @@ from jdag.engine.protocol import (
     Fill,
     Forward,
     Job,
+    Listed,
     RunSegment,
     Skip,
     Sum,
@@ -203,7 +204,7 @@ class Jobs:
                 self._thread.start()
             self._changed.notify()
 
-    def skip(self, skip: Skip) -> None:
+    def skip(self, skip: Skip | Listed) -> None:
         """Wait no more for jobs that will not come."""
         with self._changed:
             self._long.skip(skip)

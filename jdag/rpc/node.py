@@ -31,6 +31,7 @@ from jdag.engine.protocol import (
     Event,
     Job,
     Key,
+    Listed,
     Message,
     Return,
     Returned,
@@ -314,7 +315,7 @@ class Node:
         """Compute a job, here or on a thread beside the loop."""
         self._jobs.add(job, cause)
 
-    def skip(self, host: Host, skip: Skip) -> None:
+    def skip(self, host: Host, skip: Skip | Listed) -> None:
         """Have the list of a schedule wait no more for jobs that will not come."""
         self._jobs.skip(skip)
 

@@ -34,6 +34,7 @@ from jdag.engine.protocol import (
     Job,
     Key,
     Left,
+    Listed,
     Message,
     ObjectId,
     ReadingKey,
@@ -86,7 +87,7 @@ class Driver(Protocol):
     def compute(self, host: "Host", job: Job, cause: int) -> None:
         """Compute a job; report `Computed` when it is done."""
 
-    def skip(self, host: "Host", skip: Skip) -> None:
+    def skip(self, host: "Host", skip: Skip | Listed) -> None:
         """Wait no more for jobs that a schedule lists, and that will not come."""
 
     def spawn(self, host: "Host", spawn: Spawn, cause: int) -> None:
@@ -244,11 +245,11 @@ class Host:
             raise failed
         return record
 
-    def _rarer(self, effect: Alarm | Skip | Spawn, cause: int) -> None:
+    def _rarer(self, effect: Alarm | Skip | Listed | Spawn, cause: int) -> None:
         if isinstance(effect, Alarm):
             alarm = self.driver.alarm(self, effect, cause)
             self.waiters.alarms[effect.waiter] = alarm
-        elif isinstance(effect, Skip):
+        elif isinstance(effect, Skip | Listed):
             self.driver.skip(self, effect)
         else:
             assert isinstance(effect, Spawn), effect

@@ -4,26 +4,72 @@ A device without a schedule runs what is ready, as its chooser orders it. With o
 jobs that are tagged as listed run as the list of actions says, and wait for each other;
 every other job runs as soon as the device is free.
 
-Inputs:  `add(job, item)`; `skip(...)` for actions that will not come.
+When a list waits: for its next action, as long as that may come. It passes over one
+that will not: one that the engine skips (its call is not differentiated, or failed),
+and, once the engine has said what a run has, all others. It says so for a context when
+the program waits for anything but a pass (then its forwards alone), and when a pass has
+begun (its forwards, and the backwards that the pass needs); for a step of a plan when
+that begins. An action that comes nevertheless takes its place in the list.
+
+Inputs:  `add(job, item)`; `skip(...)` for what will not come.
 Outputs: `take()`: the items of the jobs to run now, as one.
 
-Invariants: the list is followed by one context at a time, or by one step of a plan, in
-the order in which they came, and from its start by each. A job that no list has never
-waits for one that a list has. An action that is skipped is nobody's turn.
+Invariants: the list is followed by one context at a time, or by one step of a plan: by
+the first, in the order in which they came, that has something to come. A job that no
+list has never waits for one that a list has. An action that is skipped is nobody's
+turn.
 """
 
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from typing import Any
 
-from jdag.engine.protocol import ContextId, RunSegment, Skip
+from jdag.engine.protocol import ContextId, Listed, RunSegment, Skip
 from jdag.runtime.chooser import Chooser, checked
 from jdag.schedules import Action
 from jdag.schedules.actions import Step
 
 # What follows a list: a context and, of a plan, the number of the step.
-_Run = tuple[ContextId, int]
+_Of = tuple[ContextId, int]
+
+
+class _Run:
+    """One run along a list: `ready` and `gone` actions; `has` are all that may come."""
+
+    __slots__ = ("at", "gone", "has", "ready")
+
+    def __init__(self) -> None:
+        self.at = 0  # The first step of which something may come.
+        self.gone: dict[Action, None] = {}  # Taken, or skipped.
+        self.has: dict[Action, None] | None = None  # None: not known.
+        self.ready: dict[Action, tuple[Any, Any]] = {}  # With job and item.
+
+    def following(self, steps: Sequence[tuple[Action, ...]]) -> list[Action]:
+        """Return the actions that are next, as one; [] if none is to come."""
+        gone, has = self.gone, self.has
+        while self.at < len(steps):
+            found = [
+                part
+                for part in steps[self.at]
+                if part not in gone and (has is None or part in has)
+            ]
+            if found:
+                return found
+            self.at += 1
+        return []
+
+    def narrow(self, actions: Iterable[Action]) -> None:
+        """Wait for these alone, and for what is ready."""
+        self.has = dict.fromkeys([*actions, *self.ready])
+        self.at = 0
+
+    def add(self, action: Action, job: Any, item: Any) -> None:
+        """Note an action that is ready."""
+        self.ready[action] = job, item
+        if self.has is not None and action not in self.has:
+            self.has[action] = None
+            self.at = 0
 
 
 class ReadyJobs:
@@ -31,7 +77,6 @@ class ReadyJobs:
 
     __slots__ = (
         "_added",
-        "_at",
         "_chooser",
         "_here",
         "_jobs",
@@ -48,17 +93,14 @@ class ReadyJobs:
         self._worker = worker
         self._steps = tuple([step.parts for step in steps])
         self._here = frozenset([part for parts in self._steps for part in parts])
-        self._at = 0  # The step of the first run that is next.
         self._left = ""  # What a run waited for that was given up.
         self._added = 0
         # (key, order of adding, job, item); a heap, or sorted if the chooser picks.
         self._jobs: list[tuple[tuple[Any, ...], int, Any, Any]] = []
-        # By run: the listed actions that are ready, with job and item; None: skipped.
-        self._runs: dict[_Run, dict[Action, tuple[Any, Any] | None]] = {}
+        self._runs: dict[_Of, _Run] = {}
 
     def __len__(self) -> int:
-        held = [len(self._held(run)) for run in self._runs] if self._runs else ()
-        return len(self._jobs) + sum(held)
+        return len(self._jobs) + sum([len(run.ready) for run in self._runs.values()])
 
     def add(self, job: Any, item: Any) -> None:
         """Add a job that is ready; `item` is what `take` returns for it."""
@@ -66,9 +108,9 @@ class ReadyJobs:
         if action is not None:
             self._left = ""
             number = job.phase if isinstance(job, RunSegment) else 0
-            came = self._runs.setdefault((job.context, number), {})
-            if action not in came:
-                came[action] = job, item
+            run = self._run(job.context, number)
+            if action not in run.gone and action not in run.ready:
+                run.add(action, job, item)
                 return
         self._free(job, item)
 
@@ -91,41 +133,44 @@ class ReadyJobs:
         """The jobs of which one may run next; of a step of the list the first."""
         return [entry[2] for entry in self._jobs] + self._next(False)[:1]
 
-    def skip(self, skip: Skip) -> None:
+    def skip(self, skip: Skip | Listed) -> None:
         """Wait for these actions no more; without a tag for none of the context."""
-        tag, run = skip.tag, (skip.context, skip.number)
-        if tag is not None:
+        of = skip.context, skip.number
+        if isinstance(skip, Listed):
+            acts = [Action(k, one.stage, one.micro_batch) for k, one in skip.actions]
+            self._run(*of).narrow(acts)
+            return
+        if (tag := skip.tag) is not None:
             gone = [Action(kind, tag.stage, tag.micro_batch) for kind in skip.actions]
             gone = [action for action in gone if action in self._here]
             if gone:
-                self._runs.setdefault(run, {}).update(dict.fromkeys(gone))
+                self._run(*of).gone.update(dict.fromkeys(gone))
             return
         self._left = self.stalled
-        if run in self._runs:
-            self._over(run)
+        for job, item in self._runs.pop(of, _Run()).ready.values():
+            self._free(job, item)
 
     def clear(self) -> None:
         """Remove all jobs, as when the worker is gone."""
         self._jobs.clear()
         self._runs.clear()
-        self._at = 0
 
     @property
     def stalled(self) -> str:
         """What a list waits for while other jobs of it are ready; "" if none are."""
-        for run in self._runs:
-            held = self._held(run)
-            if held and self._at < len(self._steps):
-                came = self._runs[run]
-                wanted = [str(a) for a in self._steps[self._at] if a not in came]
-                if not wanted:  # The device has not come to it yet.
-                    return ""
-                behind = ", ".join([str(action) for action, _, _ in held[:4]])
-                more = f" and {len(held) - 4} more" if len(held) > 4 else ""
-                return (
-                    f"worker {self._worker} waits for {' and '.join(wanted)}, which is "
-                    f"next in its list; ready behind it: {behind}{more}"
-                )
+        held = [str(action) for run in self._runs.values() for action in run.ready]
+        for run in self._runs.values() if held else ():
+            if not (following := run.following(self._steps)):
+                continue
+            wanted = [str(action) for action in following if action not in run.ready]
+            if not wanted:  # The device has not come to it yet.
+                return ""
+            behind = ", ".join([one for one in held if one not in wanted][:4])
+            more = f" and {len(held) - 4} more" if len(held) > 4 else ""
+            return (
+                f"worker {self._worker} waits for {' and '.join(wanted)}, which is "
+                f"next in its list; ready behind it: {behind}{more}"
+            )
         return ""
 
     @property
@@ -140,39 +185,25 @@ class ReadyJobs:
         action = Action(job.action, tag.stage, tag.micro_batch)
         return action if action in self._here else None
 
-    def _held(self, run: _Run) -> list[tuple[Action, Any, Any]]:
-        ready = self._runs[run].items()
-        return [(action, *of) for action, of in ready if of is not None]
+    def _run(self, context: ContextId, number: int) -> _Run:
+        return self._runs.setdefault((context, number), _Run())
 
     def _next(self, take: bool) -> list[Any]:
         """The items of the next step, which is taken; or else its jobs."""
-        while self._runs:
-            run, came = next(iter(self._runs.items()))
-            while self._at < len(self._steps):
-                step = self._steps[self._at]
-                if not all(part in came for part in step):
-                    return []
-                found = [of for part in step if (of := came[part]) is not None]
-                if found and not take:
-                    return [job for job, _ in found]
-                self._at += 1
-                for part in step:
-                    came[part] = None
-                if found:
-                    if self._at == len(self._steps):
-                        self._over(run)
-                    return [item for _, item in found]
-            self._over(run)
+        for of, run in self._runs.items():
+            step = run.following(self._steps)
+            if not step:
+                continue
+            if not all(action in run.ready for action in step):
+                return []
+            if not take:
+                return [run.ready[action][0] for action in step]
+            items = [run.ready.pop(action)[1] for action in step]
+            run.gone.update(dict.fromkeys(step))
+            if of[1] and not run.following(self._steps):
+                del self._runs[of]  # A step is over; a context may go on.
+            return items
         return []
-
-    def _over(self, run: _Run) -> None:
-        """The list ends for a run; what is left of it waits for nothing more."""
-        if run == next(iter(self._runs)):
-            self._at = 0
-        held = self._held(run)
-        del self._runs[run]
-        for _, job, item in held:
-            self._free(job, item)
 
     def _free(self, job: Any, item: Any) -> None:
         """Add a job that no list has."""

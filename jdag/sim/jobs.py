@@ -18,6 +18,7 @@ from jdag.engine.protocol import (
     Computed,
     Forward,
     Job,
+    Listed,
     Skip,
     Vjp,
     VjpWeights,
@@ -103,7 +104,7 @@ class Jobs:
             now_ns = self._timeline.now_ns
             self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
 
-    def skip(self, host: Host, skip: Skip) -> None:
+    def skip(self, host: Host, skip: Skip | Listed) -> None:
         """Have the worker's list wait no more for jobs that will not come."""
         device = self._device(host, None)  # Only that one follows the list.
         device.ready.skip(skip)

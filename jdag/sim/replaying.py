@@ -33,6 +33,7 @@ from jdag.engine.protocol import (
     Job,
     Joined,
     Key,
+    Listed,
     Lost,
     Message,
     Path,
@@ -423,7 +424,7 @@ class Replaying:
             work = error
         self._all[host.worker].jobs[job.id] = job, work
 
-    def skip(self, host: Host, skip: Skip) -> None:
+    def skip(self, host: Host, skip: Skip | Listed) -> None:
         """Do nothing: jobs end in the order of the journal."""
 
     def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
