@@ -12,13 +12,13 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
     with cluster(("a", "b")) as c:
         c.driver.settle()
         questions = c.nodes["b"]._questions
-        quiet = questions._quiet
-        questions._quiet = lambda: {**quiet(), "idle": False}
+        quiet = questions.quiet_now
+        questions.quiet_now = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
             patched.setattr("jdag.rpc.questions.SETTLE_S", 0.2)
             with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
                 c.driver.settle()
-        del questions._quiet
+        del questions.quiet_now
         c.driver.settle()
 
 

@@ -111,7 +111,7 @@ def test_a_result_that_is_there_is_had_without_letting_anything_happen(monkeypat
 
 def test_waiting_for_what_never_comes_names_who_waits_for_what(monkeypatch):
     played = play(monkeypatch, lambda engine, event: None, network=SLOW_LINKS)
-    with pytest.raises(JdagError, match=r"no event is left.*'a' for Left 1"):
+    with pytest.raises(JdagError, match=r"event is left.*'a' for the end of a context"):
         played.run()
 
 

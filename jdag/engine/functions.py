@@ -4,7 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple, TypeVar, cast
 
 from jdag import errors
@@ -229,12 +229,13 @@ def outermost(fn: Marked) -> Marked:
     return fn
 
 
-def call_site() -> CallSite:
-    """Return the call site of the innermost frame outside of jdag.
+def call_site(frame: FrameType | None = None) -> CallSite:
+    """Return the call site of the innermost frame outside of jdag, from `frame` on.
 
     If all frames are jdag's own, up to one that is marked, the outermost one is used.
     """
-    frame = sys._getframe(1)
+    if frame is None:
+        frame = sys._getframe(1)
     while is_ours(frame.f_code.co_filename) and frame.f_back is not None:
         if frame.f_code in _OUTERMOST:
             break

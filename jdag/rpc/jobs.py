@@ -161,14 +161,24 @@ class Jobs:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is to be computed, or being computed."""
-        return not (self.due or self._under_way)
+        """Whether nothing is being computed, or could be: a list may hold jobs back."""
+        if self.due:
+            return False
+        with self._changed:
+            held = len(self._long)
+            return self._under_way == held and not (held and self._long.choices())
 
     @property
     def waits_for(self) -> str:
         """The action for which the worker's list waits; "" for none."""
         with self._changed:
             return self._long.waits_for
+
+    @property
+    def stalled(self) -> str:
+        """What the worker's list waits for while jobs of it are ready; "" for none."""
+        with self._changed:
+            return self._long.stalled
 
     @property
     def is_computing(self) -> bool:

@@ -56,6 +56,7 @@ from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX
+from jdag.rpc.stuck import Waits
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
@@ -122,16 +123,7 @@ class Node:
         self._jobs = Jobs(
             worker, host.machine, self._loop, host.handle, session.steps, recording
         )
-        self._questions = asks = Questions(
-            self.workers,
-            host,
-            peers,
-            self._jobs,
-            loop=self._loop,
-            codec=self._codec,
-            check_open=self._check_open,
-            recording=recording,
-        )
+        self._questions = asks = self._make_questions()
         self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
         self._collector: Collector | None = None
         if recording is not None and name == session.main:
@@ -140,6 +132,10 @@ class Node:
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if name == session.main else None
         self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
+        main = name == session.main
+        self._waits = Waits(
+            self._loop, asks, self._waiters, running=self._running, main=main
+        )
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
@@ -165,6 +161,18 @@ class Node:
         host.journal = self._journal = journal_of(self._session)
         return host
 
+    def _make_questions(self) -> Questions:
+        return Questions(
+            self.workers,
+            self._host,
+            self.peers,
+            self._jobs,
+            loop=self._loop,
+            codec=self._codec,
+            check_open=self._check_open,
+            recording=self._recording,
+        )
+
     def _connector(self, value_bytes_max: int) -> Callable[[str, int], Connection]:
         return partial(
             Connection,
@@ -178,7 +186,8 @@ class Node:
         )
 
     def _answer(self, asked: Mapping[str, Any]) -> Any:
-        return self._questions.answer(asked)
+        waits = asked == {"what": "rest"}
+        return self._waits.rest() if waits else self._questions.answer(asked)
 
     def __repr__(self) -> str:
         return f"Node({self.worker!r}, incarnation {self.incarnation})"
@@ -254,7 +263,8 @@ class Node:
         if waiter not in given:
             if self._broken or self._closed or self._jobs.computing:
                 self._check_open()
-            self._loop.drive(partial(given.__contains__, waiter))
+            users = port is self.port and self.name == self._session.main
+            self._waits.block(waiter, users=users)
             if waiter not in given:
                 self._check_open()
         return given[waiter]

@@ -46,6 +46,8 @@ WHY_MAX = 4096
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
 
+Asked = dict[int, Connection]  # By number of the question.
+
 _log = logging.getLogger(__name__)
 
 
@@ -348,31 +350,43 @@ class PeerTable:
         """
         loop = self._loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
-        asked: dict[int, Connection] = {}
         with loop:
-            for peer in self.living if of is None else of:
-                self._asks += 1
-                asked[self._asks] = peer
-                self._answers[self._asks] = None
-                peer.control({"ask": self._asks, **what})
+            asked = self.ask(what, of)
             if due_ns is not None:
                 loop.at(due_ns, loop.wake_waiting)
 
         def done() -> bool:
             late = due_ns is not None and clock_ns() >= due_ns
-            return (
-                late
-                or self.stopping.is_set()
-                or all(
-                    self._answers[number] is not None or peer.lost
-                    for number, peer in asked.items()
-                )
-            )
+            return late or self.stopping.is_set() or self.have_answered(asked)
 
         loop.drive(done)
-        answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
+        answers = self.answers(asked)
         for peer in asked.values() if or_raise else ():
-            if answers[peer.name] is None and peer.lost:
+            if peer.name not in answers and peer.lost:
                 why = self.gone.get(peer.worker, "")
                 raise WorkerLost(f"worker {peer.name!r} was lost when asked: {why}")
+        return answers
+
+    def ask(
+        self, what: dict[str, Any], of: Sequence[Connection] | None = None
+    ) -> Asked:
+        """Ask the nodes of all live peers, or of these; requires the lock."""
+        asked: Asked = {}
+        for peer in self.living if of is None else of:
+            self._asks += 1
+            asked[self._asks] = peer
+            self._answers[self._asks] = None
+            peer.control({"ask": self._asks, **what})
+        return asked
+
+    def have_answered(self, asked: Asked) -> bool:
+        """Whether all that were asked have answered, or are lost."""
+        return all(
+            self._answers[number] is not None or peer.lost
+            for number, peer in asked.items()
+        )
+
+    def answers(self, asked: Asked) -> dict[str, Any]:
+        """Return the answers that have come, by name; wait for no others."""
+        answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
         return {name: answer for name, answer in answers.items() if answer is not None}

@@ -49,8 +49,8 @@ class Questions:
         self._name = named(host.worker)
         self._workers = workers
         self._host = host
-        self._peers = peers
-        self._jobs = jobs
+        self.peers = peers
+        self.jobs = jobs
         self._loop = loop
         self._codec = codec
         self._check_open = check_open
@@ -61,10 +61,10 @@ class Questions:
 
         Without `within_s` peers are waited for until they are lost.
         """
-        found = self._peers.ask_all({"what": "info"}, within_s)
+        found = self.peers.ask_all({"what": "info"}, within_s)
         found[self._name] = own = self._apart(self._own_info)
         nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
-        living = [peer.name for peer in self._peers.living]
+        living = [peer.name for peer in self.peers.living]
         return {
             worker: found.get(worker) or {**nothing, "lost": worker not in living}
             for worker in self._workers
@@ -72,13 +72,13 @@ class Questions:
 
     def times(self) -> dict[str, Sequence[Any]]:
         """Return durations of jobs since this was asked last; see `Recent.take`."""
-        found = self._peers.ask_all({"what": "times"}, or_raise=True)
-        return {self._name: self._apart(self._jobs.recent.take), **found}
+        found = self.peers.ask_all({"what": "times"}, or_raise=True)
+        return {self._name: self._apart(self.jobs.recent.take), **found}
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """Return the current graph of a context, by worker."""
         of = (context.number, context.counter, context.incarnation)
-        answers = self._peers.ask_all({"what": "graph", "of": of}, or_raise=True)
+        answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
         drawn: dict[str, Any] = {
             self._name: self._apart(self._host.engine.graph, context)
         }
@@ -97,13 +97,13 @@ class Questions:
         now: list[tuple[str, dict[str, Any]]] = []
         while clock_ns() < due_ns:
             self._check_open()
-            asked = self._peers.ask_all({"what": "quiet"})
+            asked = self.peers.ask_all({"what": "quiet"})
             now = sorted({**asked, "": self.quiet()}.items())
             under_way = sum(one["sent"] - one["got"] for _, one in now)
             idle = all(one["idle"] for _, one in now)
-            if idle and now == before and (self._peers.gone or not under_way):
+            if idle and now == before and (self.peers.gone or not under_way):
                 return
-            self._peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
+            self.peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
             before = now
         busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
         raise JdagError(
@@ -114,13 +114,13 @@ class Questions:
     def quiet(self) -> dict[str, Any]:
         """Return whether this node is idle, and its counts of messages."""
         with self._loop:
-            return self._quiet()
+            return self.quiet_now()
 
     def answer(self, asked: Mapping[str, Any]) -> Any:
         """Answer another node; raises ProtocolError if that is no question."""
         answers: dict[str, Callable[[], Any]]
-        answers = {"info": self._own_info, "quiet": self._quiet, "clock": clock_ns}
-        answers["times"] = self._jobs.recent.take
+        answers = {"info": self._own_info, "quiet": self.quiet_now, "clock": clock_ns}
+        answers["times"] = self.jobs.recent.take
         match asked:
             case {"what": str(what)} if what in answers:
                 return answers[what]()
@@ -139,15 +139,16 @@ class Questions:
         with self._loop:
             return look(*args)
 
-    def _quiet(self) -> dict[str, Any]:
-        living = self._peers.living
+    def quiet_now(self) -> dict[str, Any]:
+        """Return what `quiet` does; requires the lock."""
+        living = self.peers.living
         return {
-            "idle": self._jobs.idle and all(peer.idle for peer in living),
+            "idle": self.jobs.idle and all(peer.idle for peer in living),
             "sent": sum(peer.sent.messages for peer in living),
             "got": sum(peer.reader.messages for peer in living),
         }
 
     def _own_info(self) -> dict[str, Any]:
-        sent = total(peer.sent for peer in self._peers.connections.values())
-        jobs, waits_for = self._jobs, self._jobs.waits_for
+        sent = total(peer.sent for peer in self.peers.connections.values())
+        jobs, waits_for = self.jobs, self.jobs.waits_for
         return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)

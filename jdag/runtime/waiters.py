@@ -1,10 +1,24 @@
 """Waiters: numbers by which engines resume blocked programs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
+from types import FrameType
 from typing import Any
 
+from jdag.engine.functions import call_site
+
 Cancel = Callable[[], object]
+
+_WORDS = {
+    "Asked": "an answer of its caller",
+    "Awaited": "the arrival of its calls",
+    "Collected": "programs that it called",
+    "Compiled": "the compilation of a plan",
+    "Differentiated": "a backward pass",
+    "Fetched": "values that it fetches",
+    "Left": "the end of a context",
+    "Stepping": "a step of a plan",
+}
 
 
 class Waiters:
@@ -42,8 +56,23 @@ class Waiters:
         for waiter in tuple(self.asked):
             self.forget(waiter)
 
-    def __str__(self) -> str:
-        """List workers whose programs wait, and for what, in the order of asking."""
-        asked = [(w, *of) for w, of in self.asked.items() if w not in self.given]
-        waiting = [f"{worker!r} for {what} {w}" for w, worker, what in asked]
-        return ", ".join(waiting) or "nobody"
+    def waiting(self, frame_of: Callable[[int], FrameType | None]) -> list[str]:
+        """List whose programs wait, for what and where, in the order of asking.
+
+        `frame_of` returns what a waiter's program runs, if that is known.
+        """
+        found = []
+        for waiter, (worker, what) in self.asked.items():
+            if waiter not in self.given:
+                frame = frame_of(waiter)
+                line = "" if frame is None else f" at {call_site(frame)}"
+                found.append(f"{worker!r} for {_WORDS.get(what, what)}{line}")
+        return found
+
+
+def stuck(waits: Sequence[str], lists: Sequence[str]) -> str:
+    """Say who waits for ever, and what the lists of a schedule wait for."""
+    why = "no engine will ever resume them"
+    if lists:
+        why = f"the schedule cannot go on: {'; '.join(lists)}"
+    return f"these still wait: {', '.join(waits) or 'nobody'}; {why}"

@@ -111,10 +111,10 @@ class Jobs:
         self._choose(host, device)
 
     @property
-    def stalled(self) -> str:
-        """What lists wait for while other jobs of them are ready; "" for nothing."""
+    def stalled(self) -> list[str]:
+        """What lists wait for while other jobs of them are ready."""
         waits = [device.ready.stalled for device in self._devices.values()]
-        return "; ".join([wait for wait in waits if wait])
+        return [wait for wait in waits if wait]
 
     def waits_for(self, worker: Worker) -> str:
         """The action for which the list of a worker waits; "" for none."""

@@ -9,9 +9,11 @@ Inputs:  `hub`, set while its loop runs; `start`, `wake` and `kill` from within 
          `park` from a program.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from threading import current_thread, get_ident
+from types import FrameType
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -77,6 +79,12 @@ class Programs:
         if program is not None:
             assert host.alive, waiter
             self._run(program)
+
+    def frame(self, waiter: int) -> FrameType:
+        """Return what the program of a waiter runs; else main, which calls this."""
+        program = self.parked.get(waiter)
+        frame: FrameType | None = None if program is None else program.gr_frame
+        return frame or sys._getframe()
 
     def kill(self, worker: str | None) -> None:
         """End the programs of a worker, or of all (None), without an error in them."""

@@ -38,7 +38,7 @@ from jdag.engine.protocol import (
 from jdag.errors import JdagError
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
-from jdag.runtime.waiters import Cancel
+from jdag.runtime.waiters import Cancel, stuck
 from jdag.sim.devices import check_costs
 from jdag.sim.environment import Environment
 from jdag.sim.jobs import Jobs
@@ -254,13 +254,9 @@ class Simulation:
         finally:
             self._programs.hub = None
         if waiter not in given and waiter != _NOBODY:
-            why = "no engine will ever resume them"
-            if stalled := self._jobs.stalled:
-                why = f"the schedule cannot go on: {stalled}"
-            raise JdagError(
-                f"at {self.now_ns} ns no event is left, and these still wait:"
-                f" {self._env.waiters}; {why}"
-            )
+            waits = self._env.waiters.waiting(self._programs.frame)
+            why = stuck(waits, self._jobs.stalled)
+            raise JdagError(f"at {self.now_ns} ns no event is left, and {why}")
 
     # ----------------------------------------------------------------- what engines ask
 
