@@ -126,10 +126,10 @@ BUGS = (
         "terms",
     ),
     Bug(
-        "a leaf with many contributions folds the first ones",
-        "gradients.py",
-        "        first = [one for one in came if missing is None or one[:2] < missing]",
-        "        first = came",
+        "of many contributions eight neighbours are summed in program order",
+        "addends.py",
+        "for at in sorted(group)",
+        "for at in group",
         "many",
     ),
     Bug(

@@ -1,6 +1,6 @@
 """What the tests of pairs share: calls whose arguments are marked as leaves."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,17 @@ class Call:
 def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(values, dtype)
+
+
+def summed(addends: Sequence[Any]) -> Any:
+    """Their sum, eight neighbours at a time."""
+    while len(addends) > 8:
+        groups = [addends[start : start + 8] for start in range(0, len(addends), 8)]
+        addends = list(map(summed, groups))
+    total = addends[0]
+    for addend in addends[1:]:
+        total = total + addend
+    return total
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -25,7 +25,7 @@ from operator import and_
 from typing import Any
 
 from jdag.engine.protocol import LeafId, Mode, Outcome, Owed
-from tests.engine_values import Affine, Linear, Number, left_fold
+from tests.engine_values import Affine, Linear, Number, left_fold, tree_fold
 
 Path = tuple[int, ...]
 
@@ -88,7 +88,7 @@ class Contributions:
     """What a counted vertex has been given: (path, position, number) by output."""
 
     awaited: int
-    given: list[list[tuple[tuple[float, ...], int, Number]]]
+    given: list[list[tuple[tuple[float, ...], int, Number | None]]]
 
 
 class Oracle:
@@ -387,8 +387,7 @@ class Fixpoint:
         number: Number | None,
     ) -> None:
         contributions = self.counted[vertex]
-        if number is not None:
-            contributions.given[index].append((path, position, number))
+        contributions.given[index].append((path, position, number))
         contributions.awaited -= 1
         if contributions.awaited == 0:
             self.done.append(vertex)
@@ -422,10 +421,14 @@ class Fixpoint:
         self,
         vertex: Vertex,
         index: int,
-        slot: list[tuple[tuple[float, ...], int, Number]],
+        slot: list[tuple[tuple[float, ...], int, Number | None]],
     ) -> Number | None:
         """What came to one place, after its hooks; None where nothing came."""
-        own = left_fold([number for _, _, number in sorted(slot)]) if slot else None
+        slot.sort(key=lambda addend: addend[:2])
+        places = [number for _, _, number in slot]
+        if vertex.kind == "node":  # A vjp is given what came.
+            places = [number for number in places if number is not None]
+        own = tree_fold(places)
         for _, hook, replaces in self.hooks.get((vertex, index), []):
             if replaces:
                 self.given[hook.name] = own or (0, "0")

@@ -119,6 +119,15 @@ def left_fold(addends: Sequence[Number]) -> Number:
     return total, expression
 
 
+def tree_fold(places: Sequence[Number | None]) -> Number | None:
+    """Sum by a tree, eight neighbours at a time; None is an empty place, or no sum."""
+    if len(places) > 8:
+        groups = [places[start : start + 8] for start in range(0, len(places), 8)]
+        return tree_fold([tree_fold(group) for group in groups])
+    came = [place for place in places if place is not None]
+    return left_fold(came) if came else None
+
+
 def compute(store: dict[Key, Any], job: Job) -> None:
     """Carry out a job on pairs of integer and expression."""
     match job:
@@ -132,13 +141,13 @@ def compute(store: dict[Key, Any], job: Job) -> None:
             if job.last:
                 del store[job.residuals]
             summed = [
-                left_fold([store.pop(key) for key in addends]) if addends else (0, "0")
+                tree_fold([store.pop(key) for key in addends]) or (0, "0")
                 for addends in cotangents
             ]
             store.update(zip(outputs, function.vjp(summed), strict=True))
         case Sum(addends=addends, base=base, output=output):
             values = [] if base is None else [store[base]]
-            store[output] = left_fold([*values, *(store.pop(key) for key in addends)])
+            store[output] = tree_fold([*values, *(store.pop(key) for key in addends)])
         case Fill(value=value, output=output):
             store[output] = (value, str(value))
         case Apply(function=function, input=source, output=None):

@@ -31,7 +31,8 @@ from tests.engine_values import (
     TRIPLE,
     Fuse,
     Linear,
-    left_fold,
+    short,
+    tree_fold,
 )
 
 # -------------------------------------------------------------------------------- order
@@ -63,13 +64,64 @@ def test_the_order_of_a_wide_sum_is_that_of_the_program_whatever_comes_first():
     assert len(arrivals) > 50
     # Two values moved once, to c and to d, by the calls 1 and 2; then those on b.
     parts = {
-        worker: left_fold(
+        worker: tree_fold(
             [(0, f"f{i}/0(total/{i}(1))") for i in range(24) if "cdb"[i % 3] == worker]
         )
         for worker in "cdb"
     }
     own = [(0, f"f{i}/0(total/{i}(1))") for i in range(2, 24, 3)]
-    assert list(seen) == [left_fold([parts["c"], parts["d"], *own])[1]]
+    total_of = tree_fold([parts["c"], parts["d"], *own])
+    assert total_of is not None and list(seen) == [total_of[1]]
+
+
+BOTH = Linear("both", ((1, 0), (0, 1)))  # Two functions in one.
+
+
+@pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
+def test_a_zero_among_many_addends_leaves_its_place_empty_whatever_comes_first(
+    mode: Mode,
+):
+    """Every third use of x gives it a symbolic zero, here and on another worker."""
+    seen: dict[str, int] = {}
+    for seed in range(20):
+        net = net_of(3, seed)
+        x, y = net.put("b", 2, "a"), net.put("b", 3, "a")
+        scope = net.open("a")
+        made = []
+        for number in range(40):
+            of = (y, x) if number % 3 == 0 else (x, y)
+            made.append(scope.call("bc"[number % 2], BOTH, *of)[0])
+        (total,) = scope.call("a", Linear("total", ((1,) * 40,)), *made)
+        finished(scope, total, mode=mode)
+        ((number, expression),) = net.fetch("a", scope.gradient(x))
+        assert number == 26
+        seen[expression] = seed
+        scope.leave()
+        net.drain()
+        assert net.leftovers() == []
+    places = [
+        (0, short(f"both/0(total/{i}(1),0)")) if i % 3 else None for i in range(40)
+    ]
+    # The value moved to c with call 1; the first here is call 0.
+    total_of = tree_fold([places[0], tree_fold(places[1::2]), *places[2::2]])
+    assert total_of is not None and list(seen) == [total_of[1]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_pass_that_fails_drops_the_cotangents_of_a_leaf_that_wait(seed: int):
+    net = net_of(3, seed)
+    x = net.put("b", 2, "a")
+    scope = net.open("a")
+    y = x
+    for number in range(60):
+        fuse = Fuse("vjp", 1) if number == 20 else None
+        (y,) = scope.call("bc"[number % 2], Linear("f", ((1, 1),), fuse), x, y)
+    assert scope.backward(y, retain=True).outcome is Outcome.FAILED
+    finished(scope, y)
+    assert scope.gradients(x) == [61]
+    scope.leave()
+    net.drain()
+    assert net.leftovers() == []
 
 
 @pytest.mark.parametrize("seed", SEEDS)

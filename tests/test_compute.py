@@ -16,9 +16,9 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.digest import fingerprint
 from jdag.compute.pairs import ANEW_MAX, Pair, PairCache
 from jdag.compute.pytrees import split, static
-from jdag.compute.sums import add, ones, zeros
+from jdag.compute.sums import add, fold, ones, zeros
 from jdag.errors import JdagError
-from tests.compute_cases import Call, Leaf, array, setting
+from tests.compute_cases import Call, Leaf, array, setting, summed
 
 # The cache
 
@@ -166,16 +166,19 @@ def test_a_pair_that_was_dropped_is_freed_with_its_function() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16, np.complex64])
-def test_a_sum_has_the_bits_of_the_left_fold(dtype: Any) -> None:
-    scale = 10.0 ** np.random.default_rng(0).integers(-3, 4, 40)
-    addends = [array(50, seed=n, dtype=dtype) * scale[n] for n in range(40)]
+def test_a_sum_has_the_bits_of_a_tree_of_eight_neighbours(dtype: Any) -> None:
+    scale = 10.0 ** np.random.default_rng(0).integers(-3, 4, 70)
+    addends = [array(50, seed=n, dtype=dtype) * scale[n] for n in range(70)]
     addends = [addend.astype(dtype) for addend in addends]
     differs = False
-    for count in range(1, 41):
-        fold = functools.reduce(operator.add, addends[:count])
-        assert np.asarray(add(addends[:count])).tobytes() == np.asarray(fold).tobytes()
-        turned = functools.reduce(operator.add, addends[:count][::-1])
-        differs = differs or bool((turned != fold).any())
+    for count in (*range(1, 20), 63, 64, 65, 70):
+        some = addends[:count]
+        total = summed(some)
+        assert np.asarray(add(some)).tobytes() == np.asarray(total).tobytes()
+        assert np.asarray(fold(some)).tobytes() == np.asarray(total).tobytes()
+        left = functools.reduce(operator.add, some)
+        assert count > 9 or np.asarray(left).tobytes() == np.asarray(total).tobytes()
+        differs = differs or bool((left != total).any())
     assert differs
 
 
@@ -188,9 +191,9 @@ def test_the_sum_inside_a_vjp_has_the_bits_of_the_left_fold() -> None:
     addends = [array(200, seed=n, dtype=np.float32) * 10.0 ** (n % 5) for n in range(8)]
     call = Call(lambda x: x * 1.0, Leaf(array(200, dtype=np.float32)))
     for count in (3, 5, 8):
-        fold = functools.reduce(operator.add, addends[:count])
+        total = functools.reduce(operator.add, addends[:count])
         (gradient,) = call.vjp(addends[:count])
-        assert np.asarray(gradient).tobytes() == np.asarray(fold).tobytes()
+        assert np.asarray(gradient).tobytes() == np.asarray(total).tobytes()
 
 
 def test_zeros_and_ones_have_the_shape_and_dtype_asked_for() -> None:

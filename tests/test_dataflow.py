@@ -140,6 +140,39 @@ def test_a_leaf_that_gets_zeros_alone_has_zeros_and_one_not_needed_has_none() ->
     assert [node.worker for node in nodes_of(made, NodeKind.VJP)] == ["a", "a"]
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_many_uses_of_a_leaf_with_zeros_among_them_have_the_bits_of_a_pass(
+    listed: bool,
+) -> None:
+    """Every third use gives it a symbolic zero, on its worker and on another one."""
+    parts = [array(3, seed=seed) * 10.0 ** (seed % 5) for seed in range(60)]
+    with simulate(["a", "b"], seed=0) as cluster:
+        leaves = [cluster.put("b", array(3, seed=seed)) for seed in (60, 61)]
+        with cluster.context() as ctx:
+            ctx.backward(_uses(ctx.call, leaves[0], leaves[1], parts))
+            wanted = [ctx.gradient(leaf).fetch() for leaf in leaves]
+    made = Recorded("a")
+    made.graph._listed = listed
+    w, v = [made.leaf("b", array(3, seed=seed)) for seed in (60, 61)]
+    made.differentiate(_uses(made.call, w, v, parts))
+    values = made.one_by_one()
+    assert bits([values[n] for n in made.gradients.values()]) == bits(wanted)
+    sums = [len(node.inputs[0]) for node in nodes_of(made, NodeKind.SUM)]
+    assert max(sums) <= 8  # Since places are empty, also where no schedule lists.
+
+
+def _uses(call: Any, w: Any, v: Any, parts: Sequence[Any]) -> Any:
+    made: list[Any] = []
+    for number, part in enumerate(parts):
+        both = (v, w) if number % 3 == 0 else (w, v)
+        made.append(call("ab"[number % 2], products, *both, part)[0])
+    return call("a", total, *made)
+
+
+def products(a: Any, b: Any, part: Any) -> tuple[Any, Any]:
+    return a * part, b * part
+
+
 def test_calls_after_differentiation_follow_it() -> None:
     made = Recorded("a")
     w = made.leaf("b", array(3))

@@ -143,7 +143,7 @@ def test_a_vjp_uses_up_its_addends_and_the_last_one_the_residuals(
         assert all(map(np.allclose, gradients, expected))
 
 
-def test_more_than_8_addends_have_the_bits_of_one_fold_from_the_left():
+def test_more_than_8_addends_have_the_bits_of_their_sum():
     rng = np.random.RandomState(7)
     addends = [
         jnp.asarray(rng.randn(3, 2) * 10.0 ** rng.randint(-6, 7, (3, 2)))

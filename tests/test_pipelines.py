@@ -167,7 +167,7 @@ def test_activations_at_the_peak_are_those_of_the_schedule():
         assert found[0] == (wanted[0] + split) / 2, build
 
 
-def test_memory_does_not_grow_with_micro_batches():
+def test_memory_grows_with_the_logarithm_of_micro_batches():
     def program(cluster, count):
         leaf = cluster.put("b", np.zeros(1 << 16, "f4"))
         with cluster.context() as ctx:
@@ -175,11 +175,12 @@ def test_memory_does_not_grow_with_micro_batches():
             ctx.backward(*losses)
 
     peaks = []
-    for count in (20, 60):
+    for count in (20, 60, 480):
         with jdag.simulate(["a", "b"], seed=0, values="abstract") as cluster:
             program(cluster, count)
             peaks.append(cluster.info()["b"]["bytes_peak"] >> 18)
-    assert peaks[1] <= peaks[0] <= 12
+    # Less than eight gradients of each of two levels wait, or of three.
+    assert peaks[0] <= peaks[1] <= 16 and peaks[2] <= 24
 
 
 def weigh(leaf, x):

@@ -176,9 +176,9 @@ def test_activations_at_the_peak_are_those_of_the_schedule_and_of_a_context(name
         assert [peak / one for peak in peaks[1][1:-1]] == wanted[1:-1]
 
 
-def test_memory_does_not_grow_with_micro_batches():
+def test_memory_grows_with_the_logarithm_of_micro_batches():
     peaks = []
-    for micro_batches in (20, 60):
+    for micro_batches in (20, 60, 120):
         schedule = schedules.one_f_one_b(stages=1, micro_batches=micro_batches)
         with simulated(schedule, schedule.workers, values="abstract") as cluster:
             leaf = cluster.put("w0", np.zeros(1 << 16, "f4"))
@@ -186,7 +186,8 @@ def test_memory_does_not_grow_with_micro_batches():
             xs = [np.float32(0)] * micro_batches
             jdag.compile(pipe, cluster).value_and_grad([leaf], xs, xs)
             peaks.append(cluster.info()["w0"]["bytes_peak"] >> 18)
-    assert peaks[1] <= peaks[0] <= 12
+    # Less than eight gradients of each of two levels wait, or of three.
+    assert peaks[0] <= peaks[1] <= 16 and peaks[2] <= 24
 
 
 def times(w, x):

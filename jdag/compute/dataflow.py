@@ -8,17 +8,19 @@ Invariants
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import compress, repeat
 from operator import and_
 from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval
+from jdag.engine.addends import top
 from jdag.engine.names import LeafId, Tag, Worker
 from jdag.engine.segments import NodeKind
-from jdag.engine.share import ADDENDS_MAX
 
 Numbers = tuple[int, ...]
+Places = Sequence[int | None]  # Addends by place; None is a symbolic zero.
 SENT = ("input", "constant")  # By the caller of a step, straight to their readers.
 
 
@@ -57,8 +59,9 @@ class Graph:
         self.nodes: list[Node] = []
         # For a value on another worker: the first call there, and the slot it takes.
         self._transfers: dict[tuple[int, Worker, bool], tuple[int, int]] = {}
-        # Of each value: worker, place and position of a consumer, and its cotangent.
-        self._cotangents: dict[int, list[tuple[Worker, int, int, int]]]
+        # Of each value: worker, place and position of a consumer, and its cotangent,
+        # None for a symbolic zero.
+        self._cotangents: dict[int, list[tuple[Worker, int, int, int | None]]]
         self._cotangents = defaultdict(list)
         self._seeds: dict[int, list[int]] = defaultdict(list)
         self._listed = False  # Whether a schedule lists a call.
@@ -141,16 +144,17 @@ class Graph:
             if any([needed[value] for value in outputs]):
                 for value in compress(node.inputs[0], node.pair.tracked):
                     needed[value] = 1
-                addends = [self._addends(value) for value in outputs]
-                if any(addends):
-                    self._carry_back(place, node, addends)
+                addends = [_present(self._addends(value)) for value in outputs]
+                self._carry_back(place, node, addends)
         gradients: dict[LeafId, int] = {}
         for number, (worker, _, tracked, _, leaf) in enumerate(
             self.values[: len(needed)]
         ):
             if leaf is not None and tracked and needed[number]:
-                found = self._addends(number) or (self._filled(number, ones=False),)
-                gradients[leaf] = self._sum(worker, found)
+                total = self._sum(worker, self._addends(number))
+                if total is None:
+                    total = self._filled(number, ones=False)
+                gradients[leaf] = total
         return gradients
 
     def _carry_back(self, place: int, node: Node, addends: Sequence[Numbers]) -> None:
@@ -158,11 +162,11 @@ class Graph:
         avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
         inputs, came = [*compress(node.inputs[0], pair.tracked)], [*map(bool, addends)]
         read, avals = ((~place,), *addends), _on(avals, pair.in_devices)
-        made = self._vjp(node, read, inputs, avals)
+        made = self._vjp(node, read, inputs, avals) if any(came) else ()
         for position, value in enumerate(inputs):
-            if any(map(and_, pair.reaches[position], came)):  # Else it is a zero.
-                cotangent = (worker, place, position, made[position])
-                self._cotangents[value].append(cotangent)
+            here = any(map(and_, pair.reaches[position], came))
+            cotangent = (worker, place, position, made[position] if here else None)
+            self._cotangents[value].append(cotangent)
 
     def _vjp(
         self,
@@ -187,29 +191,29 @@ class Graph:
         made = iter(first), iter(second)
         return tuple([next(made[late]) for late in weights])
 
-    def _addends(self, value: int) -> Numbers:
-        """The addends of a value's cotangent, in order; none is a symbolic zero.
+    def _addends(self, value: int) -> Places:
+        """The addends of a value's cotangent, in order.
 
         Cotangents from calls on another worker are summed there, and count as one.
         """
-        by_worker: dict[Worker, list[tuple[int, int, int]]] = defaultdict(list)
-        for worker, *addend in self._cotangents[value]:
-            by_worker[worker].append((addend[0], addend[1], addend[2]))
+        by_worker: dict[Worker, list[tuple[int, int, int | None]]] = defaultdict(list)
+        for worker, place, position, number in self._cotangents[value]:
+            by_worker[worker].append((place, position, number))
         found = by_worker.pop(self.worker(value), [])
         for worker, few in by_worker.items():
-            total = self._sum(worker, [number for _, _, number in sorted(few)])
+            total = self._sum(worker, _in_order(few))
             found.append((*self._transfers[value, worker, True], total))
-        return (*[number for _, _, number in sorted(found)], *self._seeds[value])
+        return (*_in_order(found), *self._seeds[value])
 
-    def _sum(self, worker: Worker, addends: Sequence[int]) -> int:
-        if len(addends) == 1:
-            return addends[0]
+    def _sum(self, worker: Worker, addends: Places) -> int | None:
+        if self._listed or None in addends:  # Few gradients wait for the last action.
+            addends = top(addends, partial(self._add_sum, worker))
+        came = _present(addends)
+        return self._add_sum(worker, came) if len(came) > 1 else next(iter(came), None)
+
+    def _add_sum(self, worker: Worker, addends: Sequence[int]) -> int:
         avals = [self.aval(addends[-1], worker)]  # On the device of its last addend.
-        first, rest = addends, addends[:0]
-        if self._listed:  # Few gradients wait for the last action.
-            first, rest = addends[:ADDENDS_MAX], addends[ADDENDS_MAX:]
-        total = self._add(NodeKind.SUM, worker, (tuple(first),), avals)[0]
-        return self._sum(worker, (total, *rest)) if rest else total
+        return self._add(NodeKind.SUM, worker, (tuple(addends),), avals)[0]
 
     def _filled(self, like: int, *, ones: bool) -> int:
         worker, aval, *_ = self.values[like]
@@ -231,6 +235,14 @@ class Graph:
         outputs = tuple(range(start, len(self.values)))
         self.nodes.append(Node(kind, worker, inputs, outputs, *about, **more))
         return outputs
+
+
+def _in_order(addends: Iterable[tuple[int, int, int | None]]) -> Places:
+    return [number for _, _, number in sorted(addends)]
+
+
+def _present(addends: Places) -> Numbers:
+    return tuple([number for number in addends if number is not None])
 
 
 def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:

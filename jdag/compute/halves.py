@@ -38,7 +38,7 @@ from jdag.compute.pairs import PAIRS_MAX, Pair, refuse_deleted
 from jdag.compute.placed import spread
 from jdag.compute.sums import add
 from jdag.compute.tracing import Residuals, Traced
-from jdag.engine.share import ADDENDS_MAX
+from jdag.engine.addends import ADDENDS_MAX
 
 Flags = tuple[bool, ...]
 Places = tuple[int, ...]
@@ -149,7 +149,7 @@ class Halves:
         Args:
             residuals: what `forward` returned; they may be used again.
             cotangents: for each tracked output, in order, any number of addends of its
-                shape and dtype. They are summed left to right; none at all is zero.
+                shape and dtype, summed in the order of `add`; none at all is zero.
         """
         pair, name = self.pair, self.pair.name
         traced, here = residuals.traced, self._here()

@@ -24,6 +24,7 @@ from jdag.compute.halves import Cut, Halves, halves
 from jdag.compute.hooks import hooked, seen
 from jdag.compute.sums import add, ones, zeros
 from jdag.compute.values import Buffer, Values
+from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
     AnyKey,
@@ -42,7 +43,6 @@ from jdag.engine.protocol import (
     VjpInputs,
     VjpWeights,
 )
-from jdag.engine.share import ADDENDS_MAX
 
 _OF_PAIRS = (Forward, Vjp, VjpWeights)  # Jobs whose function is a pair.
 _OF_SEGMENTS = (RunSegment, CompileSegment)

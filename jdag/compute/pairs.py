@@ -32,8 +32,8 @@ from jdag.compute.jaxprs import (
 )
 from jdag.compute.pytrees import Template, unflatten
 from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
+from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
-from jdag.engine.share import ADDENDS_MAX
 from jdag.errors import JdagError
 
 PAIRS_MAX = 4096

@@ -32,9 +32,9 @@ from jdag.compute.pairs import refuse_deleted, stays
 from jdag.compute.segment_types import Carried, held, types_of
 from jdag.compute.sums import add, fold, ones, zeros
 from jdag.compute.tracing import Residuals, strong, weakened
+from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
-from jdag.engine.share import ADDENDS_MAX
 
 FUSED_MAX = 512  # Segments whose executables are kept.
 READY_MAX = 64  # Executables of one: for each layout of its bundles.

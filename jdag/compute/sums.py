@@ -1,4 +1,4 @@
-"""Sums of cotangents, left to right; zeros and ones."""
+"""Sums of cotangents, zeros and ones."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -9,35 +9,34 @@ import jax
 import jax.numpy as jnp
 
 from jdag.compute.avals import Aval
-from jdag.engine.share import ADDENDS_MAX
+from jdag.engine.addends import top
 
 
 def fold(addends: Sequence[Any]) -> Any:
-    """Return ((a0 + a1) + a2) + ...; at least one addend."""
+    """Return the sum by the tree of `jdag.engine.addends`; at least one addend."""
+    return _left(top(addends, _left))
+
+
+def _left(addends: Sequence[Any]) -> Any:
     return reduce(plus, addends)
 
 
 @jax.jit
-def _fold(*addends: Any) -> Any:
-    return fold(addends)
+def _sum(*addends: Any) -> Any:
+    return _left(addends)
 
 
 def add(addends: Sequence[Any]) -> Any:
-    """Return the sum of arrays of one shape and dtype, strictly left to right.
+    """Return the sum of arrays of one shape and dtype, with the bits of `fold`.
 
-    The first 8 are added in one compiled call, then 7 more at a time, to limit the
-    number of compiled functions. The bits are those of the plain left fold.
+    At most 8 are added in one compiled call, to limit the number of compiled functions.
     """
     if not addends:
         raise ValueError(
             "a sum needs at least one addend; zeros(aval) is the empty sum"
         )
-    if len(addends) == 1:
-        return addends[0]
-    total = _fold(*addends[:ADDENDS_MAX])
-    for start in range(ADDENDS_MAX, len(addends), ADDENDS_MAX - 1):
-        total = _fold(total, *addends[start : start + ADDENDS_MAX - 1])
-    return total
+    few = top(addends, lambda group: _sum(*group))
+    return few[0] if len(few) == 1 else _sum(*few)
 
 
 def zeros(aval: Aval) -> jax.Array:

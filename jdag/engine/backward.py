@@ -11,7 +11,8 @@ Invariants
   the owner sends Go when no mark is in flight.
 - Each counted edge delivers exactly one contribution, possibly a symbolic zero. A
   vertex is ready when all have arrived. Its addends are then sorted by (path,
-  position), seeds last.
+  position), seeds last. Where more than eight are counted, recvs and leaves sum them by
+  a tree over that order, as they arrive (`addends`); a vertex waits for these sums.
 - A vjp's result for an input is a symbolic zero if no output that the input reaches had
   a cotangent (`function.reaches`, by tracked input and output).
 - Nothing recurses: vertices that became ready wait in `Pass.ready`.
@@ -24,6 +25,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.credit import WHOLE, added
 from jdag.engine.gradients import Gradients
 from jdag.engine.graph import (
@@ -63,12 +65,11 @@ from jdag.engine.protocol import (
     made_by,
 )
 from jdag.engine.share import (
-    ADDENDS_MAX,
     SEED,
     Due,
     Outgoing,
     Pass,
-    expect,
+    Uses,
     first,
     marked,
     ordered,
@@ -213,21 +214,18 @@ class Backward:
         live.sighted = True
         return self._count(live, first(live))
 
-    def _count(self, live: Pass, values: list[Value]) -> bool:
-        """Count everything behind these values, and mark slots of other workers.
+    def _count(self, live: Pass, uses: list[Uses]) -> bool:
+        """Count these edges and all behind them, and mark slots of other workers.
 
         Without retain_graph, counting spends the nodes. If a node was already spent, or
         a worker that is needed is lost, the pass fails and this returns False.
         """
-        nodes, received = walk(values, live.dues)
+        nodes, received = walk(uses, live.dues)
         for node in nodes:
             if node.spent:
                 self._fail_spent(live, node)
                 return False
             node.spent = not live.retain
-            for position, value in enumerate(node.inputs):
-                if type(value.producer) is LeafEnd:
-                    expect(live, value, (node.path, position))
         by_source: dict[Worker, dict[RecvEnd, list[bool]]] = {}
         for recv, slot in received if live.mode is Mode.SMART else ():
             value = recv.outputs[slot]
@@ -314,14 +312,21 @@ class Backward:
             self._state.drop(() if key is None else (key,))
             return
         due = live.dues[vertex]
-        if key is not None:
-            due.addends[value.index].append((path, position, key))
+        slot = value.index
+        if key is not None and type(vertex) is LeafEnd:
+            oldest, read = live.oldest, value.key.index
+            oldest[vertex.leaf] = min(read, oldest.get(vertex.leaf, read))
+        if due.edges is not None and len(due.edges) > ADDENDS_MAX:
+            due.plant()
+        tree = due.trees.get(slot)
+        if tree is not None:
+            spot = 0, tree.ranks[path, position]
+            self.gradients.put(live, vertex, tree, spot, key)
+        elif key is not None:
+            due.addends[slot].append((path, position, key))
         due.remaining -= 1
         if due.remaining == 0:
             live.ready.append(vertex)
-        elif type(vertex) is LeafEnd and len(live.expected[vertex]) > ADDENDS_MAX:
-            due.came[path, position] = None
-            self.gradients.fold(live, vertex)
 
     def _work(self, live: Pass) -> None:
         ready = live.ready

@@ -177,9 +177,11 @@ def _awaited(fragment: Fragment) -> dict[Vertex, int]:
     """For each vertex, the number of edges that the last pass counted."""
     past, dues = fragment.past, dict[Vertex, Due]()
     if past is not None:
-        values = [fragment.values[root.key] for root in past.roots]
+        values = tuple([fragment.values[root.key] for root in past.roots])
         for path, slots in past.counted.items():
             inputs = fragment.sends[path].inputs
-            values.extend(v for v, on in zip(inputs, slots, strict=True) if on and v)
-        walk(values, dues)
+            values += tuple(
+                [v for v, on in zip(inputs, slots, strict=True) if on and v]
+            )
+        walk([((), 0, values)], dues)
     return {vertex: due.remaining for vertex, due in dues.items()}

@@ -21,7 +21,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from jdag.engine.graph import LeafEnd, Value
+from jdag.engine.addends import Spot, Tree
+from jdag.engine.graph import LeafEnd, Value, Vertex, path_of
 from jdag.engine.protocol import (
     Apply,
     Failure,
@@ -35,7 +36,7 @@ from jdag.engine.protocol import (
     ScratchKey,
     Sum,
 )
-from jdag.engine.share import ADDENDS_MAX, FOLDED, Pass, ordered
+from jdag.engine.share import Pass
 from jdag.engine.state import State
 
 Then = Callable[[Key], None]
@@ -85,50 +86,33 @@ class Gradients(Struct, eq=False):
         go_on = partial(self._hook, live, rest, then, output)
         self._compute(live, job, go_on, hook.call_site)
 
-    def fold(self, live: Pass, end: LeafEnd) -> None:
-        """Sum the first contributions to a leaf, if there are enough and more come.
+    def put(
+        self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key | None
+    ) -> None:
+        """Put one of many addends in its place, and request the sum that it completes.
 
-        The sum becomes the first addend: bits are those of one sum of all.
+        The vertex waits for that sum as for an addend.
         """
-        due, order = live.dues[end], live.expected[end]
-        if due.folding:
-            return
-        order.sort()  # Sorted already but for the first time.
-        missing = next((edge for edge in order if edge not in due.came), None)
-        slots = range(len(due.addends))
-        came = sorted([(*addend, s) for s in slots for addend in due.addends[s]])
-        first = [one for one in came if missing is None or one[:2] < missing]
-        first = first[:ADDENDS_MAX]
-        if len(first) < ADDENDS_MAX:
-            return
-        due.folding = True
-        gone = dict.fromkeys([one[:3] for one in first])
-        due.addends = [[one for one in slot if one not in gone] for slot in due.addends]
-        # It counts for the oldest version that it is of.
-        slot = min([one[3] for one in first], key=lambda s: end.outputs[s].key.index)
-        due.remaining += 1
-        keys = tuple([one[2] for one in first])
-        self.total(live, (), keys, partial(self._folded, live, end, slot))
+        found = tree.put(spot, key)
+        if found is not None:
+            above, keys = found
+            live.dues[vertex].remaining += 1
+            then = partial(self._summed, live, vertex, tree, above)
+            self.total(live, path_of(vertex), keys, then)
 
-    def _folded(self, live: Pass, end: LeafEnd, slot: int, key: Key) -> None:
-        due = live.dues[end]
-        due.folding = False
-        due.addends[slot].append((FOLDED, 0, key))
+    def _summed(
+        self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key
+    ) -> None:
+        self.put(live, vertex, tree, spot, key)
+        due = live.dues[vertex]
         due.remaining -= 1
-        if due.remaining:
-            self.fold(live, end)
-        else:
-            live.ready.append(end)
+        if due.remaining == 0:
+            live.ready.append(vertex)
 
     def reached(self, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf have arrived: sum them to the pass's gradient."""
         due = live.dues[end]
-        versions = zip(end.outputs, due.addends, strict=True)
-        read = [value.key.index for value, addends in versions if addends]
-        if read:
-            live.oldest[end.leaf] = min(read)
-        addends = ordered([addend for version in due.addends for addend in version])
-        due.addends = []
+        addends = due.taken(0)
         attached = live.fragment.hooks.get(end.leaf, ())
         hooks = [hook for hook in attached if hook.replaces]
         seen = len(hooks) < len(attached)

@@ -261,7 +261,7 @@ class Leaves(Struct, eq=False):
         end = fragment.leaves.get(name)
         if end is None:
             end = fragment.leaves[name] = LeafEnd(name, version.leaf.aval)
-        value = fragment.values[version.key] = Value(version.key, end, len(end.outputs))
+        value = fragment.values[version.key] = Value(version.key, end)
         end.outputs = (*end.outputs, value)
         self._state.when_settled((version,), partial(self._mirror, version, value))
         return value

@@ -291,7 +291,7 @@ class Passes(Struct, eq=False):
         """Drop intermediate values of a pass that did not finish."""
         state, fragment = self._state, live.fragment
         dues = live.dues.values()
-        left = [key for due in dues for slot in due.addends for _, _, key in slot]
+        left = [key for due in dues for key in due.held()]
         left.extend(key for key in live.staged.values() if key is not None)
         if not live.seeded:
             left.extend(_seeds(fragment, live.number, live.roots))

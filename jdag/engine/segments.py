@@ -8,7 +8,7 @@ segments made for it, then what its nodes make, in order. A node makes:
              the others are the addends for each tracked output, in order
     INPUTS   the same for inputs that are no `weights`, then the stash for WEIGHTS
     WEIGHTS  a cotangent for each of `weights`; `inputs[0]` is the stash
-    SUM      the sum of `inputs[0]`, left to right
+    SUM      the sum of `inputs[0]`, in the order of `addends`
     FILL     zeros, or ones if `keeps`, like the value `inputs[0]`
 """
 

@@ -16,8 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
+from jdag.engine.addends import ADDENDS_MAX, Addend, Edge, Tree, tree
 from jdag.engine.credit import NOTHING, Credit, split
-from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, SendEnd, Value, Vertex
+from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value, Vertex
 from jdag.engine.protocol import (
     Credited,
     Key,
@@ -30,13 +31,9 @@ from jdag.engine.protocol import (
     Worker,
 )
 
-# Path of the consumer, position there, key of the value.
-Addend = tuple[tuple[float, ...], int, Key]
-Edge = tuple[tuple[float, ...], int]  # An addend without its value.
 SEED = (inf,)  # Sorts after every path: seeds come last.
-FOLDED = ()  # Sorts before every path: the sum of the first ones.
-# So many are summed at once, also by the machine: its bits may depend on that.
-ADDENDS_MAX = 8
+# Edges to count: path of the consumer, position of the first one there, their values.
+Uses = tuple[tuple[float, ...], int, tuple[Value, ...]]
 
 
 class Outgoing(Struct):
@@ -52,13 +49,33 @@ class Outgoing(Struct):
 
 
 class Due(Struct):
-    """Cotangents of one vertex: those that arrived, and how many are still awaited."""
+    """Cotangents of one vertex: those that arrived, and how many are still awaited.
+
+    Of a recv or leaf, `edges` are those that are counted, each with its slot. Sums of
+    many in one slot are awaited too.
+    """
 
     addends: list[list[Addend]]
+    edges: list[tuple[Edge, int]] | None
     remaining: int = 0
     hooked: bool = False  # Hooks were applied.
-    came: dict[Edge, None] = {}  # Of a leaf with many contributions: those that came.
-    folding: bool = False
+    trees: dict[int, Tree] = {}  # Of slots with many addends.
+
+    def plant(self) -> None:
+        """Make the trees, when the first addend arrives: all edges are counted."""
+        by_slot: dict[int, list[Edge]] = {}
+        for edge, slot in self.edges or ():
+            by_slot.setdefault(slot, []).append(edge)
+        many = [slot for slot, edges in by_slot.items() if len(edges) > ADDENDS_MAX]
+        self.trees = {slot: tree(by_slot[slot], self.addends[slot]) for slot in many}
+        self.edges = None
+
+    def held(self) -> list[Key]:
+        """The keys of all cotangents and sums that wait here."""
+        keys = [key for slot in self.addends for _, _, key in slot]
+        for one in self.trees.values():
+            keys += one.waiting()
+        return keys
 
     def taken(self, slot: int) -> tuple[Key, ...]:
         """Remove and return one slot's addends, in order; the caller drops them."""
@@ -93,7 +110,6 @@ class Pass(Struct, eq=False):
     counted: dict[Path, list[bool]] = {}  # Per send, which slots are counted.
     needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
     dues: dict[Vertex, Due] = {}
-    expected: dict[LeafEnd, list[Edge]] = {}  # The contributions that are counted.
     ready: list[Any] = []  # Vertices that have all their contributions.
     staged: dict[LeafId, Key | None] = {}
     oldest: dict[LeafId, int] = {}  # The oldest version differentiated.
@@ -121,56 +137,48 @@ class Pass(Struct, eq=False):
         return sent
 
 
-def first(live: Pass) -> list[Value]:
-    """Values to count from first: roots here and, in FAST, unspent slots of sends."""
-    values = [live.fragment.values[root.key] for root in live.roots]
-    for root, value in zip(live.roots, values, strict=True):
-        expect(live, value, (SEED, root.number))
+def first(live: Pass) -> list[Uses]:
+    """Edges to count from first: roots here and, in FAST, unspent slots of sends."""
+    values = live.fragment.values
+    uses: list[Uses] = [(SEED, r.number, (values[r.key],)) for r in live.roots]
     if live.mode is Mode.FAST:
         for send in live.fragment.sends.values():
             slots = [slot for slot, spent in enumerate(send.spent) if not spent]
             if slots:
-                values.extend(_owe(live, send, slots))
-    return values
+                uses.extend(_owe(live, send, slots))
+    return uses
 
 
-def marked(live: Pass, transfers: Iterable[Marked]) -> list[Value]:
-    """Values to count from when these slots of sends are marked."""
-    values: list[Value] = []
+def marked(live: Pass, transfers: Iterable[Marked]) -> list[Uses]:
+    """Edges to count from when these slots of sends are marked."""
+    uses: list[Uses] = []
     for transfer in transfers:
         slots = [slot for slot, here in enumerate(transfer.slots) if here]
-        values.extend(_owe(live, live.fragment.sends[transfer.path], slots))
-    return values
+        uses.extend(_owe(live, live.fragment.sends[transfer.path], slots))
+    return uses
 
 
-def expect(live: Pass, value: Value, edge: Edge) -> None:
-    """Note that an edge contributes to the gradient of a leaf, if the value is one."""
-    if type(value.producer) is LeafEnd:
-        live.expected.setdefault(value.producer, []).append(edge)
-
-
-def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Value]:
+def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Uses]:
     """Count slots of a send, which is one dependency, owed until answered."""
     counted = live.counted.get(send.path)
     if counted is None:
         counted = live.counted[send.path] = [False] * len(send.inputs)
         live.owed[send.path] = send
         live.unreported += 1
-    values = []
+    uses: list[Uses] = []
     for slot in slots:
         value = send.inputs[slot]
         assert value is not None and not counted[slot], (send.path, slot)
         counted[slot] = True
         send.spent[slot] = send.spent[slot] or not live.retain
-        expect(live, value, (send.path, slot))
-        values.append(value)
-    return values
+        uses.append((send.path, slot, (value,)))
+    return uses
 
 
 def walk(
-    values: Iterable[Value], dues: dict[Vertex, Due]
+    uses: Iterable[Uses], dues: dict[Vertex, Due]
 ) -> tuple[list[Node], list[tuple[RecvEnd, int]]]:
-    """Count in `dues` the edges to these values and to everything behind them.
+    """Count in `dues` these edges and those to everything behind them.
 
     Returns:
         The nodes that had no due before, and the slots of recvs that were reached.
@@ -179,19 +187,25 @@ def walk(
     received: list[tuple[RecvEnd, int]] = []
     stack: list[Node] = []
     while True:
-        for value in values:
-            vertex = value.producer
-            if vertex is None:
-                continue  # It was never here; its call holds the failure.
-            due = dues.get(vertex)
-            if due is None:
-                due = dues[vertex] = Due([[] for _ in vertex.outputs])
-                if type(vertex) is Node:
-                    reached.append(vertex)
-                    stack.append(vertex)
-            due.remaining += 1
-            if type(vertex) is RecvEnd:
-                received.append((vertex, value.index))
+        for path, start, values in uses:
+            for position, value in enumerate(values, start):
+                vertex = value.producer
+                if vertex is None:
+                    continue  # It was never here; its call holds the failure.
+                due = dues.get(vertex)
+                if due is None:
+                    due = dues[vertex] = Due([[] for _ in vertex.outputs], None)
+                    if type(vertex) is Node:
+                        reached.append(vertex)
+                        stack.append(vertex)
+                    else:
+                        due.edges = []
+                due.remaining += 1
+                if due.edges is not None:
+                    due.edges.append(((path, position), value.index))
+                if type(vertex) is RecvEnd:
+                    received.append((vertex, value.index))
         if not stack:
             return reached, received
-        values = stack.pop().inputs
+        node = stack.pop()
+        uses = ((node.path, 0, node.inputs),)
