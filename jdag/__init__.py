@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jdag.api.refs import Ref, fetch, stop_gradient
     from jdag.api.tasks import Task, wait
     from jdag.api.transform import value_and_grad
+    from jdag.compute.configuration import sum_in_float32
     from jdag.compute.pytrees import static
     from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
@@ -79,6 +80,7 @@ __all__ = [
     "static",
     "stop_gradient",
     "strategies",
+    "sum_in_float32",
     "sweep",
     "testing",
     "unjitted",
@@ -119,6 +121,7 @@ _LATER = {
     "static": "jdag.compute.pytrees",
     "stop_gradient": "jdag.api.refs",
     "strategies": "jdag.lab",
+    "sum_in_float32": "jdag.compute.configuration",
     "sweep": "jdag.lab.sweep",
     "testing": "",
     "unjitted": "jdag.engine.functions",

@@ -12,9 +12,20 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-from jax._src.config import State, config_ext, trace_context
+from jax._src.config import State, bool_state, config_ext, trace_context
 
 from jdag.compute.fingerprint import Once
+
+# One of jdag's own among JAX's settings: so it is compared between processes, passed to
+# those that are launched, fixed per cluster, and part of every key of compiled code.
+SUMS_IN_FLOAT32 = bool_state(
+    "jdag_sums_in_float32",
+    False,
+    "Whether jdag sums cotangents of fewer than 32 bits in float32. Each sum of up to "
+    "eight is then rounded to their dtype.",
+    include_in_jit_key=True,
+    include_in_trace_context=True,
+)
 
 # Patterns of names of settings that do not change results, by reason.
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
@@ -70,6 +81,17 @@ ALSO = (
     "jax_optimization_level",
     "jax_compiler_enable_remat_pass",
 )
+
+
+def sum_in_float32(on: bool = True) -> None:
+    """Sum cotangents of bfloat16 and float16 in float32, in this process from now on.
+
+    Sums of up to eight, of which more are made (see `jdag.engine.addends`), are rounded
+    once each. Without, each addition is rounded, as in `jax.grad`. Clusters that exist
+    refuse to go on; workers that are launched later get the setting, and others have
+    to be started with the environment variable JDAG_SUMS_IN_FLOAT32=1.
+    """
+    jax.config.update("jdag_sums_in_float32", on)
 
 
 class Configuration(Once):

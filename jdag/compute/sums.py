@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval
+from jdag.compute.configuration import SUMS_IN_FLOAT32
 from jdag.engine.addends import top
 
 
@@ -18,7 +20,14 @@ def fold(addends: Sequence[Any]) -> Any:
 
 
 def _left(addends: Sequence[Any]) -> Any:
-    return reduce(plus, addends)
+    dtype = jtu.tree_leaves(addends[0])[0].dtype  # It may be a dual.
+    if not SUMS_IN_FLOAT32.value or jnp.finfo(dtype).bits >= 32:
+        return reduce(plus, addends)
+    return _as(reduce(plus, _as(addends, jnp.float32)), dtype)
+
+
+def _as(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda array: array.astype(dtype), tree)
 
 
 @jax.jit
