@@ -16,7 +16,7 @@ from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 from shapes import diamond
 from tests.rpc_workers import kept
 from tests.scenario_cases import JITTER, Stage, tree
-from tests.test_driving import Shared, missed, silent, small
+from tests.test_driving import EXACT, Shared, missed, silent, small
 from tests.test_scenarios import SCENARIOS
 
 # By scenario what makes it short: in its text what, and in place of that.
@@ -68,8 +68,8 @@ def test_with_compile_it_is_answered_as_without(name: str, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
-    with x64, kept().connect() as made:
+    settings = load(SCENARIOS / "chain.toml").settings  # With x64, as in `small`.
+    with configured(settings, exact=True), kept(**EXACT).connect() as made:
         yield made
 
 

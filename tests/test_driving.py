@@ -76,6 +76,9 @@ def small(path: Path) -> Scenario:
     return replace(scenario, settings=settings, player=player)
 
 
+EXACT = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}  # As `run_scenario` has it.
+
+
 class Shared(Real):
     """Plays on a cluster that is there, and stays."""
 
@@ -89,8 +92,9 @@ class Shared(Real):
     params=["socket", pytest.param("grpc", marks=pytest.mark.second)],
 )
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    x64 = configured(load(SCENARIOS / "chain.toml").settings)  # As in `small`.
-    with x64, kept(request.param).connect() as made:
+    settings = load(SCENARIOS / "chain.toml").settings  # With x64, as in `small`.
+    exact = configured(settings, exact=True)  # Its workers have this setting, too.
+    with exact, kept(request.param, **EXACT).connect() as made:
         yield made
 
 
