@@ -239,6 +239,7 @@ def main(
     wanted = parser.parse_args(argv)
     if wanted.tier == "versions" and not wanted.paths:
         wanted.paths = [*VERSIONS]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ends children too.
     try:
         return run(wanted, root, path or history.default_path())
     except KeyboardInterrupt:

@@ -167,7 +167,8 @@ def test_a_failed_lint_fails_the_run_after_the_tests(
     assert any(line.startswith("1 passed") for line in lines)
 
 
-def test_an_interrupt_ends_the_tests_as_well(tmp_path: Path, path: Path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_tests_as_well(number: int, tmp_path: Path, path: Path):
     (tmp_path / "test_hanging.py").write_text(HANGING.replace("FAILS", "False"))
     runner = subprocess.Popen([sys.executable, "-c", INTERRUPTED, tmp_path, path])
     process = tmp_path / "process"
@@ -176,7 +177,7 @@ def test_an_interrupt_ends_the_tests_as_well(tmp_path: Path, path: Path):
             break
         with pytest.raises(subprocess.TimeoutExpired):
             runner.wait(0.1)
-    runner.send_signal(signal.SIGINT)  # To it alone, and not as a terminal does.
+    runner.send_signal(number)  # To it alone, and not as a terminal does.
     assert runner.wait(60) == 130
     with pytest.raises(ProcessLookupError):
         os.kill(int(process.read_text()), 0)
