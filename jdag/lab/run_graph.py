@@ -153,7 +153,7 @@ class RunGraph:
             self._check_order(record, causes)
         node = self._node(*waits)
         link = worker, said["destination"]
-        if said["message"] != "Answer" or _pass(said) not in self._running:
+        if not self._is_apart(said):
             self.sent.setdefault(link, []).append((node, record.index))
         if said["payload_bytes"]:
             self.links[link] = None
@@ -162,6 +162,15 @@ class RunGraph:
             left = self._node((node, takes), *before)
             self._left[link] = self._carried[record.index] = left
         return node
+
+    def _is_apart(self, said: Mapping[str, Any]) -> bool:
+        """Whether a message's place among others does not matter.
+
+        Only the end of its pass waits for the answer of one that runs, and no job for
+        word of what its list will not have, where the list has all that it waits for.
+        """
+        is_answer = said["message"] == "Answer" and _pass(said) in self._running
+        return is_answer or said["message"] == "Listing"
 
     def _check_order(self, record: Record, causes: list[int]) -> None:
         """Refuse values whose place in the order of their link depends on time."""
@@ -181,8 +190,8 @@ class RunGraph:
         link = said["source"], record.worker
         sent = record.causes[0]
         waits = self._waits([sent])
-        if said["message"] == "Answer" and _pass(said) in self._running:
-            return self._node(*waits)  # Nothing but the end of the pass waits for it.
+        if self._is_apart(said):
+            return self._node(*waits)
         if sent in self._carried:
             waits.append((self._carried[sent], Cost("latency", link)))
         lanes, kind = self._lanes.setdefault(link, {}), said["message"]

@@ -137,6 +137,8 @@ Optimizer
     optimizer.a_parameter_that_is_left_out_keeps_its_momentum_too
 - SGD 0.05 on two owners: gradients 9, weights 0.55:
     optimizer.sgd_on_two_owners_gives_gradients_9_and_weights_055
+- Copies of leaves are leaves of their own:
+    optimizer.a_copy_of_leaves_does_not_follow_their_steps_and_averages_them
 - One optimizer for several trainers: all steps count, in one state:
     trainers.steps_of_trainers_at_once_all_count
     trainers.the_one_state_of_adam_has_counted_the_steps_of_all
