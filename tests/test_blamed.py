@@ -36,8 +36,17 @@ def not_a_number(x):
     return jnp.sum(jnp.sqrt(x) * 0.0)
 
 
-@pytest.mark.parametrize("exact", [None, True, False], ids=["eager", "exact", "plan"])
-@pytest.mark.parametrize("driver", ["simulate", "launch"])
+@pytest.mark.parametrize(
+    ("driver", "exact"),
+    [
+        pytest.param("simulate", None, id="simulate-eager"),
+        pytest.param("simulate", True, id="simulate-exact"),
+        pytest.param("simulate", False, id="simulate-plan"),
+        pytest.param("launch", None, id="launch-eager", marks=pytest.mark.second),
+        pytest.param("launch", True, id="launch-exact", marks=pytest.mark.second),
+        pytest.param("launch", False, id="launch-plan"),
+    ],
+)
 def test_an_error_in_a_backward_says_so_and_shows_no_frame_of_jdag(driver, exact):
     def program(ctx, w, fn):
         return ctx.call("b", fn, ctx.call("b", jnp.sin, w))

@@ -27,8 +27,15 @@ def metered(ctx, params, xs):
     return reduce(partial(ctx.call, "w2", jnp.add), losses), rest
 
 
-@pytest.mark.parametrize("driver", ["simulate", "launch"])
-@pytest.mark.parametrize("schedule", [None, METRICS], ids=["free", "zb_h1"])
+@pytest.mark.parametrize(
+    ("schedule", "driver"),
+    [
+        pytest.param(None, "simulate", id="free"),
+        pytest.param(None, "launch", id="free-launch", marks=pytest.mark.second),
+        pytest.param(METRICS, "simulate", id="zb_h1"),
+        pytest.param(METRICS, "launch", id="zb_h1-launch"),
+    ],
+)
 def test_what_a_loss_returns_beside_it_is_returned_and_not_differentiated(
     schedule, driver
 ):

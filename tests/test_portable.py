@@ -184,7 +184,7 @@ def test_simulate_warns_of_a_second_derivative_of_what_has_no_name(
     )
 
 
-@pytest.mark.parametrize("kind", ["printed", "read_back"])
+@pytest.mark.parametrize("kind", [pytest.param("printed", marks=SECOND), "read_back"])
 def test_launch_refuses_it_by_the_users_name_and_a_true_remedy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
