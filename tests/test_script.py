@@ -210,7 +210,7 @@ def test_processes_have_the_bits_of_the_simulator_and_import_only_what_they_need
             with pytest.raises(JdagError, match=said):
                 ctx.call("b", main.under)
             main.FACTOR = 5.0
-            said = rf"halve, or something that .* arguments; workers skip .*`{GUARD}`"
+            said = rf"halve, .* as arguments, .* on a worker; workers skip .*`{GUARD}`"
             with pytest.raises(JdagError, match=said):
                 ctx.call("b", main.halve, main.Config(0), 1)
     assert [(logs / f"{name}.log").read_text() for name in "bc"] == [
