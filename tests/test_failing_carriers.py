@@ -62,11 +62,7 @@ def test_a_worker_that_refuses_a_certificate_prints_nothing_of_it(
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        pytest.param(
-            moment,
-            number,
-            id=f"{moment.__name__}-{number.name}",
-        )
+        pytest.param(moment, number, id=f"{moment.__name__}-{number.name}")
         for moment in MOMENTS
         for number in (signal.SIGSTOP, signal.SIGKILL)
     ],

@@ -1,4 +1,4 @@
-"""A wait that can never end is told, on both drivers: who waits, where, for what."""
+"""A wait without end raises on both drivers, with worker, line and reason."""
 
 import re
 import threading

@@ -84,7 +84,7 @@ class Waits:
                 self._users = 0
 
     def rest(self) -> dict[str, Any]:
-        """Return whether nothing happens here but by a message, and who waits."""
+        """Return whether this node acts on messages alone, and its waiting programs."""
         found, waiters, blocked = self._asks.quiet_now(), self._waiters, self._blocked
         waits = [waiter for waiter in blocked if waiter not in waiters.given]
         all_wait = len(waits) == len(self._running) + self._main

@@ -16,8 +16,8 @@ Outputs: `take()`: the items of the jobs to run now, as one.
 
 Invariants: the list is followed by one context at a time, or by one step of a plan: by
 the first, in the order in which they came, that has something to come. A job that no
-list has never waits for one that a list has. An action that is skipped is nobody's
-turn.
+list has never waits for one that a list has. The list never stops at
+an action that is skipped.
 """
 
 from bisect import insort

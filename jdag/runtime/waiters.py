@@ -71,7 +71,7 @@ class Waiters:
 
 
 def stuck(waits: Sequence[str], lists: Sequence[str]) -> str:
-    """Say who waits for ever, and what the lists of a schedule wait for."""
+    """Return the text of a wait without end: programs, then lists of a schedule."""
     why = "no engine will ever resume them"
     if lists:
         why = f"the schedule cannot go on: {'; '.join(lists)}"
