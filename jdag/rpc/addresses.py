@@ -146,6 +146,35 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
     return socket.create_connection(address[:2], timeout_s)
 
 
+def datagrams(address: Address, *, binds: bool) -> socket.socket:
+    """Return a UDP socket that does not block, bound or else connected to an address.
+
+    Raises:
+        OSError: that fails.
+    """
+    found = socket.getaddrinfo(*address[:2], type=socket.SOCK_DGRAM)[0]
+    made = socket.socket(found[0], socket.SOCK_DGRAM)
+    try:
+        made.setblocking(False)
+        (made.bind if binds else made.connect)(found[-1])
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def host_towards(address: Address) -> str:
+    """Return the host, as a number, by which one at an address reaches this process.
+
+    It is empty if that is not known.
+    """
+    try:
+        with datagrams(address, binds=False) as towards:
+            return str(towards.getsockname()[0])
+    except OSError:
+        return ""
+
+
 def hold_to_own_user(connected: socket.socket) -> None:
     """Raise ConnectionError if the peer of a Unix socket runs as another user."""
     if connected.family != socket.AF_UNIX:

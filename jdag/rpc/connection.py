@@ -16,9 +16,9 @@ Invariants
  `Failed`, after the events of earlier frames.
  4. A chunk is read directly into the memory of its value. A stream that ends within a
  frame leaves no trace of that frame.
- 5. A peer with an open stream is heard or pinged four times per deadline. One that is
- silent for `SILENT` percent of the deadline yields `Failed`, so that waiting programs
- learn of it within the deadline.
+ 5. A peer with an open stream is heard or pinged four times per deadline; the helper
+ process of one that does not answer is asked. One without a sign of life for `SILENT`
+ percent of the deadline yields `Failed`, so that waiting programs learn of it in time.
  6. A lost connection sends nothing and returns no events.
 """
 
@@ -32,12 +32,7 @@ from itertools import islice
 from typing import Any
 
 from jdag.compute.buffers import Buffers, parts
-from jdag.engine.protocol import (
-    Acknowledge,
-    Message,
-    acknowledged_at_once,
-    incarnated,
-)
+from jdag.engine.protocol import Acknowledge, Message, acknowledged_at_once, incarnated
 from jdag.errors import JdagError
 from jdag.rpc.bulk import (
     FORGOTTEN,
@@ -49,6 +44,7 @@ from jdag.rpc.bulk import (
     is_bulk,
 )
 from jdag.rpc.loop import READ, WRITE, Loop, clock_ns
+from jdag.rpc.pulse import Pulse
 from jdag.rpc.receiving import (
     PING,
     PONG,
@@ -109,8 +105,7 @@ class Connection:
         handle: Handle,
         sends: Sends | None = None,
     ) -> None:
-        self.name = name
-        self.incarnation = incarnation
+        self.name, self.incarnation = name, incarnation
         self.worker = incarnated(name, incarnation)
         self.lost = False
         self.stream: Stream | None = None
@@ -145,6 +140,7 @@ class Connection:
         self._told_bytes = 0  # and the bytes that had come by then.
         self._tells_soon = False
         self.heard_ns = self.adopted_ns
+        self.pulse: Pulse | None = None  # By which its helper process is asked.
         self._deadline_ns = deadline_ns
         self._look_ns = self.heard_ns + deadline_ns // 4
         self._timer = loop.at(self._look_ns, self._look)
@@ -183,6 +179,8 @@ class Connection:
         self.reader.clear()
         self._borrowed.close()
         self._pool.close()
+        if self.pulse is not None:
+            self.pulse.close()
 
     def drop_stream(self) -> None:
         """Close the stream, and drop partially sent and received frames."""
@@ -365,13 +363,9 @@ class Connection:
 
     def _fill(self) -> None:
         """Move waiting frames and chunks to the output, within its bounds."""
-        bulk, queue, unacknowledged = (
-            self.bulk,
-            self._queue,
-            self.numbers.unacknowledged,
-        )
+        bulk, queue, numbers = self.bulk, self._queue, self.numbers
         local = self.stream is not None and self.stream.local
-        while len(self._out) < VIEWS_MAX and len(unacknowledged) < FRAMES_MAX:
+        while len(self._out) < VIEWS_MAX and len(numbers.unacknowledged) < FRAMES_MAX:
             if queue:
                 parcel = queue.popleft()
                 self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
@@ -471,6 +465,12 @@ class Connection:
 
     # ------------------------------------------------------------------ signs of life
 
+    def silent_ns(self, now_ns: int) -> int:
+        """For how long it has given no sign of life."""
+        if self.pulse is not None:
+            self.heard_ns = max(self.heard_ns, self.pulse.heard_ns())
+        return now_ns - self.heard_ns
+
     def _look(self) -> None:
         """Liveness check: ping a silent peer, or give it up."""
         now_ns, quarter_ns = clock_ns(), self._deadline_ns // 4
@@ -480,7 +480,7 @@ class Connection:
         limit_ns = self._deadline_ns * SILENT // 100
         if now_ns - self.heard_ns >= limit_ns:
             self.ready(READ)  # There may be unread input.
-        silent_ns = now_ns - self.heard_ns
+        silent_ns = self.silent_ns(now_ns)
         if silent_ns >= limit_ns:
             why = f"it gave no sign of life for {silent_ns / 1e9:.1f} s"
             self._handle(self, [Failed(why)])
@@ -489,10 +489,11 @@ class Connection:
         self._tell()
         if silent_ns >= quarter_ns and self.stream is not None:
             self._pure(PING)
+        if self.pulse is not None:
+            self.pulse.look(now_ns, self.heard_ns, quarter_ns)
         self._borrowed.let_go()
         for number in self._pool.sweep(now_ns):
             self.about_segment(FORGOTTEN, number)
-        self._look_ns = max(
-            min(now_ns + quarter_ns, self.heard_ns + limit_ns), now_ns + 1
-        )
+        next_ns = min((silent_ns // quarter_ns + 1) * quarter_ns, limit_ns)
+        self._look_ns = max(self.heard_ns + next_ns, now_ns + 1)
         self._timer = self._loop.at(self._look_ns, self._look)

@@ -33,6 +33,7 @@ from jdag.engine.protocol import (
 from jdag.errors import JdagError, JoinError, ProtocolError, WorkerLost
 from jdag.rpc.connection import Connection
 from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.pulse import Pulse, helper_at
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import Stream
 from jdag.runtime.failures import said
@@ -92,6 +93,7 @@ class PeerTable:
         self._connect = connect
         self._tell = tell
         self._answer = answer
+        self._helper = helper_at(session.helper_host)
         self._asks = 0
         self._answers: dict[int, Any] = {}
 
@@ -125,6 +127,8 @@ class PeerTable:
         self.stopping.set()
         for peer in self.connections.values():
             peer.lose({"bye": why})
+        if self._helper is not None:
+            self._helper.close()
 
     # ------------------------------------------------------------------ the session's
 
@@ -162,6 +166,8 @@ class PeerTable:
         if peer is None:
             peer = self._connect(named(worker), incarnation_of(worker))
             self.connections[worker] = peer
+            if self._helper is not None:
+                peer.control(self._helper.frame)
         return peer
 
     def _current(self, name: str) -> Connection:
@@ -220,6 +226,8 @@ class PeerTable:
                 if name not in self._session.workers or incarnation < 1:
                     raise ProtocolError(f"{what!r}: no worker can join by that")
                 self._joined(name, incarnation)
+            case {"pulse": str(address), "key": str(key)} if peer.pulse is None:
+                peer.pulse = Pulse(address, key)
             case {"bye": str(why)}:
                 self.lose(peer, why)
             case _:
@@ -302,7 +310,7 @@ class PeerTable:
         session = self._session
         if session.main not in (session.worker, peer.name):
             main = self._current(session.main)
-            silent_s = (clock_ns() - main.heard_ns) / 1e9
+            silent_s = main.silent_ns(clock_ns()) / 1e9
             if not main.lost and silent_s > session.deadline_s / 2:
                 peer, why = main, f"it gave no sign of life for {silent_s:.1f} s"
         self.lose(peer, why)

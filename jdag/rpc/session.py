@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc.addresses import Address
+from jdag.rpc.addresses import Address, host_towards
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import other_cpu, refuse_mismatch
@@ -134,6 +134,7 @@ class Session:
             schedule=plan.schedule,
             events_max=plan.events_max,
             journal=plan.journal,
+            helper_host=_host(plan),
         )
         self.node = plan.make_node(info)
         atexit.register(self._goodbye)
@@ -408,6 +409,13 @@ class Session:
         """At exit, have the node say goodbye, except in a forked child."""
         if self._process == os.getpid():
             self.node.close()
+
+
+def _host(plan: SessionPlan) -> str:
+    """The host by which the workers reach main; empty without workers."""
+    if plan.control is not None:
+        return plan.control.host
+    return next(map(host_towards, plan.controls.values()), "")
 
 
 def _hold(plan: SessionPlan, control: Address) -> ControlServer:

@@ -33,7 +33,8 @@ class SessionInfo:
     `nesting_max`: how deep programs may call each other. `schedule`: the order of the
     work of pipelines, if there is one. `events_max`: how many events of its trace the
     node keeps; 0: it has none. `journal`: where it writes the order of what its engine
-    handles, if it does.
+    handles, if it does. `helper_host`: where others ask its helper process whether it
+    computes; empty: it has none.
     """
 
     worker: str
@@ -48,6 +49,7 @@ class SessionInfo:
     schedule: Schedule | None = None
     events_max: int = 0
     journal: Journaled | None = None
+    helper_host: str = ""
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from jdag.errors import JoinError
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.handshake import Handshake, refuse_mismatch
@@ -99,6 +100,7 @@ class CallerLease:
                 schedule=schedule,
                 events_max=asked.events_max,
                 journal=asked.journal,
+                helper_host=Address.read(options.control).host,
             )
         )
         self.node.joined(main, where.incarnation)
