@@ -31,7 +31,7 @@ KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
 NONCE = b"n" * NONCE_BYTES
 SECOND_NS = 1_000_000_000
 
-# A process with a helper, and with a child that holds all of its files open.
+# A process that computes, with a helper and a child that holds all its files open.
 OWNER = """
 import os, socket, subprocess, sys
 bound = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
@@ -42,9 +42,11 @@ helper = subprocess.Popen(
 )
 helper.stdin.write(b"k" * 32)
 helper.stdin.flush()
-if os.fork():
-    print(helper.pid, flush=True)
-sys.stdin.read()
+if not os.fork():
+    sys.exit(sys.stdin.read())
+print(helper.pid, bound.getsockname()[1], flush=True)
+while True:
+    pass
 """
 
 
@@ -176,7 +178,11 @@ def test_a_helper_has_a_session_of_its_own_and_ends_by_close(helper: Helper) -> 
 def test_a_helper_ends_with_its_owner_though_a_child_of_that_lives_on() -> None:
     with python("-c", OWNER, pulse_helper.__file__) as owner:
         assert owner.stdout is not None
-        pid = int(owner.stdout.readline())
+        pid, port = map(int, owner.stdout.readline().split())
+        pulse = Pulse(f"127.0.0.1:{port}", KEY.hex())
+        pulse.ask(1)
+        soon(lambda: bool(pulse.heard_ns()))  # It has begun.
+        pulse.close()
         assert not has_ended(pid)
         owner.kill()
         soon(lambda: has_ended(pid))
