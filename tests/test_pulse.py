@@ -366,7 +366,6 @@ def test_a_worker_whose_helper_was_killed_is_lost_as_it_computes() -> None:
     with launched() as cluster, cluster.context() as ctx:
         (helper,) = helpers_of(cluster.driver.launch.pids["b"])
         os.kill(helper, signal.SIGKILL)
-        assert_all_work(cluster)
         with pytest.raises(WorkerLost, match="it gave no sign of life for"):
             ctx.call("b", cases.busy, 3.0).fetch()
 
