@@ -335,6 +335,7 @@ def assert_all_work(cluster: Any) -> None:
     assert not is_lost(cluster, "b") and not is_lost(cluster, "c")
 
 
+@pytest.mark.second
 def test_a_worker_and_the_caller_may_compute_for_two_deadlines_in_one_call() -> None:
     with launched() as cluster, cluster.context() as ctx:
         doubled = ctx.call("b", cases.busy, 3.0)

@@ -33,7 +33,7 @@ from jdag.engine.protocol import (
 from jdag.errors import JdagError, JoinError, ProtocolError, WorkerLost
 from jdag.rpc.connection import Connection
 from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.pulse import Pulse, helper_at
+from jdag.rpc.pulse import Pulse
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.streams import Stream
 from jdag.runtime.failures import said
@@ -93,7 +93,6 @@ class PeerTable:
         self._connect = connect
         self._tell = tell
         self._answer = answer
-        self._helper = helper_at(session.helper_host)
         self._asks = 0
         self._answers: dict[int, Any] = {}
 
@@ -127,8 +126,6 @@ class PeerTable:
         self.stopping.set()
         for peer in self.connections.values():
             peer.lose({"bye": why})
-        if self._helper is not None:
-            self._helper.close()
 
     # ------------------------------------------------------------------ the session's
 
@@ -166,8 +163,8 @@ class PeerTable:
         if peer is None:
             peer = self._connect(named(worker), incarnation_of(worker))
             self.connections[worker] = peer
-            if self._helper is not None:
-                peer.control(self._helper.frame)
+            if self._session.helper is not None:
+                peer.control(self._session.helper.frame)
         return peer
 
     def _current(self, name: str) -> Connection:

@@ -27,6 +27,7 @@ from jdag.rpc.dialling import Routes
 from jdag.rpc.handshake import other_cpu, refuse_mismatch
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import MakeNode
+from jdag.rpc.pulse import helper_at
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -122,6 +123,7 @@ class Session:
         self._no_more = threading.Event()  # Set when no worker is waited for any more.
         self._server: ControlServer | None = None
         self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
+        self._helper = helper_at(_host(plan))
         info = SessionInfo(
             worker=plan.main,
             workers=plan.workers,
@@ -134,9 +136,13 @@ class Session:
             schedule=plan.schedule,
             events_max=plan.events_max,
             journal=plan.journal,
-            helper_host=_host(plan),
+            helper=self._helper,
         )
-        self.node = plan.make_node(info)
+        try:
+            self.node = plan.make_node(info)
+        except BaseException:
+            self._end_helper()
+            raise
         atexit.register(self._goodbye)
         try:
             self._begin()
@@ -393,7 +399,7 @@ class Session:
                 return
             self._closing = True
         self._no_more.set()
-        self.node.close()
+        self._leave()
         atexit.unregister(self._goodbye)
         # A worker that is being attached is detached as well.
         is_free = self._joining.acquire(timeout=self._leaving_s)
@@ -408,7 +414,15 @@ class Session:
     def _goodbye(self) -> None:
         """At exit, have the node say goodbye, except in a forked child."""
         if self._process == os.getpid():
-            self.node.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        self.node.close()
+        self._end_helper()
+
+    def _end_helper(self) -> None:
+        if self._helper is not None:
+            self._helper.close()
 
 
 def _host(plan: SessionPlan) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from jdag.rpc.membership import Membership
+from jdag.rpc.pulse import Helper
 from jdag.rpc.requests import Journaled
 from jdag.rpc.streams import Stream
 from jdag.runtime.tables import NESTING_MAX
@@ -33,8 +34,8 @@ class SessionInfo:
     `nesting_max`: how deep programs may call each other. `schedule`: the order of the
     work of pipelines, if there is one. `events_max`: how many events of its trace the
     node keeps; 0: it has none. `journal`: where it writes the order of what its engine
-    handles, if it does. `helper_host`: where others ask its helper process whether it
-    computes; empty: it has none.
+    handles, if it does. `helper`: the helper process, which others ask whether this one
+    computes.
     """
 
     worker: str
@@ -49,7 +50,7 @@ class SessionInfo:
     schedule: Schedule | None = None
     events_max: int = 0
     journal: Journaled | None = None
-    helper_host: str = ""
+    helper: Helper | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -20,6 +20,7 @@ from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
 from jdag.rpc.handshake import ours
+from jdag.rpc.pulse import helper_at
 from jdag.rpc.script import expect
 from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.tls import load as load_tls
@@ -75,10 +76,12 @@ def run(options: WorkerOptions, watch: Watch) -> None:
     tls = None if options.tls is None else load_tls(*options.tls)
     make_node = pkgutil.resolve_name(options.node)(options)
     handshake = ours(options.value_bytes_max)
-    worker = WorkerServer(options, handshake, make_node, tls)
+    control = Address.read(options.control)
+    helper = helper_at(control.host)  # It ends with this process.
+    worker = WorkerServer(options, handshake, make_node, tls, helper)
     server = ControlServer(
         f"worker {options.worker!r}",
-        Address.read(options.control),
+        control,
         worker.answers,
         tls=tls,
         enter=worker.enter if options.carrier == "grpc" else None,

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from jdag.errors import JoinError
-from jdag.rpc.addresses import Address
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.handshake import Handshake, refuse_mismatch
@@ -27,6 +26,7 @@ from jdag.rpc.listener import CARRIED, Admission, Listener
 from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
 from jdag.rpc.node import MakeNode
 from jdag.rpc.peer_identity import Names, check_identity
+from jdag.rpc.pulse import Helper
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -57,6 +57,7 @@ class CallerLease:
         asked: AttachWorker,
         make_node: MakeNode,
         tls: Tls | None,
+        helper: Helper | None,
     ) -> None:
         self.asked = asked
         self.main = main = asked.main
@@ -100,7 +101,7 @@ class CallerLease:
                 schedule=schedule,
                 events_max=asked.events_max,
                 journal=asked.journal,
-                helper_host=Address.read(options.control).host,
+                helper=helper,
             )
         )
         self.node.joined(main, where.incarnation)
@@ -195,6 +196,7 @@ class WorkerServer:
         handshake: of the process.
         make_node: makes the node of a session.
         tls: mutual TLS.
+        helper: the helper process of this one.
 
     Attributes:
         answers: for each class of request; see `jdag.rpc.control`.
@@ -207,12 +209,13 @@ class WorkerServer:
         handshake: Handshake,
         make_node: MakeNode,
         tls: Tls | None = None,
+        helper: Helper | None = None,
     ) -> None:
         self._options = options
         self._name = f"worker {options.worker!r}"
         self._handshake = handshake
         self._lease_to: Callable[[AttachWorker], CallerLease] = partial(
-            CallerLease, options, make_node=make_node, tls=tls
+            CallerLease, options, make_node=make_node, tls=tls, helper=helper
         )
         self._changed = threading.Condition()
         # One session is begun or ended at a time.
