@@ -7,11 +7,9 @@ import socket
 import ssl
 import threading
 from collections.abc import Iterator
-from concurrent import futures
 from contextlib import suppress
 from itertools import pairwise
 
-import grpc
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -241,7 +239,7 @@ def test_unix_sockets_need_no_certificates(trainer: Tls):
 def test_random_views_arrive_whole_and_in_order_through_tls(ps0: Tls, trainer: Tls):
     dialler, server = pair(ps0, trainer)
     chance = random.Random(5)
-    data = chance.randbytes(5 << 20)
+    data = chance.randbytes(1 << 20)
 
     def pour() -> None:
         at, sizes = 0, random.Random(6)
@@ -358,26 +356,16 @@ def test_files_that_fit_are_taken(issuer: Issuer):
 
 
 @pytest.mark.parametrize("which", Files._fields)
-def test_a_file_that_is_missing_is_named(issuer: Issuer, which: str, tmp_path):
-    files = issuer.issue("whole")._replace(**{which: tmp_path / "absent.pem"})
-    with pytest.raises(JdagError, match=rf"^TLS {which} .*absent\.pem: No such file"):
-        load(*files)
-
-
-@pytest.mark.parametrize("which", Files._fields)
-def test_a_file_that_cannot_be_read_is_named(issuer: Issuer, which: str, tmp_path):
-    files = issuer.issue("whole")._replace(**{which: tmp_path})
-    with pytest.raises(JdagError, match=rf"^TLS {which} {tmp_path}: Is a directory"):
-        load(*files)
-
-
-@pytest.mark.parametrize("which", Files._fields)
-@pytest.mark.parametrize("content", ["", "no certificate", "\x00\xff"])
-def test_a_file_of_another_form_is_named(issuer, which: str, content: str, tmp_path):
-    wrong = tmp_path / "wrong.pem"
-    wrong.write_text(content)
-    with pytest.raises(JdagError, match=r"wrong\.pem.* PEM form"):
-        load(*issuer.issue("whole")._replace(**{which: wrong}))
+def test_a_file_that_is_missing_or_of_another_form_is_named(issuer, which, tmp_path):
+    files, wrong = issuer.issue("whole"), tmp_path / "wrong.pem"
+    for content in ("", "no certificate", "\x00\xff"):
+        wrong.write_text(content)
+        with pytest.raises(JdagError, match=r"wrong\.pem.* PEM form"):
+            load(*files._replace(**{which: wrong}))
+    absent = tmp_path / "absent.pem"
+    for path, why in ((absent, "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(JdagError, match=rf"^TLS {which} {path}: {why}"):
+            load(*files._replace(**{which: path}))
 
 
 def test_a_key_of_another_certificate_is_refused(issuer: Issuer):
@@ -409,29 +397,3 @@ def test_a_certificate_of_another_issuer_is_refused_at_once(issuer, tmp_path):
     files = Issuer(tmp_path, "other").issue("ps9")._replace(ca=issuer.ca)
     with pytest.raises(JdagError, match=r"ps9\.crt is not one .*: unable to get local"):
         load(*files)
-
-
-# The control plane.
-
-
-def echo_server(tls: Tls) -> tuple[grpc.Server, int]:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    answer = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
-    handler = grpc.method_handlers_generic_handler("echo", {"Echo": answer})
-    server.add_generic_rpc_handlers((handler,))
-    port = server.add_secure_port("127.0.0.1:0", tls.server_credentials())
-    server.start()
-    return server, port
-
-
-def ask(port: int, credentials: grpc.ChannelCredentials) -> bytes:
-    with grpc.secure_channel(f"127.0.0.1:{port}", credentials) as channel:
-        return channel.unary_unary("/echo/Echo")(b"hello", timeout=60)
-
-
-def test_a_control_server_answers_its_own_and_nobody_else(ps0, trainer, issuer):
-    server, port = echo_server(ps0)
-    assert ask(port, trainer.channel_credentials()) == b"hello"
-    with pytest.raises(grpc.RpcError):
-        ask(port, grpc.ssl_channel_credentials(issuer.ca.read_bytes()))
-    server.stop(0).wait()
