@@ -1,7 +1,6 @@
 """Nodes in one process, over socket pairs: the driver without processes."""
 
 import functools
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,6 @@ from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.rpc import function_encoder, node
 from jdag.rpc.node import ROUNDS_MAX
-from jdag.rpc.streams import SocketStream
 from jdag.wire.trees import DEPTH_MAX
 from tests.rpc_nodes import cluster, connect, made, whereabouts
 
@@ -38,10 +36,6 @@ def total(*parts: Any) -> Any:
 
 def loss(w: Any) -> Any:
     return total(*[hidden(w * k, X) for k in (1.0, 2.0, 3.0)])
-
-
-def fails(x: Any) -> Any:
-    raise ValueError(f"no {x.shape}")
 
 
 def scaled(w: Any, k: float) -> Any:
@@ -76,30 +70,6 @@ def test_gradients_are_those_of_jax_and_have_the_bits_of_the_simulated_run() -> 
     assert np.asarray(found).tobytes() == np.asarray(simulated()).tobytes()
 
 
-def test_streams_that_break_in_the_middle_change_no_bit() -> None:
-    wanted = np.asarray(simulated()).tobytes()
-    with cluster() as c:
-        stop = threading.Event()
-
-        def cut() -> None:
-            while not stop.wait(0.02):
-                connect(c.nodes["a"], c.nodes["b"])
-                connect(c.nodes["b"], c.nodes["c"])
-
-        cutting = threading.Thread(target=cut)
-        cutting.start()
-        try:
-            for _ in range(10):
-                assert np.asarray(gradient(c)).tobytes() == wanted
-        finally:
-            stop.set()
-            cutting.join()
-        c.driver.settle()
-        for worker, held in c.info().items():
-            assert (held["live_contexts"], held["live_passes"]) == (0, 0), worker
-            assert held["values_held"] == 0, worker
-
-
 def test_large_values_go_there_and_back_with_their_bits() -> None:
     large = jnp.arange(3_000_000.0)
     with cluster() as c, c.context() as ctx:
@@ -114,27 +84,6 @@ def test_what_was_fetched_is_held_by_its_owner_alone() -> None:
             jdag.fetch(refs)
         held = {name: one["values_held"] for name, one in c.info().items()}
     assert held == {"a": 0, "b": 2, "c": 1}
-
-
-def test_what_fails_on_a_worker_fails_here_with_its_text() -> None:
-    with (
-        cluster() as c,
-        c.context() as ctx,
-        pytest.raises(RemoteError, match="no \\(2, 4\\)"),
-    ):
-        ctx.call("b", fails, X)
-
-
-def test_a_lost_peer_is_named_and_the_others_go_on() -> None:
-    with cluster() as c:
-        w = c.put("b", W)
-        c.nodes["c"].close()
-        with pytest.raises(WorkerLost, match="'c'"), c.context() as ctx:
-            ctx.call("c", hidden, w, X).fetch()
-        with c.context() as ctx:
-            out = ctx.call("a", total, ctx.call("b", hidden, w, X))
-            ctx.backward(out)
-            assert ctx.gradient(w).fetch().shape == W.shape
 
 
 def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
@@ -161,21 +110,6 @@ def test_a_worker_to_which_main_never_connects_leaves_within_the_deadline() -> N
     node.joined("a", 0)
     node.run(spin=False)
     assert "gave no sign of life" in node.peers.gone["a"]
-
-
-def test_a_peer_that_sends_garbage_is_lost_and_hurts_nobody_else() -> None:
-    with cluster() as c:
-        ours, theirs = socket.socketpair()
-        node = c.nodes["b"]
-        node.adopt("c", 0, SocketStream(ours, "c"), node.received("c"))
-        theirs.sendall(b"garbage, and more than a header of it")
-        w = c.put("b", W)
-        with c.context() as ctx:
-            out = ctx.call("a", total, ctx.call("b", hidden, w, X))
-            ctx.backward(out)
-        theirs.close()
-        with pytest.raises(WorkerLost, match="'c'"), c.context() as ctx:
-            ctx.call("c", hidden, w, X).fetch()
 
 
 def test_another_thread_may_not_use_the_cluster() -> None:
