@@ -21,11 +21,11 @@ from jdag.rpc import background
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
-from jdag.rpc.requests import Health, Info
+from jdag.rpc.requests import Info
 from jdag.rpc.session import Session
 from jdag.rpc.watch import heard
 from tests import failing_cases
-from tests.rpc_cases import TOKEN, PlainNode, free_address, options_of, plan_of
+from tests.rpc_cases import TOKEN, PlainNode, options_of, plan_of
 from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
@@ -127,58 +127,7 @@ def test_a_worker_has_the_settings_of_its_launcher(idle: Launch):
     assert handshake["cores"] == len(os.sched_getaffinity(0))
 
 
-def test_a_worker_of_which_main_has_another_configuration_is_refused(idle: Launch):
-    plan = plan_of(idle.addresses)
-    other = {**plan.handshake["configuration"], "jax_enable_x64": False}
-    plan = plan_of(idle.addresses, handshake={**plan.handshake, "configuration": other})
-    with pytest.raises(JoinError) as caught:
-        Session(plan)
-    assert str(caught.value) == (
-        "main 'm' and worker 'a' differ in jax_enable_x64: main 'm' has false, worker "
-        "'a' has true; configure JAX alike on both, before anything is computed"
-    )
-
-
-def test_a_second_main_is_told_who_holds_the_workers_and_takes_none(idle: Launch):
-    with Session(plan_of(idle.addresses)) as session:
-        with pytest.raises(JoinError, match=r"worker 'a' is held by main 'm' \("):
-            Session(plan_of(idle.addresses))
-        assert plain(session).ask("b", b"still") == b"answer still from b\n"
-
-
-def test_when_one_worker_is_not_reached_the_others_are_left_again(idle: Launch):
-    nowhere = free_address()
-    with pytest.raises(JoinError) as caught:
-        Session(plan_of({**idle.addresses, "c": nowhere}))
-    why = f"cannot reach worker 'c' at {nowhere}: Connection refused"
-    said = f"worker 'c' is not ready within ready_s=0: {why}"
-    assert str(caught.value) == said
-    for worker, address in idle.addresses.items():
-        client = ControlClient(worker, address)
-        assert client.ask(Health())["state"] == "idle"
-        client.close()
-
-
-def test_a_wrong_token_is_refused_in_one_line(idle: Launch):
-    with pytest.raises(JoinError, match="worker 'a' refused: the token is wrong"):
-        Session(plan_of(idle.addresses, token="another one, of no use"))
-
-
 # -------------------------------------------------------------------------- one by one
-
-
-def test_a_worker_that_dies_is_known_at_once_with_its_last_lines(tmp_path: Path):
-    with Launch(options_of("a"), logs=tmp_path / "logs") as launch:
-        deaths = Deaths(launch)
-        with Session(plan_of(launch.addresses)) as session:
-            launch.on_death(session.lost)
-            plain(session).ask("a", b"x")
-            os.kill(launch.pids["a"], signal.SIGKILL)
-            wait_until_ended(launch.pids["a"])
-        launch.on_death(deaths._told)
-    log = tmp_path / "logs" / "a.log"
-    assert "adopted m 0 7" in log.read_text()
-    assert session.members.lost.keys() <= {"a"}
 
 
 def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path: Path):
