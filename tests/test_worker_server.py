@@ -266,25 +266,6 @@ def test_a_token_opens_the_gate_once(worker):
         dial(answer["data"], bytes(32), 0, timeout_s=60)
 
 
-def test_only_the_incarnation_that_is_known_may_knock(worker):
-    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 2}))
-    assert refused(lambda: worker.ask(knock(worker="v", incarnation=1))) == (
-        "incarnation 1 of 'v' is gone, and 2 has joined in its place; the old process "
-        "has to stop"
-    )
-    said = refused(lambda: worker.ask(knock(worker="v", incarnation=3)))
-    assert said == "incarnation 3 of 'v' is not announced yet; 2 is known"
-    assert "is none of the others" in refused(lambda: worker.ask(knock(worker="x")))
-    assert "is none of the others" in refused(lambda: worker.ask(knock(worker="w")))
-    assert worker.ask(knock(worker="v", incarnation=2))["ticket"]
-
-
-def test_who_is_lost_and_has_not_joined_again_may_not_knock(worker):
-    worker.ask(attach())
-    said = refused(lambda: worker.ask(knock(worker="v")))
-    assert said == "'v' is lost, and no other process has joined as it"
-
-
 def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     token = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
@@ -321,31 +302,6 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
         lambda: worker.ask(knock(worker="v", incarnation=1))
     )
     assert worker.ask(knock(worker="v", incarnation=1, secret=WITH_U))["ticket"]
-
-
-def test_two_workers_are_joined_and_the_one_that_is_told_to_dials():
-    with seated("w") as one, seated("v") as two:
-        names = {"m": 0, "w": 0, "v": 0}
-        asked = attach(incarnations=names)
-        there = {}
-        for name, other, seat in (("w", "v", one), ("v", "w", two)):
-            of_it = {"worker": name, "secrets": {other: WITH_V}}
-            answer = seat.ask(replace(asked, **of_it))
-            there[name] = Whereabouts(
-                incarnation=0,
-                control=str(seat.server.address),
-                data=answer["data"],
-                allow=tuple(answer["allow"]),
-            )
-        two.ask(Mesh(secret=SECRET, peers={"w": there["w"]}, dial=()))
-        one.ask(Mesh(secret=SECRET, peers={"v": there["v"]}, dial=("v",)))
-        two.nodes[0].wait(lambda: "w" in two.nodes[0].streams)
-        assert one.nodes[0].ask("v", b"hello") == b"answer hello from v\n"
-        assert one.nodes[0].place.members["v"].is_dialled
-        assert not two.nodes[0].place.members["w"].is_dialled
-        # Main has not come to them: they are told to leave.
-        for seat in (one, two):
-            assert seat.ask(Detach(secret=SECRET)) == {"ended": True}
 
 
 def test_who_is_to_be_dialled_has_to_be_there(worker):
