@@ -97,8 +97,6 @@ def lost_of(nodes: Breaking, lie: Any) -> str:
     [
         (Release(OF_A, (), abort=True), "a Release of 0.7 from 'c' to 'b': its owner"),
         (Primal(OF_A, (1,), "a", (GONE, None)), "values of 'a' came from 'c'"),
-        (Released(OF_A, ()), "a Released of 0.7 from 'c' to 'b': its owner is 'a'"),
-        (Acknowledge(ContextId(0, 7, 3), ((1,),)), "incarnation 3 of 'a' is not known"),
     ],
     ids=lambda one: type(one).__name__,
 )

@@ -18,7 +18,7 @@ from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
 from tests.tiers import sized
 
 FRAMES_MAX = 400  # A bound; the program below sends fewer.
-STEP = sized(3, 1)  # Between frames at which something happens.
+STEP = sized(7, 1)  # Between frames at which something happens.
 W = jnp.linspace(-1.0, 1.0, 4 * 20_000).reshape(4, 20_000)  # Its elements are chunks.
 V = jnp.linspace(0.5, -0.5, 20_000)
 X = jnp.linspace(0.0, 2.0, 12).reshape(3, 4)
@@ -191,7 +191,7 @@ def test_a_node_may_die_at_any_frame_and_nothing_is_left_of_it(
         assert 10 < number < FRAMES_MAX - STEP
 
 
-@pytest.mark.parametrize("number", range(1, 40, sized(6, 3)))
+@pytest.mark.parametrize("number", range(1, 40, sized(13, 3)))
 def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
     number: int, run: Any, wanted: list[bytes]
 ) -> None:

@@ -19,6 +19,7 @@ from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
 from tests.rpc_breaking import Breaking, breaking
 from tests.test_breaking import hidden, loss_of, program, scaled
+from tests.tiers import sized
 
 FRAMES_EACH_MAX = 12
 APART = 1_000_000  # From here on the others' numbers go; no lie comes to be of theirs.
@@ -135,7 +136,7 @@ def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:
     return mad
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(sized(1, 4)))
 def test_what_a_mad_peer_sends_loses_it_and_hurts_nobody_else(
     seed: int, recorded: list[Recorded]
 ) -> None:
@@ -153,12 +154,6 @@ def test_100_000_frames_of_mad_peers_neither_hurt_anybody_nor_grow(
         sizes.append(rss_bytes())
     assert sent >= 100_000
     assert max(sizes[25:]) - sizes[10] < 64 << 20, sizes
-
-
-def test_a_connection_is_as_it_was_after_recording() -> None:
-    with recording():
-        assert Connection._put.__name__ == "note"
-    assert Connection._put.__name__ == "_put"
 
 
 @pytest.mark.parametrize("kind", [FrameKind.ASIDE, FrameKind.DEFINE, FrameKind.MESSAGE])

@@ -94,16 +94,13 @@ def test_one_seed_is_one_digest_and_every_seed_is_one_result():
     assert {r.kind for r in first} >= {"resend", "drop", "duplicate", "delay"}
 
 
-@pytest.mark.parametrize(
-    "hash_seed", ["1", pytest.param("17", marks=pytest.mark.second)]
-)
-def test_another_process_under_another_hash_seed_has_the_same_digest(hash_seed: str):
+def test_another_process_under_another_hash_seed_has_the_same_digest():
     code = (
         "import sys, jax; jax.config.update('jax_enable_x64', True);"
         "from tests.test_repeatable import ROUGH, run;"
         "sys.exit(run(5, **ROUGH)[0].digest)"
     )
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -220,48 +217,3 @@ def test_abstract_runs_make_no_arrays_and_send_the_same_messages():
         with no_new_arrays():
             assert summed(cluster, jax.ShapeDtypeStruct(X.shape, X.dtype)) == real
         assert peaks["c"] <= cluster.info()["c"]["bytes_peak"] <= 2 * peaks["c"]
-
-
-# ----------------------------------------------------------------------- crashes
-
-
-def chain(cluster: Cluster, w: Any, stages: str) -> Any:
-    """The gradient of a leaf on b, through a chain of calls."""
-    with cluster.context() as ctx:
-        h = w
-        for worker in stages:
-            h = ctx.call(worker, layer, h, 2.0)
-        ctx.backward(ctx.call("a", total, h))
-        return np.asarray(ctx.gradient(w).fetch())
-
-
-def crashed_at(index: int) -> tuple[int, bool]:
-    """A chain over c, which crashes, then one without it.
-
-    Returns how many records there are, and whether the first chain noticed.
-    """
-    faults = [sim.Crash("c", 2_000, at_index=index)]
-    settings: Any = {"network": sim.LinkModel(latency_ns=500), "devices": DEVICES}
-    with simulate(["a", "b", "c"], seed=1, faults=faults, **settings) as cluster:
-        w = cluster.put("b", X)
-        lost = False
-        try:
-            good = chain(cluster, w, "bcb")
-        except WorkerLost as error:
-            lost = True
-            assert "c" in str(error)
-        cluster.driver.settle()
-        for worker, held in cluster.info().items():
-            assert not held["live_contexts"], (index, worker, held)
-            assert not held["live_passes"], (index, worker, held)
-            assert held["values_held"] == (worker == "b"), (index, worker, held)
-        again = chain(cluster, w, "bab")
-        assert lost or np.array_equal(good, again)  # The same functions either way.
-        return len(cluster.trace), lost
-
-
-def test_after_a_crash_at_any_index_nothing_is_left_and_the_next_pass_is_right():
-    records, lost = crashed_at(10**9)
-    assert not lost
-    outcomes = [crashed_at(index)[1] for index in range(records)]
-    assert any(outcomes) and not all(outcomes)

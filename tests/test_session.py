@@ -40,6 +40,7 @@ from tests.rpc_cases import (
     plan_of,
     seated,
 )
+from tests.tiers import sized
 
 LONG_S = 60.0
 VERSION = ((control.VERSION, str(PROTOCOL)),)
@@ -402,7 +403,7 @@ def test_a_worker_whose_answer_cannot_be_used_is_named(
         server.close()
 
 
-def test_a_thousand_mutated_requests_hurt_nobody(three):
+def test_mutated_requests_hurt_nobody(three):
     """Whatever comes, others are served, and no session begins by it."""
     rng = np.random.default_rng(0)
     worker = three["a"]
@@ -411,8 +412,8 @@ def test_a_thousand_mutated_requests_hurt_nobody(three):
         for asked in REQUESTS
     }
     threads = threading.active_count()
-    refused = 0
-    for number in range(1_000):
+    refused, count = 0, sized(200, 1_000)
+    for number in range(count):
         asked = REQUESTS[number % len(REQUESTS)]
         try:
             method[asked](
@@ -421,7 +422,7 @@ def test_a_thousand_mutated_requests_hurt_nobody(three):
         except grpc.RpcError as error:
             refused += 1
             assert error.code() in REFUSALS, (asked, error)
-    assert refused > 900
+    assert refused > 0.9 * count
     assert worker.ask(Health())["state"] == "idle"
     assert worker.nodes == []
     assert threading.active_count() <= threads + 16
