@@ -33,7 +33,6 @@ LONGEST = (
     "tests/test_failing_workers.py",
     "tests/test_session.py",
     "tests/test_exported.py",
-    "tests/test_failing_carriers.py",
     "tests/test_hybrid.py",
     "tests/test_scenarios.py",
 )

@@ -18,12 +18,14 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.errors import WorkerLost
+from jdag.errors import JoinError, WorkerLost
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.requests import Health
+from jdag.rpc.tls import load
 from tests import failing_cases as cases
+from tests.certificates import Issuer
 from tests.rpc_workers import ALLOWED, Workers
 from tests.stream_cases import soon
 
@@ -240,19 +242,20 @@ def strike(field: Field, number: int, moment: Any, folder: Path, clock: Clock) -
     return blow
 
 
-# Each takes as long as the deadline; the moment matters little to one that is stopped.
-STOPPED = (in_forward, of_which_only_another_knows, with_much_on_its_way)
+# Each takes as long as the deadline, or a process; `test_breaking` has all moments.
+FIRST = {
+    signal.SIGSTOP: (in_forward, of_which_only_another_knows),
+    signal.SIGKILL: (in_backward, in_a_program, with_much_on_its_way),
+}
 BLOWS = [
     pytest.param(
         moment,
         number,
-        marks=[]
-        if number == signal.SIGKILL or moment in STOPPED
-        else pytest.mark.second,
+        marks=[] if moment in FIRST[number] else pytest.mark.second,
         id=f"{moment.__name__}-{number.name}",
     )
     for moment in MOMENTS
-    for number in (signal.SIGSTOP, signal.SIGKILL)
+    for number in FIRST
 ]
 
 
@@ -288,6 +291,30 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
             WorkerLost, match=r"worker 'c' is lost; 'c#\d+', which joined"
         ):
             leaf.fetch()
+
+
+@pytest.mark.second
+def test_with_tls_it_is_so_and_who_refuses_a_certificate_prints_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "others").mkdir()
+    stranger = load(*Issuer(tmp_path / "others", "ca").issue("here"))
+    with opened(tls=Issuer(tmp_path, "ca").issue("here")) as field:
+        client = ControlClient("it", field.addresses["b"], tls=stranger)
+        with pytest.raises(JoinError, match="TLS refused: unable to get local issuer"):
+            client.ask(Health())
+        client.close()
+        lost_and_back(in_backward, signal.SIGKILL, field, tmp_path)
+        lost_and_back(in_the_end, signal.SIGSTOP, field, tmp_path)
+        log = field.workers.launch.log_of("b")
+        assert "andshake" not in log.read_text(encoding="utf-8")
+
+
+@pytest.mark.second
+def test_over_grpc_it_is_so(tmp_path: Path) -> None:
+    with opened(carrier="grpc") as by_grpc:
+        lost_and_back(in_backward, signal.SIGKILL, by_grpc, tmp_path)
+        lost_and_back(in_a_step, signal.SIGSTOP, by_grpc, tmp_path)
 
 
 @pytest.mark.second
