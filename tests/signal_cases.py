@@ -56,18 +56,6 @@ def swallowed(workers: Any, *, number: str) -> Case:
     return _beside(workers, during)
 
 
-def stubborn(workers: Any, *, number: str) -> Case:
-    """A signal comes, which the program swallows; then it goes on for long."""
-
-    def during(_: Any) -> None:
-        with suppress(BaseException):
-            press(number)
-            _wait()
-        _wait()
-
-    return _beside(workers, during)
-
-
 def twice(workers: Any, *, number: str) -> Case:
     """A second signal comes while the program cleans up after the first."""
 
@@ -88,19 +76,5 @@ def terminal(workers: Any) -> Case:
     def during(_: Any) -> None:
         os.killpg(os.getpgrp(), signal.SIGINT)
         _wait()
-
-    return _beside(workers, during)
-
-
-def in_callback(workers: Any, *, number: str) -> Case:
-    """A signal comes in a callback of Python's collector, which swallows it."""
-
-    def during(_: Any) -> None:
-        class Dies:
-            def __del__(self) -> None:
-                press(number)
-                _wait()
-
-        Dies()
 
     return _beside(workers, during)

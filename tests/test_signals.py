@@ -81,9 +81,13 @@ def test_a_signal_during_imports_is_one_line(tmp_path: Path, number: str):
     assert (code, out, err) == (ENDS[number][0], "", ENDS[number][1])
 
 
-@NUMBERS
 @pytest.mark.parametrize(
-    "when", ["before", pytest.param("in its imports", marks=pytest.mark.second)]
+    ("number", "when"),
+    [
+        ("SIGTERM", "before"),
+        pytest.param("SIGINT", "before", marks=pytest.mark.second),
+        pytest.param("SIGINT", "in its imports", marks=pytest.mark.second),
+    ],
 )
 def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line(
     tmp_path: Path, number: str, when: str
@@ -117,9 +121,7 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
     [
         ("interrupted", "SIGINT", "sim"),
         ("interrupted", "SIGTERM", "rpc"),
-        ("swallowed", "SIGTERM", "sim"),
-        pytest.param("stubborn", "SIGINT", "rpc", marks=pytest.mark.second),
-        pytest.param("in_callback", "SIGINT", "sim", marks=pytest.mark.second),
+        pytest.param("swallowed", "SIGTERM", "sim", marks=pytest.mark.second),
         pytest.param("twice", "SIGINT", "sim", marks=pytest.mark.second),
     ],
 )
