@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,8 @@ from jdag.engine.protocol import (
     Reading,
     landing,
 )
-from jdag.rpc import bulk, connection
-from jdag.rpc.bulk import Assembler, BulkQueue
+from jdag.rpc import bulk, connection, loop, receiving
+from jdag.rpc.bulk import Assembler
 from jdag.rpc.connection import OUT_BYTES
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.receiving import PING
@@ -34,22 +35,6 @@ from tests.connection_cases import (
     random_values,
 )
 from tests.tiers import sized
-
-
-def test_messages_with_values_of_all_sizes_arrive_in_order_with_their_bits(
-    either: Sides,
-) -> None:
-    sides = either
-    rng = random.Random(3)
-    sent = []
-    for number in range(1, 40):
-        slots = rng.randrange(4)
-        sent.append((primal(number, slots=slots), random_values(rng, slots)))
-        sides.a.connection.send(*sent[-1])
-    sides.run(lambda: len(sides.b.messages) == len(sent))
-    for (message, values), (came, landed) in zip(sent, sides.b.messages, strict=True):
-        assert came == message
-        assert_same(landed, values)
 
 
 def test_of_a_message_of_many_values_most_follow_it_in_chunks(
@@ -120,29 +105,12 @@ def test_a_small_message_of_another_context_overtakes_a_large_one(
     sides.a.connection.send(primal(2, ONE), [jnp.ones(3)])
     sides.a.connection.send(primal(3, TWO), [jnp.ones(3)])
     sides.a.connection.send(Reading(7, (None,)), [jnp.ones(3)])
-    sides.run(lambda: len(sides.b.messages) == 4)
+    read = Read(1, landing(primal(1, ONE)))  # It stays behind what it may read.
+    sides.a.connection.send(read, [])
+    sides.run(lambda: len(sides.b.messages) == 5)
     order = [message for message, _ in sides.b.messages]
-    assert order == [primal(3, TWO), Reading(7, (None,)), primal(1), primal(2)]
+    assert order == [primal(3, TWO), Reading(7, (None,)), primal(1), primal(2), read]
     assert_same(sides.b.messages[2][1], [large])
-
-
-def test_no_more_bulk_is_unacknowledged_than_the_window_and_a_chunk(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most = 0
-    numbered = BulkQueue.numbered
-
-    def watched(self: Any, *given: Any) -> None:
-        nonlocal most
-        numbered(self, *given)
-        most = max(most, self._chunk_bytes)
-
-    monkeypatch.setattr(BulkQueue, "numbered", watched)
-    values = [jnp.arange(4_000_000.0) + place for place in range(3)]
-    sides.a.connection.send(primal(1, slots=3), values)
-    sides.run(lambda: len(sides.b.messages) == 1)
-    assert 0 < most <= bulk.WINDOW_BYTES + CHUNK_MAX_BYTES + 16
-    assert_same(sides.b.messages[0][1], values)
 
 
 def test_what_a_stream_keeps_to_itself_is_asked_of_it(
@@ -215,22 +183,6 @@ def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement
         sides.run(lambda: not sides.b.connection.numbers.unacknowledged)
 
 
-def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
-    make: Callable[..., Sides],
-) -> None:
-    sides = make(deadline_s=2.0)
-    sides.connect()
-    due_ns = clock_ns() + 4_000_000_000
-    sides.loop.drive(lambda: clock_ns() > due_ns)
-    assert not sides.a.ends and not sides.b.ends
-    assert sides.b.socket is not None
-    sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
-    sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
-    sides.b.connection._timer.cancel()
-    sides.run(lambda: bool(sides.a.ends))
-    assert "it gave no sign of life for" in sides.a.ends[0]
-
-
 @pytest.mark.parametrize("seed", range(sized(5, 20)))
 def test_bytes_that_are_no_frames_lose_the_peer_and_raise_nothing(
     seed: int, make: Callable[..., Sides]
@@ -244,18 +196,6 @@ def test_bytes_that_are_no_frames_lose_the_peer_and_raise_nothing(
     theirs.close()
     sides.run(lambda: bool(sides.a.ends or sides.a.breaks))
     assert not sides.a.messages
-
-
-def test_a_read_does_not_overtake_what_it_may_read(sides: Sides) -> None:
-    large = jnp.arange(8_000_000.0)
-    sides.a.connection.send(primal(1, ONE), [large])
-    key = landing(primal(1, ONE))[0]
-    sides.a.connection.send(Read(1, (key,)), [])
-    sides.run(lambda: len(sides.b.messages) == 2)
-    assert [message for message, _ in sides.b.messages] == [
-        primal(1, ONE),
-        Read(1, (key,)),
-    ]
 
 
 def test_what_a_peer_says_that_cannot_be_read_loses_it_alone(sides: Sides) -> None:
@@ -387,3 +327,51 @@ def test_a_frame_leaves_at_once_and_never_ahead_of_one_that_waits(
     assert end.numbers.sent == 1 and len(end._queue) == 2
     sides.run(lambda: len(sides.b.messages) == 2)
     assert len(sides.b.functions) == 1
+
+
+class Clock:
+    """Time that leaps ahead when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_ns = 0
+        for module in (bulk, connection, loop, receiving):
+            monkeypatch.setattr(module, "clock_ns", lambda: clock_ns() + self.ahead_ns)
+
+
+def test_a_peer_that_is_asked_gives_a_sign_of_life_and_one_that_does_not_is_lost(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Sides]
+) -> None:
+    clock = Clock(monkeypatch)
+    sides = make(deadline_s=1_000.0)
+    sides.connect()
+    for _ in range(2_000):  # Who is asked gives signs of life.
+        clock.ahead_ns += 1_000_000_000
+        sides.turn()
+    assert not sides.a.ends and not sides.b.ends
+    assert sides.b.socket is not None
+    sides.loop.unregister(sides.b.socket.fileno())  # As one that is stopped.
+    sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
+    sides.b.connection._timer.cancel()
+    for seconds in range(800):
+        sides.turn()
+        assert not sides.a.ends, seconds
+        clock.ahead_ns += 1_000_000_000
+    clock.ahead_ns += 105_000_000_000
+    sides.turn()
+    assert re.match(r"it gave no sign of life for 9\d\d\.\d s$", sides.a.ends[0])
+
+
+def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
+    monkeypatch: pytest.MonkeyPatch, make: Callable[..., Sides]
+) -> None:
+    """As when the process was stopped, or its interpreter held for long."""
+    clock = Clock(monkeypatch)
+    sides = make(deadline_s=10.0)
+    sides.connect()
+    for _ in range(5):
+        clock.ahead_ns += 60_000_000_000
+        for side in (sides.a, sides.b):
+            side.connection._look()  # It is due before what came is read.
+        sides.turn()
+        sides.turn()
+    assert not sides.a.ends and not sides.b.ends
