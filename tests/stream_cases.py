@@ -1,15 +1,22 @@
 """What tests of streams share: ends that are connected, and moving bytes by turns."""
 
 import os
+import queue
+import random
 import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any
 
+from jdag.rpc.listener import Admission, Listener, dial
 from jdag.rpc.streams import SocketStream, Stream
+from jdag.rpc.tls import Tls
 
 DEADLINE_MS = 60_000
+TOKEN = bytes(range(32))
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -70,12 +77,72 @@ def no_new_descriptors() -> Iterator[None]:
     soon(lambda: descriptors() <= before)
 
 
+class Gate:
+    """A listener, the tokens that it admits, and who has come in."""
+
+    def __init__(self, address: str, tls: Tls | None = None) -> None:
+        self.tokens = {TOKEN: Admission("ps0", 3, 41)}
+        self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
+        self.listener = Listener(
+            address,
+            tls=tls,
+            admit=lambda token, shown: self.tokens.get(token),
+            take=lambda *arrival: self.came.put(arrival),
+        )
+        self.address = self.listener.address
+
+    def dial(self, received: int = 8, **settings: Any) -> tuple[Stream, Stream]:
+        """Both ends of a stream that comes in."""
+        stream, theirs = dial(self.address, TOKEN, received, timeout_s=60, **settings)
+        admission, far, told = self.came.get(timeout=60)
+        assert (theirs, admission, told) == (41, self.tokens[TOKEN], received)
+        return stream, far
+
+    def raw(self) -> socket.socket:
+        """Connect, and say nothing."""
+        kind, name, *port = self.address.split(":")
+        if kind == "unix":
+            near = socket.socket(socket.AF_UNIX)
+            near.connect(name.replace("@", "\0"))
+            return near
+        return socket.create_connection((name, int(port[0])), 20)
+
+    def close(self) -> None:
+        self.listener.close()
+        while not self.came.empty():
+            self.came.get()[1].close()
+
+
+def talk(stream: Stream, far: Stream) -> None:
+    """Send some bytes each way, and close both ends."""
+    for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
+        send_all(near, said)
+        assert receive(other, len(said)) == said
+    stream.close()
+    far.close()
+
+
 def send_all(stream: Stream, data: bytes) -> None:
     """Send every byte, waiting for room."""
     left = memoryview(data)
     while left:
         try:
             left = left[stream.send([left]) :]
+        except BlockingIOError:
+            wait(stream, select.POLLOUT)
+    flush(stream)
+
+
+def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
+    """Send in calls of random views, going on wherever a call stopped."""
+    at = 0
+    while at < len(data):
+        end = min(len(data), at + chance.randint(1, 300_000))
+        cuts = [at]
+        while cuts[-1] < end:
+            cuts.append(cuts[-1] + chance.choice((0, 1, 7, chance.randint(1, 60_000))))
+        try:
+            at += stream.send([memoryview(data)[i:j] for i, j in pairwise(cuts)])
         except BlockingIOError:
             wait(stream, select.POLLOUT)
     flush(stream)

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import queue
 import random
 import select
 import socket
@@ -17,44 +16,40 @@ from jdag.errors import JdagError
 from jdag.rpc.background import loop
 from jdag.rpc.carrier import MESSAGE_BYTES_MAX, CarriedStream
 from jdag.rpc.control import ControlServer
-from jdag.rpc.listener import CARRIED, Admission, Listener, dial
-from jdag.rpc.streams import SOCKET_BUFFER_BYTES, Stream
+from jdag.rpc.listener import CARRIED, dial
+from jdag.rpc.streams import SOCKET_BUFFER_BYTES
 from jdag.rpc.tls import Tls, load
 from tests.certificates import Issuer
 from tests.rpc_cases import ANY
-from tests.stream_cases import descriptors, receive, send_all, soon, wait
+from tests.stream_cases import (
+    TOKEN,
+    Gate,
+    descriptors,
+    pour,
+    receive,
+    send_all,
+    soon,
+    talk,
+    wait,
+)
 
-TOKEN = bytes(range(32))
 # gRPC lets its window grow to 16 MiB. Beside it the pumps hold a message each, and the
 # sockets of both pairs their buffers, which Linux makes twice as large as it is asked.
 INSIDE_BYTES_MAX = (16 << 20) + 2 * MESSAGE_BYTES_MAX + 4 * 2 * SOCKET_BUFFER_BYTES
 
 
-class Host:
+class Host(Gate):
     """A control server that carries streams, and its gate."""
 
     def __init__(self, tls: Tls | None = None) -> None:
-        self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-        self.listener = Listener(
-            CARRIED,
-            tls=tls,
-            admit=lambda token, shown: {TOKEN: Admission("ps0", 1, 12)}.get(token),
-            take=lambda *one: self.came.put(one),
-        )
-        self.server = ControlServer(
-            "worker 'w'", ANY, {}, tls=tls, enter=self.listener.enter
-        )
+        super().__init__(CARRIED, tls)
+        enter = self.listener.enter
+        self.server = ControlServer("worker 'w'", ANY, {}, tls=tls, enter=enter)
         self.address = f"grpc:{self.server.address}"
-
-    def dial(self, **settings) -> tuple[Stream, Stream]:
-        stream, received = dial(self.address, TOKEN, 8, timeout_s=60, **settings)
-        admission, far, theirs = self.came.get(timeout=60)
-        assert (received, theirs, admission.worker) == (12, 8, "ps0")
-        return stream, far
 
     def close(self) -> None:
         self.server.close(0)
-        self.listener.close()
+        super().close()
 
 
 @pytest.fixture(scope="module")
@@ -68,21 +63,7 @@ def test_a_stream_comes_in_by_the_gate_and_carries_both_ways(host: Host):
     stream, far = host.dial()
     assert isinstance(stream, CarriedStream)
     assert not stream.local and not far.local
-    for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
-        send_all(near, said)
-        assert receive(other, len(said)) == said
-    stream.close()
-    far.close()
-
-
-def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
-    at = 0
-    while at < len(data):
-        part = memoryview(data)[at : at + chance.randint(1, 300_000)]
-        try:
-            at += stream.send([part[:99], part[99:]])
-        except BlockingIOError:
-            wait(stream, select.POLLOUT)
+    talk(stream, far)
 
 
 def test_random_bytes_arrive_whole_and_in_order_both_ways_at_once(host: Host):
@@ -215,12 +196,6 @@ def test_a_connection_ends_where_grpc_has_failed_to_write(
     soon(lambda: descriptors() <= before, most_ms=8_000)
 
 
-def test_an_unknown_token_is_refused_through_a_stream(host: Host):
-    with pytest.raises(JdagError, match="it refused the ticket"):
-        dial(host.address, bytes(32), 0, timeout_s=60)
-    soon(lambda: not pumps())
-
-
 def test_a_server_that_is_not_there_is_named_with_the_reason():
     with pytest.raises(
         JdagError, match=r"^cannot reach grpc:.* UNAVAILABLE: .*refused"
@@ -262,11 +237,6 @@ def test_a_server_that_stops_ends_its_streams_at_both_ends():
         end.close()
     soon(lambda: not pumps())
     host.close()
-
-
-def test_other_hosts_are_not_dialled_through_a_stream_without_tls():
-    with pytest.raises(JdagError, match="without TLS"):
-        dial("grpc:192.0.2.1:1", TOKEN, 0, timeout_s=1)
 
 
 def test_a_stream_goes_through_tls_and_only_with_a_certificate(tmp_path):

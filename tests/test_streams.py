@@ -10,9 +10,10 @@ import threading
 
 import pytest
 
-from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
+from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream
 from tests.stream_cases import (
     no_new_descriptors,
+    pour,
     receive,
     send_all,
     sockets,
@@ -21,27 +22,6 @@ from tests.stream_cases import (
 )
 
 KINDS = ("unix", "tcp")
-
-
-def pieces(data: bytes, chance: random.Random, largest: int) -> list[memoryview]:
-    cuts = []
-    at = 0
-    while at < len(data):
-        size = chance.choice((0, 1, 7, chance.randint(1, largest)))
-        cuts.append(memoryview(data)[at : at + size])
-        at += size
-    return cuts
-
-
-def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
-    """Send in calls of random views, going on wherever a call stopped."""
-    at = 0
-    while at < len(data):
-        views = pieces(data[at : at + chance.randint(1, 300_000)], chance, 60_000)
-        try:
-            at += stream.send(views)
-        except BlockingIOError:
-            wait(stream, select.POLLOUT)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,5 @@
 """Who has a certificate of the cluster gets through, both ways; others hear why not."""
 
-import queue
 import random
 import select
 import socket
@@ -8,7 +7,6 @@ import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import pairwise
 
 import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -17,13 +15,21 @@ from jdag.errors import JdagError
 from jdag.rpc import listener as listeners
 from jdag.rpc.background import wait_for
 from jdag.rpc.handshake import PROTOCOL
-from jdag.rpc.listener import Admission, Listener, dial
-from jdag.rpc.streams import SocketStream, Stream
+from jdag.rpc.listener import Listener, dial
+from jdag.rpc.streams import SocketStream
 from jdag.rpc.tls import Tls, TlsStream, load
 from tests.certificates import Files, Issuer
-from tests.stream_cases import flush, receive, send_all, sockets, soon, wait
-
-TOKEN = bytes(range(32))
+from tests.stream_cases import (
+    TOKEN,
+    Gate,
+    pour,
+    receive,
+    send_all,
+    sockets,
+    soon,
+    talk,
+    wait,
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,19 +54,10 @@ def stranger(tmp_path_factory) -> Tls:
 
 
 @pytest.fixture
-def listener(ps0: Tls) -> Iterator[tuple[str, queue.Queue, Listener]]:
-    came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-    tokens = {TOKEN: Admission("trainer", 0, 6)}
-    made = Listener(
-        "tcp:127.0.0.1:0",
-        tls=ps0,
-        admit=lambda token, shown: tokens.get(token),
-        take=lambda *one: came.put(one),
-    )
-    yield made.address, came, made
+def gate(ps0: Tls) -> Iterator[Gate]:
+    made = Gate("tcp:127.0.0.1:0", ps0)
+    yield made
     made.close()
-    while not came.empty():
-        came.get()[1].close()
 
 
 def pair(ps0: Tls, trainer: Tls, kind: str = "tcp") -> tuple[TlsStream, TlsStream]:
@@ -83,50 +80,39 @@ def shake_hands(stream: TlsStream) -> None:
             wait(stream, select.POLLIN)
 
 
-def test_both_ends_talk_through_a_listener_with_certificates(listener, trainer: Tls):
-    address, came, _ = listener
-    stream, received = dial(address, TOKEN, 8, tls=trainer, timeout_s=60)
-    admission, far, theirs = came.get(timeout=60)
-    assert (received, theirs, admission.worker) == (6, 8, "trainer")
+def test_both_ends_talk_through_a_listener_with_certificates(gate, trainer: Tls):
+    stream, far = gate.dial(tls=trainer)
     assert not stream.local and not far.local
-    for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
-        send_all(near, said)
-        assert receive(other, len(said)) == said
-    stream.close()
-    far.close()
+    talk(stream, far)
 
 
-def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(listener, trainer: Tls):
-    address, came, _ = listener
-    dial(address, TOKEN, 0, tls=trainer, name="ps0", timeout_s=60)[0].close()
-    came.get(timeout=60)[1].close()
+def test_a_worker_may_be_known_by_its_name_in_place_of_its_host(gate, trainer: Tls):
+    talk(*gate.dial(tls=trainer, name="ps0"))
 
 
-def test_a_certificate_for_another_name_is_refused_by_name(listener, trainer: Tls):
+def test_a_certificate_for_another_name_is_refused_by_name(gate, trainer: Tls):
     with pytest.raises(
         JdagError, match=r"TLS with .* failed: Hostname mismatch.*'ps1'"
     ):
-        dial(listener[0], TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
-    assert listener[1].empty()
+        dial(gate.address, TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
+    assert gate.came.empty()
 
 
-def test_a_certificate_of_another_cluster_is_refused_by_both(
-    listener, stranger, caplog
-):
+def test_a_certificate_of_another_cluster_is_refused_by_both(gate, stranger, caplog):
     with pytest.raises(JdagError, match=r"TLS with tcp:.* failed: .*certificate"):
-        dial(listener[0], TOKEN, 0, tls=stranger, timeout_s=60)
-    assert listener[1].empty()
+        dial(gate.address, TOKEN, 0, tls=stranger, timeout_s=60)
+    assert gate.came.empty()
 
 
 def test_a_listener_refuses_whom_its_own_issuer_does_not_vouch_for(
-    listener, stranger, trainer, caplog
+    gate, stranger, trainer, caplog
 ):
     blind = load_without_checking(stranger)
     with pytest.raises(JdagError, match="does not trust the issuer"):
-        dial(listener[0], TOKEN, 0, tls=blind, timeout_s=60)
-    assert listener[1].empty()
+        dial(gate.address, TOKEN, 0, tls=blind, timeout_s=60)
+    assert gate.came.empty()
     soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)
-    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    talk(*gate.dial(tls=trainer))
 
 
 def load_without_checking(tls: Tls) -> Tls:
@@ -135,11 +121,10 @@ def load_without_checking(tls: Tls) -> Tls:
     return tls
 
 
-def test_who_shows_no_certificate_is_refused(listener, trainer: Tls, issuer, caplog):
+def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog):
     bare = ssl.create_default_context(cafile=str(issuer.ca))
-    _, host, port = listener[0].split(":")
     with (
-        socket.create_connection((host, int(port)), 20) as raw,
+        gate.raw() as raw,
         bare.wrap_socket(raw, server_hostname="ps0") as near,
         pytest.raises(OSError),
     ):
@@ -147,17 +132,16 @@ def test_who_shows_no_certificate_is_refused(listener, trainer: Tls, issuer, cap
         while near.recv(100):
             pass
     soon(lambda: "it shows no certificate" in caplog.text)
-    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    talk(*gate.dial(tls=trainer))
 
 
 def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
-    listener, trainer: Tls, monkeypatch, caplog
+    gate, trainer: Tls, monkeypatch, caplog
 ):
     monkeypatch.setattr(listeners, "HELLO_S", 600.0)
-    _, host, port = listener[0].split(":")
 
     def come() -> TlsStream:
-        near = socket.create_connection((host, int(port)), 20)
+        near = gate.raw()
         made = trainer.dial(SocketStream(near, "ps0"), "ps0")
         shake_hands(made)
         send_all(made, hello[:20])
@@ -166,22 +150,19 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
     async def certified() -> int:
         return sum(bool(one.certificate) for one in visitors.values())
 
-    visitors = listener[2]._visitors
+    visitors = gate.listener._visitors
     hello = listeners._HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     known = [come()]
     soon(lambda: wait_for(certified()) == 1)
-    idle = [
-        socket.create_connection((host, int(port)), 20)
-        for _ in range(2 * listeners.VISITORS_MAX)
-    ]
+    idle = [gate.raw() for _ in range(2 * listeners.VISITORS_MAX)]
     soon(lambda: caplog.text.count("and others come") > listeners.VISITORS_MAX)
     send_all(known[0], hello[20:])
-    listener[1].get(timeout=60)[1].close()
+    gate.came.get(timeout=60)[1].close()
     # Nor do those who have come before all others.
     for _ in range(listeners.VISITORS_MAX):
         known.append(come())
         soon(lambda: wait_for(certified()) == len(known) - 1)
-    last = socket.create_connection((host, int(port)), 20)
+    last = gate.raw()
     soon(lambda: "has no room for" in caplog.text)
     for one in known:
         one.close()
@@ -189,11 +170,11 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
         near.close()
 
 
-def test_a_plain_dialler_is_refused_in_one_line(listener, trainer: Tls, caplog):
+def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
     with pytest.raises(JdagError, match=r"closed the connection|not speak jdag"):
-        dial(listener[0], TOKEN, 0, timeout_s=60)
+        dial(gate.address, TOKEN, 0, timeout_s=60)
     soon(lambda: "it does not speak TLS" in caplog.text)
-    dial(listener[0], TOKEN, 0, tls=trainer, timeout_s=60)[0].close()
+    talk(*gate.dial(tls=trainer))
 
 
 def test_dialling_a_plain_listener_with_tls_says_so(trainer: Tls):
@@ -222,17 +203,10 @@ def test_a_tls_handshake_that_is_not_answered_is_given_up_in_time(trainer: Tls):
 
 
 def test_unix_sockets_need_no_certificates(trainer: Tls):
-    came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
-    inner = Listener(
-        "unix:@",
-        tls=trainer,
-        admit=lambda *_: Admission("a", 0, 0),
-        take=lambda *one: came.put(one),
-    )
-    stream, _ = dial(inner.address, TOKEN, 0, tls=trainer, timeout_s=60)
+    inner = Gate("unix:@", trainer)
+    stream, far = inner.dial(tls=trainer)
     assert stream.local
-    stream.close()
-    came.get(timeout=60)[1].close()
+    talk(stream, far)
     inner.close()
 
 
@@ -241,22 +215,7 @@ def test_random_views_arrive_whole_and_in_order_through_tls(ps0: Tls, trainer: T
     chance = random.Random(5)
     data = chance.randbytes(1 << 20)
 
-    def pour() -> None:
-        at, sizes = 0, random.Random(6)
-        while at < len(data):
-            cuts = [at]
-            for _ in range(sizes.randint(1, 30)):
-                cuts.append(min(len(data), cuts[-1] + sizes.choice((0, 1, 90, 80_000))))
-            views = [memoryview(data)[i:j] for i, j in pairwise(cuts)]
-            if cuts[-1] == at:
-                continue
-            try:
-                at += server.send(views)
-            except BlockingIOError:
-                wait(server, select.POLLOUT)
-        flush(server)
-
-    thread = threading.Thread(target=pour)
+    thread = threading.Thread(target=pour, args=(server, data, random.Random(6)))
     thread.start()
     came = bytearray()
     while len(came) < len(data):
@@ -348,11 +307,6 @@ def test_mutated_records_end_the_connection_and_nothing_else(ps0: Tls, trainer: 
 
 
 # What is wrong with files is said before anything is dialled.
-
-
-def test_files_that_fit_are_taken(issuer: Issuer):
-    files = issuer.issue("good")
-    assert load(*files).key == files.key.read_bytes()
 
 
 @pytest.mark.parametrize("which", Files._fields)
