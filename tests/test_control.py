@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def client(server: ControlServer) -> Iterator[ControlClient]:
     made.close()
 
 
+@contextmanager
+def serving(
+    asked: Asked, **settings: Any
+) -> Iterator[tuple[ControlServer, ControlClient]]:
+    made = ControlServer(NAME, ANY, asked.answers, **settings)
+    client = ControlClient(NAME, made.address)
+    try:
+        yield made, client
+    finally:
+        asked.let.set()
+        client.close()
+        made.close()
+
+
 def refused(
     client: ControlClient, asked: Request = HEALTH, *, timeout_s: float = 10.0
 ) -> JoinError:
@@ -113,14 +128,6 @@ def test_a_port_in_use_is_one_clear_line(server: ControlServer):
     assert str(caught.value) == said
 
 
-def test_an_address_of_another_host_is_one_clear_line(tmp_path: Path):
-    tls = load(*Issuer(tmp_path, "ca").issue("a"))
-    with pytest.raises(JoinError) as caught:
-        ControlServer(NAME, Address("192.0.2.1", 7000), {}, tls=tls)
-    said = "cannot listen at 192.0.2.1:7000: Cannot assign requested address"
-    assert str(caught.value) == said
-
-
 def test_without_tls_only_loopback_is_listened_at_or_asked():
     for address in (Address("0.0.0.0", 0), Address("192.0.2.1", 7000)):
         with pytest.raises(JoinError, match="without TLS, and only loopback may be"):
@@ -147,15 +154,11 @@ def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
 
 
 def test_who_does_not_answer_in_time_is_named():
-    asked = Asked()
-    server = ControlServer(NAME, ANY, asked.answers)
-    client = ControlClient("worker 'w'", server.address)
-    client.ask(Health(), timeout_s=60)  # To connect may take longer.
-    error = refused(client, Detach(secret="s"), timeout_s=0.2)
+    with serving(Asked()) as (server, client):
+        client.ask(Health(), timeout_s=60)  # To connect may take longer.
+        error = refused(client, Detach(secret="s"), timeout_s=0.2)
     said = f"worker 'w' at {server.address} did not answer Detach within 0.2 s"
     assert str(error) == said
-    asked.let.set()
-    server.close()
 
 
 def test_what_listens_there_and_is_no_worker_is_refused():
@@ -216,54 +219,6 @@ def test_a_request_that_is_too_large_is_refused(client: ControlClient):
     assert client.ask(Health()) == {"worker": "w"}
 
 
-def test_while_all_threads_are_busy_others_are_refused_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(control, "ANSWERS_MAX", 2)
-    asked = Asked()
-    server = ControlServer(NAME, ANY, asked.answers)
-    client = ControlClient("worker 'w'", server.address)
-    threads = [
-        threading.Thread(
-            target=client.ask, args=(Detach(secret=name),), kwargs={"timeout_s": 60}
-        )
-        for name in "ab"
-    ]
-    for thread in threads:
-        thread.start()
-    for _ in threads:
-        assert asked.began.acquire(timeout=60)
-    error = refused(client, Detach(secret="c"))
-    assert "RESOURCE_EXHAUSTED" in str(error)
-    asked.let.set()
-    for thread in threads:
-        thread.join()
-    assert client.ask(Health()) == {"worker": "w"}
-    server.close()
-
-
-def test_calls_that_bring_no_request_hinder_nobody_and_are_cancelled(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(control, "READ_S", 1.0)
-    server = ControlServer(NAME, ANY, Asked().answers)
-    client = ControlClient("worker 'w'", server.address)
-    ends = threading.Event()
-
-    def nothing() -> Iterator[bytes]:
-        ends.wait(60)
-        yield from ()
-
-    call = client.channel.stream_unary("/jdag.Control/Health")
-    halves = [call.future(nothing(), metadata=VERSION) for _ in range(2 * ANSWERS_MAX)]
-    assert client.ask(Health()) == {"worker": "w"}
-    for half in halves:
-        assert half.exception(timeout=60).code() == grpc.StatusCode.CANCELLED
-    ends.set()
-    assert client.ask(Health()) == {"worker": "w"}
-    server.close()
-
-
 def half_calls(channel: grpc.Channel, count: int, shown: str, ends: Any) -> list[Any]:
     """Calls that bring no request before the end."""
 
@@ -281,29 +236,26 @@ def test_a_flood_of_strangers_leaves_callers_that_are_known_theirs(
     shown: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(control, "READ_S", 600.0)  # None is cancelled meanwhile.
-    server = ControlServer(
-        NAME, ANY, Asked().answers, knows=[proof_of("other")].__contains__
-    )
-    client = ControlClient(NAME, server.address)
-    ends, threads = threading.Event(), threading.active_count()
-    attackers = [channel_to(server.address, None) for _ in range(4)]
-    halves = [half for one in attackers for half in half_calls(one, 100, shown, ends)]
-    most = control.STRANGERS_MAX
-    soon(lambda: sum(half.done() for half in halves) >= len(halves) - most)
-    said = {half.code() for half in halves if half.done()}
-    assert said == {grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert sum(not half.done() for half in halves) == most
-    for _ in range(3):
-        assert client.ask(Info(token="other"), timeout_s=60) == {"token": "other"}
-    assert "64 calls of strangers are under way; ask again" in str(refused(client))
-    # A call under way at the server has no thread there; here each has one that sends.
-    held = [one.name for one in threading.enumerate() if one.name.startswith("control")]
-    assert len(held) <= ANSWERS_MAX and threads
-    ends.set()
-    for channel in attackers:
-        channel.close()
-    client.close()
-    server.close()
+    ends, most = threading.Event(), control.STRANGERS_MAX
+    with (
+        serving(Asked(), knows=[proof_of("other")].__contains__) as (server, client),
+        ExitStack() as attackers,
+    ):
+        halves = []
+        for _ in range(4):
+            one = attackers.enter_context(channel_to(server.address, None))
+            halves += half_calls(one, 100, shown, ends)
+        soon(lambda: sum(half.done() for half in halves) >= len(halves) - most)
+        said = {half.code() for half in halves if half.done()}
+        assert said == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        assert sum(not half.done() for half in halves) == most
+        for _ in range(3):
+            assert client.ask(Info(token="other"), timeout_s=60) == {"token": "other"}
+        assert "64 calls of strangers are under way; ask again" in str(refused(client))
+        # A call under way has no thread at the server; here each has one that sends.
+        threads = [one.name.startswith("control") for one in threading.enumerate()]
+        assert sum(threads) <= ANSWERS_MAX
+        ends.set()
 
 
 def test_a_flood_of_known_callers_keeps_others_out_no_longer_than_the_deadline(
@@ -311,21 +263,20 @@ def test_a_flood_of_known_callers_keeps_others_out_no_longer_than_the_deadline(
 ):
     monkeypatch.setattr(control, "READ_S", 1.0)
     monkeypatch.setattr(control, "CALLS_MAX", 16)
-    known = [proof_of(name) for name in ("mad", "other")]
-    server = ControlServer(NAME, ANY, Asked().answers, knows=known.__contains__)
-    client = ControlClient(NAME, server.address)
-    ends, attacker = threading.Event(), channel_to(server.address, None)
-    halves = half_calls(attacker, 32, known[0], ends)
-    soon(lambda: sum(half.done() for half in halves) >= 16)
-    assert "16 calls are under way; ask again" in str(
-        refused(client, Info(token="other"))
-    )
-    soon(lambda: all(half.done() for half in halves))
-    assert client.ask(Info(token="other")) == {"token": "other"}
-    ends.set()
-    attacker.close()
-    client.close()
-    server.close()
+    known, ends = [proof_of(name) for name in ("mad", "other")], threading.Event()
+    with (
+        serving(Asked(), knows=known.__contains__) as (server, client),
+        channel_to(server.address, None) as attacker,
+    ):
+        halves = half_calls(attacker, 32, known[0], ends)
+        soon(lambda: sum(half.done() for half in halves) >= 16)
+        said = str(refused(client, Info(token="other")))
+        assert "16 calls are under way; ask again" in said
+        soon(lambda: all(half.done() for half in halves))
+        ended = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED
+        assert {half.code() for half in halves} == {*ended}
+        assert client.ask(Info(token="other")) == {"token": "other"}
+        ends.set()
 
 
 @pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])
@@ -352,18 +303,14 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
 ):
     monkeypatch.setattr(control, "ANSWERS_MAX", 1)
     monkeypatch.setattr(control, "READ_S", 60.0)  # However busy this is.
-    asked = Asked()
-    server = ControlServer(NAME, ANY, asked.answers, knows=[proof_of("k")].__contains__)
-    client = ControlClient("worker 'w'", server.address)
-    with ThreadPoolExecutor(2) as threads:
+    asked, knows = Asked(), [proof_of("k")].__contains__
+    with serving(asked, knows=knows) as (_, client), ThreadPoolExecutor(2) as threads:
         first = threads.submit(client.ask, Detach(secret="k"), timeout_s=60)
         assert asked.began.acquire(timeout=60)
         second = threads.submit(client.ask, Info(token="k"), timeout_s=60)
         assert "1 answers are under way; ask again" in str(refused(client))
         asked.let.set()
         assert (first.result(), second.result()) == ({}, {"token": "k"})
-    client.close()
-    server.close()
 
 
 def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
