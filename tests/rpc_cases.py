@@ -6,13 +6,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
 from jdag.rpc.handshake import ours
-from jdag.rpc.session import SessionPlan
+from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
 from jdag.rpc.worker_server import WorkerServer
@@ -191,6 +192,21 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> SessionPlan:
         "token": TOKEN,
     }
     return SessionPlan(controls=controls, **{**common, **changed})
+
+
+def plain(session: Session) -> PlainNode:
+    """The node of main."""
+    assert isinstance(session.node, PlainNode)
+    return session.node
+
+
+def lives(pid: int) -> bool:
+    """Whether there is a process; one that nobody has waited for is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def free_address() -> Address:

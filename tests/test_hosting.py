@@ -19,7 +19,7 @@ from jdag.rpc.launch import is_here
 from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import ClusterSettings, load
-from tests.rpc_cases import TOKEN, PlainNode, free_address, plan_of
+from tests.rpc_cases import TOKEN, free_address, plain, plan_of
 from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
@@ -96,8 +96,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
             assert str(logs / f"{name}.log") in printed
         for _ in range(2):  # Sessions come and go.
             with join(settings, "a", "b") as session:
-                assert isinstance(session.node, PlainNode)
-                assert session.node.ask("b", b"hi") == b"answer hi from b\n"
+                assert plain(session).ask("b", b"hi") == b"answer hi from b\n"
         command.send_signal(signal.SIGINT)
         assert command.stdout is not None
         assert "stopping" in command.stdout.read()
@@ -119,8 +118,7 @@ def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: P
         assert client.ask(Health())["pid"] == command.pid
         client.close()
         with join(settings, "a") as session:
-            assert isinstance(session.node, PlainNode)
-            assert session.node.ask("a", b"hi") == b"answer hi from a\n"
+            assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
             with running("worker", file, "--name", "a") as second:
                 _, said = second.communicate(timeout=LONG_S)
                 taken = settings.worker("a").control
@@ -144,12 +142,6 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
             client.ask(Info(token=""))
         assert client.ask(Info(token=settings.token))["worker"] == "a"
         client.close()
-        controls = {"a": settings.worker("a").control}
-        with pytest.raises(JoinError, match="it wants a token, and none came"):
-            Session(plan_of(controls, token=""))
-        with Session(plan_of(controls, token=settings.token)) as session:
-            assert isinstance(session.node, PlainNode)
-            assert session.node.ask("a", b"hi") == b"answer hi from a\n"
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +24,11 @@ from jdag.rpc.requests import Info
 from jdag.rpc.session import Session
 from jdag.rpc.watch import heard
 from tests import failing_cases
-from tests.rpc_cases import TOKEN, PlainNode, options_of, plan_of
+from tests.rpc_cases import TOKEN, lives, options_of, plain, plan_of
 from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 60.0
-
-
-class Deaths:
-    """Who died, and why."""
-
-    def __init__(self, launch: Launch) -> None:
-        self.why: dict[str, str] = {}
-        self._changed = threading.Condition()
-        launch.on_death(self._told)
-
-    def _told(self, worker: str, why: str) -> None:
-        with self._changed:
-            self.why[worker] = why
-            self._changed.notify_all()
-
-    def wait(self, worker: str) -> str:
-        with self._changed:
-            assert self._changed.wait_for(lambda: worker in self.why, LONG_S)
-        return self.why[worker]
 
 
 @pytest.fixture(scope="module")
@@ -56,34 +36,6 @@ def idle() -> Iterator[Launch]:
     """Two workers that outlive sessions."""
     with Launch(options_of("a", "b", once=False)) as made:
         yield made
-
-
-def plain(session: Session) -> PlainNode:
-    assert isinstance(session.node, PlainNode)
-    return session.node
-
-
-def says(log: Path, words: str) -> bool:
-    return words in log.read_text()
-
-
-def ended(pid: int) -> bool:
-    """Whether a process is no more; one that nobody waited for is none either."""
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    return status.rpartition(")")[2].split()[0] in "ZX"
-
-
-def wait_until_ended(*pids: int) -> None:
-    for _ in range(int(LONG_S / 0.02)):
-        if all(map(ended, pids)):
-            return
-        threading.Event().wait(0.02)
-    raise AssertionError(
-        f"of {pids} there are still {[p for p in pids if not ended(p)]}"
-    )
 
 
 @pytest.fixture
@@ -104,14 +56,11 @@ def litter(place: Path) -> list[Path]:
 # ------------------------------------------------------------------- with two workers
 
 
-def test_workers_are_joined_to_main_and_to_each_other(idle: Launch):
+def test_workers_serve_one_session_after_another(idle: Launch):
     with Session(plan_of(idle.addresses)) as session:
         node = plain(session)
         assert node.ask("a", b"one") == b"answer one from a\n"
         assert node.ask("b", b"two") == b"answer two from b\n"
-        for worker, other in ("ab", "ba"):
-            for words in (f"joined {other} 0", f"adopted {other} 0 7"):
-                soon(partial(says, idle.log_of(worker), words))
     with Session(plan_of(idle.addresses)) as session:
         assert session.members.lost == {}
     assert set(idle.alive) == {"a", "b"}
@@ -134,19 +83,23 @@ def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path
     log = tmp_path / "a.log"
     log.write_text("of a run before\n")
     with Launch(options_of("a"), logs=tmp_path) as launch:
-        deaths = Deaths(launch)
+        deaths: dict[str, str] = {}
+        launch.on_death(deaths.__setitem__)
         os.kill(launch.pids["a"], signal.SIGKILL)
-        assert deaths.wait("a").endswith("; it has printed nothing")
+        soon(lambda: "a" in deaths)
+        assert deaths["a"].endswith("; it has printed nothing")
     assert log.read_text() == "of a run before\n"
 
 
 def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
     with Launch(options_of("a", once=False)) as launch:
-        deaths = Deaths(launch)
+        deaths: dict[str, str] = {}
+        launch.on_death(deaths.__setitem__)
         with Session(plan_of(launch.addresses)) as session:
             plain(session).ask("a", b"x")
             os.kill(launch.pids["a"], signal.SIGTERM)
-            why = deaths.wait("a")
+            soon(lambda: "a" in deaths)
+            why = deaths["a"]
             assert f"it ended with exit code 0 (process {launch.pids['a']})" in why
             assert "drained" in why
             plain(session).wait(lambda: "a" not in plain(session).streams)
@@ -178,10 +131,23 @@ def test_a_port_in_use_is_what_the_worker_says(idle: Launch):
     )
 
 
-def test_one_that_is_not_ready_in_time_is_named_and_stopped(place: Path):
-    said = r"worker 'a' is not ready within ready_s=0\.05; "
-    with pytest.raises(JoinError, match=said):
-        Launch(options_of("a"), ready_s=0.05)
+@pytest.mark.parametrize(
+    ("settings", "ready_s", "said"),
+    [
+        ({}, 0.05, r"is not ready within ready_s=0\.05; "),
+        (
+            {"node": "tests.rpc_cases:make_odd"},
+            LONG_S,
+            r"""did not start: it sent b'{"ready": 5}', which is not un""",
+        ),
+    ],
+    ids=["not ready in time", "odd"],
+)
+def test_one_that_says_nothing_or_odd_things_is_named_and_stopped(
+    place: Path, settings: Any, ready_s: float, said: str
+):
+    with pytest.raises(JoinError, match=f"worker 'a' {said}"):
+        Launch(options_of("a", **settings), ready_s=ready_s)
     assert not litter(place)
 
 
@@ -209,13 +175,6 @@ def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
     (launch,) = launches
     ends = [child.process.returncode for child in launch._children.values()]
     assert (ends, launch.alive) == ([-signal.SIGKILL] * 2, ())
-    assert not litter(place)
-
-
-def test_one_that_says_odd_things_is_named_and_stopped(place: Path):
-    said = r"""worker 'a' did not start: it sent b'{"ready": 5}', which is not un"""
-    with pytest.raises(JoinError, match=said):
-        Launch(options_of("a", node="tests.rpc_cases:make_odd"))
     assert not litter(place)
 
 
@@ -310,16 +269,25 @@ WAYS = {
     "interrupt": (WAITS, signal.SIGINT, -signal.SIGINT),
     "exception": ("raise ValueError", None, 1),
 }
-LATER = [pytest.param(way, marks=pytest.mark.second) for way in [*WAYS][1:]]
+SCRIPTS = {"idle": IDLE, "busy": BUSY}
 
 
-@pytest.mark.parametrize("script", [IDLE, BUSY], ids=["idle", "busy"])
-@pytest.mark.parametrize("way", ["kill", *LATER])
+@pytest.mark.parametrize(
+    ("way", "script"),
+    [
+        ("kill", "busy"),
+        *[
+            pytest.param(*each, marks=pytest.mark.second)
+            for each in product(WAYS, SCRIPTS)
+            if each != ("kill", "busy")
+        ],
+    ],
+)
 def test_whatever_becomes_of_the_caller_nothing_is_left(
     place: Path, tmp_path: Path, way: str, script: str
 ):
     end, number, code = WAYS[way]
-    script = script.replace("{end}", end).replace("{here}", str(tmp_path))
+    script = SCRIPTS[script].replace("{end}", end).replace("{here}", str(tmp_path))
     caller = subprocess.Popen(
         [sys.executable, "-c", script],
         env={**os.environ, "PYTHONPATH": str(ROOT), failing_cases.HERE: str(tmp_path)},
@@ -340,12 +308,8 @@ def test_whatever_becomes_of_the_caller_nothing_is_left(
             tmp_path.joinpath(str(pids.get("b"))).unlink(missing_ok=True)
         caller.communicate(timeout=LONG_S)
         assert caller.returncode == code
-        wait_until_ended(*pids.values())
-        for _ in range(500):
-            if not litter(place):
-                break
-            threading.Event().wait(0.02)
-        assert not litter(place)
+        soon(lambda: not any(map(lives, pids.values())))
+        soon(lambda: not litter(place))
     finally:
         caller.kill()
         caller.communicate()

@@ -14,7 +14,7 @@ from jdag.rpc.control import ControlClient
 from jdag.rpc.requests import AttachWorker
 from jdag.rpc.session import Session
 from tests import stream_cases
-from tests.rpc_cases import PlainNode, Seated, plan_of, seated
+from tests.rpc_cases import PlainNode, Seated, plain, plan_of, seated
 
 soon = partial(stream_cases.soon, every_ms=10)
 
@@ -48,8 +48,7 @@ def test_a_lost_worker_is_looked_for_where_it_is_now(places):
         with seated("b") as again:
             places["b"] = again.server.address
             soon(lambda: session.node.incarnations.get("b") == 1)
-            assert isinstance(session.node, PlainNode)
-            assert session.node.ask("b", b"anew") == b"answer anew from b\n"
+            assert plain(session).ask("b", b"anew") == b"answer anew from b\n"
 
 
 def test_who_waits_for_a_lost_worker_in_vain_is_told_why_it_has_not_joined_again(

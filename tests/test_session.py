@@ -3,7 +3,7 @@
 import gc
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc import control
 from jdag.rpc import session as module
 from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient, ControlServer, Refusal, answering
-from jdag.rpc.handshake import PROTOCOL, ours
+from jdag.rpc.handshake import ours
 from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
     AttachWorker,
@@ -34,33 +33,19 @@ from jdag.rpc.worker_server import CallerLease
 from tests.certificates import Issuer
 from tests.rpc_cases import (
     ANY,
-    PlainNode,
     Seated,
     free_address,
+    plain,
     plan_of,
     seated,
 )
-from tests.tiers import sized
+from tests.stream_cases import soon
 
 LONG_S = 60.0
-VERSION = ((control.VERSION, str(PROTOCOL)),)
 REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 REQUESTS = (AttachWorker, Mesh, Peer, Ticket, Detach, Info, Health)
 ODD = (b"null", b"-1", b"1e999", b'"\\ud800"', b"[[[[", b"{}", b"9" * 40)
-
-
-def soon(holds: Callable[[], bool]) -> None:
-    for _ in range(int(LONG_S / 0.01)):
-        if holds():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError("it never came to be")
-
-
-def plain(session: Session) -> PlainNode:
-    assert isinstance(session.node, PlainNode)
-    return session.node
 
 
 @pytest.fixture
@@ -226,13 +211,6 @@ def test_a_worker_that_does_not_answer_keeps_main_from_leaving_for_a_bounded_tim
             pass
         over.set()  # With the deadline as the bound this would come too late.
         server.close()
-
-
-def test_who_watches_a_process_says_that_it_is_lost(three):
-    with Session(plan_of(controls(three))) as session:
-        session.lost("c", "process 1 was killed by SIGKILL")
-        soon(lambda: session.members.lost == {"c": "process 1 was killed by SIGKILL"})
-        assert "c" not in plain(session).streams
 
 
 def test_all_that_were_attached_are_left_when_one_refuses(three):
@@ -401,33 +379,6 @@ def test_a_worker_whose_answer_cannot_be_used_is_named(
         assert str(caught.value).startswith(said)
         assert worker.ask(Health())["state"] == "idle"
         server.close()
-
-
-def test_mutated_requests_hurt_nobody(three):
-    """Whatever comes, others are served, and no session begins by it."""
-    rng = np.random.default_rng(0)
-    worker = three["a"]
-    method = {
-        asked: worker.client.channel.unary_unary(f"/jdag.Control/{asked.__name__}")
-        for asked in REQUESTS
-    }
-    threads = threading.active_count()
-    refused, count = 0, sized(200, 1_000)
-    for number in range(count):
-        asked = REQUESTS[number % len(REQUESTS)]
-        try:
-            method[asked](
-                _mutated(rng, _example(asked)), timeout=LONG_S, metadata=VERSION
-            )
-        except grpc.RpcError as error:
-            refused += 1
-            assert error.code() in REFUSALS, (asked, error)
-    assert refused > 0.9 * count
-    assert worker.ask(Health())["state"] == "idle"
-    assert worker.nodes == []
-    assert threading.active_count() <= threads + 16
-    with Session(plan_of(controls(three))) as session:
-        assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jdag.rpc.session import Session
 from jdag.rpc.settings import load
 from jdag.rpc.slurm import hosts_of, write_cluster_file
 from tests.certificates import Issuer
-from tests.rpc_cases import TOKEN, PlainNode, plan_of
+from tests.rpc_cases import TOKEN, plain, plan_of
 from tests.test_hosting import jdag, running, until
 from tests.test_readme import block
 
@@ -150,6 +150,7 @@ def test_workers_are_named_under_slurm_only(tmp_path: Path):
     assert code == 2 and "--only = 'w0': allowed is without --slurm" in said
 
 
+@pytest.mark.second
 def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypatch):
     path = tmp_path / "cluster.toml"
     for key, text in ONE_HOST.items():
@@ -164,10 +165,9 @@ def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypa
             settings = load(path)
             controls = {name: settings.worker(name).control for name in "ab"}
             with Session(plan_of(controls, token=settings.token)) as session:
-                assert isinstance(session.node, PlainNode)
                 for name in "ab":
                     answer = f"answer hi from {name}\n".encode()
-                    assert session.node.ask(name, b"hi") == answer
+                    assert plain(session).ask(name, b"hi") == answer
 
 
 @pytest.mark.second

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jdag.rpc.launch import Launch
-from tests.rpc_cases import options_of
+from tests.rpc_cases import lives, options_of
 from tests.stream_cases import soon
 
 ROOT = Path(__file__).parent.parent
@@ -27,17 +27,9 @@ time.sleep(3600)
 CALLER = """
 import os, sys
 from jdag.rpc.launch import Launch
-from tests.rpc_cases import options_of
+from tests.rpc_cases import lives, options_of
 Launch(options_of("a"), env={"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])})
 """
-
-
-def lives(pid: int) -> bool:
-    try:
-        status = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return False
-    return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
 @pytest.fixture
