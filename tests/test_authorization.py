@@ -1,6 +1,6 @@
 """Who may say what of a context."""
 
-import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from jdag.engine.protocol import (
 from jdag.errors import ProtocolError
 from jdag.rpc.authorization import check
 from tests.rpc_breaking import Breaking, breaking
+from tests.stream_cases import soon
 from tests.test_mad_peers import small_program
 
 NAMES = ("a", "b", "c")
@@ -47,6 +48,11 @@ def test_what_is_for_the_owner_comes_to_no_other() -> None:
         said(Released(OF_A, ()), "c", "b")
     with pytest.raises(ProtocolError, match="from 'a' to 'b': its owner is 'a'"):
         said(Released(OF_A, ()), "a", "b")
+    with pytest.raises(ProtocolError, match="a Ended of"):
+        said(Ended(OF_A, 1, (), (), (), None), "c", "b")
+    # What names no owner is for the engine to judge.
+    said(Acknowledge(None, ((1,),)), "c", "a")
+    said(Discard(OF_A, ()), "c", "b")
 
 
 def test_a_context_of_an_incarnation_that_nobody_knows_is_refused() -> None:
@@ -66,17 +72,6 @@ def test_values_are_from_whom_they_say_and_a_loss_may_be_told_by_others() -> Non
         said(Primal(OF_A, (1,), "c", (GONE, None)), "a", "b")
 
 
-def test_what_names_no_context_is_for_the_engine_to_judge() -> None:
-    said(Acknowledge(None, ((1,),)), "c", "a")
-    said(Discard(OF_A, ()), "c", "b")
-
-
-def test_ended_is_heard_by_the_owner_alone() -> None:
-    ended = Ended(OF_A, 1, (), (), (), None)
-    with pytest.raises(ProtocolError, match="a Ended of"):
-        said(ended, "c", "b")
-
-
 def lost_of(nodes: Breaking, lie: Any) -> str:
     """Why `b` and then main have lost `c`, which says this to `b`."""
     liar, told = nodes.nodes["c"], nodes.nodes["b"]
@@ -84,10 +79,7 @@ def lost_of(nodes: Breaking, lie: Any) -> str:
     with liar._loop:
         liar.peers.connections["b"].send(lie, values)
     for node in (told, nodes.nodes["a"]):
-        for _ in range(6_000):
-            if "c" in node.peers.gone:
-                break
-            threading.Event().wait(0.01)
+        soon(partial(node.peers.gone.__contains__, "c"))
     assert told.peers.gone["c"] == nodes.nodes["a"].peers.gone["c"]
     return told.peers.gone["c"]
 

@@ -119,15 +119,10 @@ def test_a_worker_may_breathe_between_faults_that_pass():
 @pytest.mark.second
 def test_a_dry_run_ends_right(tmp_path: Path):
     options = "--minutes 0.05 --steps 100 --modes tls --programs arrays saving"
-    seed = [
-        "--seed",
-        "45",
-        "--out",
-        str(tmp_path),
-    ]  # Its first round cuts streams alone.
+    options += f" --seed 45 --out {tmp_path}"  # Its first round cuts streams alone.
     command = [sys.executable, "-W", "ignore", "-m", "paper.chaos", *options.split()]
     done = subprocess.run(
-        [*command, *seed], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -97,16 +97,13 @@ def test_another_process_at_its_address_is_not_main(main: Main):
         lookout.look("m")
 
 
-@pytest.mark.parametrize("control", ["", "127.0.0.1:1", "no address"])
-def test_who_was_never_found_is_not_missed(main: Main, control: str):
-    lookout = main.lookout(control=control)
+@pytest.mark.parametrize(
+    "other",
+    [{"pid": 1}, *[{"control": at} for at in ("", "127.0.0.1:1", "no address")]],
+)
+def test_who_was_never_found_is_not_missed(main: Main, other: dict[str, Any]):
+    lookout = main.lookout(**other)
     lookout.look("m")
-    lookout.find()
-    lookout.look("m")
-
-
-def test_one_found_by_another_number_was_never_main(main: Main):
-    lookout = main.lookout(pid=1)
     lookout.find()
     lookout.look("m")
 

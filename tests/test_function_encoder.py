@@ -116,7 +116,16 @@ EXPORTED: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EXPORTED)
+LATER = ("a closure", "a method", "a partial of a lambda", "another module")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.second) if case in LATER else case
+        for case in EXPORTED
+    ],
+)
 def test_what_cannot_be_named_there_has_the_same_bits(case: str) -> None:
     here = made(*EXPORTED[case])
     there = received(here)
@@ -350,7 +359,7 @@ def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
     monkeypatch.setattr(functions_module, "MADE_MAX", 2)
     exports, functions = FunctionEncoder(), FunctionDecoder()
     pairs = []
-    for rows in range(2, 6):
+    for rows in (2, 3, 4):
         args = [array(rows, 3), X]
         spec, (definition,) = exports.spec_for(made(names_cases.layer, *args), ())
         functions.define(*definition)
@@ -358,7 +367,7 @@ def test_no_more_pairs_are_kept_than_compute_keeps_and_what_goes_is_freed(
         bound.vjp(bound.forward(args)[1], [[array(rows)]])
         pairs.append(weakref.ref(bound.pair))
     gc.collect()
-    assert [pair() is None for pair in pairs] == [True, True, False, False]
+    assert [pair() is None for pair in pairs] == [True, False, False]
 
 
 def hook(g: Any) -> Any:

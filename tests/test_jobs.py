@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,15 +85,16 @@ class Bench:
         self.loop.drive(lambda: len(self.over) >= count or clock_ns() > due_ns)
         assert len(self.over) == count, self.over
 
+    def close(self) -> None:
+        self.jobs.close()
+        with self.loop:
+            self.loop.close()
+
 
 @pytest.fixture
 def bench() -> Iterator[Bench]:
-    made = Bench()
-    yield made
-    made.jobs.close()
-    made.loop.acquire()
-    made.loop.close()
-    made.loop.release()
+    with closing(Bench()) as made:
+        yield made
 
 
 def scaled(x: Any) -> Any:
@@ -127,8 +129,7 @@ def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)
-    bench = Bench([Action("F", 0, m) for m in (2, 0, 1)])
-    try:
+    with closing(Bench([Action("F", 0, m) for m in (2, 0, 1)])) as bench:
         for number in (1, 2):  # From now on they are known to be short.
             bench.forward(number, scaled, np.ones(3))
             bench.wait(number)
@@ -143,11 +144,6 @@ def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
         bench.forward(14, scaled, np.ones(3), tag=Tag(0, 0, listed=True))
         bench.jobs.skip(Skip(CONTEXT, Tag(0, 2), "FBIW"))
         bench.wait(7)
-    finally:
-        bench.jobs.close()
-        bench.loop.acquire()
-        bench.loop.close()
-        bench.loop.release()
 
 
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:

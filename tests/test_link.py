@@ -1,6 +1,5 @@
 """Exactly once and in order, whatever lies below."""
 
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 
@@ -237,12 +236,3 @@ def test_the_window_bounds_what_is_unacknowledged():
 def test_unusable_settings_are_refused_by_key_and_value(key, value):
     with pytest.raises(ScenarioError, match=rf"{key} = {value}.*allowed is an integer"):
         replace(SETTINGS, **{key: value})
-
-
-def test_resends_are_marked_and_counted_apart():
-    pair = Pair(SETTINGS, [(), (LATENCY_NS, LATENCY_NS)])
-    start(pair, [(0, "a")])
-    pair.run()
-    counted = Counter(sent=pair.ends["a"].sent, resent=pair.ends["a"].resent)
-    assert counted == Counter(sent=1, resent=1)
-    assert pair.ends["b"].duplicates == 1

@@ -111,22 +111,6 @@ def test_a_file_is_watched_until_it_is_not() -> None:
     os.close(theirs)
 
 
-def test_the_background_drives_when_nobody_else_does() -> None:
-    done = threading.Event()
-    with loop_of() as loop, in_background(loop):
-        loop.post(done.set)
-        assert done.wait(PATIENCE_S)
-
-
-def test_who_wants_the_baton_gets_it_from_a_background_that_blocks() -> None:
-    with loop_of() as loop, in_background(loop):
-        for _ in range(50):
-            loop.acquire()
-            assert loop.held
-            loop.release()
-            assert not loop.held
-
-
 def test_what_was_told_and_not_waited_for_is_flushed_all_the_same() -> None:
     flushed = threading.Event()
     with loop_of(flushed.set) as loop, in_background(loop):

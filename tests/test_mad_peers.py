@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jdag.engine.protocol import incarnated
-from jdag.rpc.connection import Connection
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
 from tests.rpc_breaking import Breaking, breaking
+from tests.stream_cases import soon
 from tests.test_breaking import hidden, loss_of, program, scaled
 from tests.tiers import sized
 
@@ -171,10 +171,7 @@ def test_what_a_frame_announces_takes_no_memory_before_it_comes(
             mad.node.adopt("c", 1, SocketStream(ours, "c"), 0)
             theirs.sendall(pack_header(1, 0, LENGTHS_MAX[kind], kind) + bytes(100))
             reader = mad.node.peers.connections["c#1"].reader
-            for _ in range(6_000):
-                if reader._direct is not None:
-                    break
-                threading.Event().wait(0.01)
+            soon(lambda: reader._direct is not None)
             assert reader._direct is not None
             assert len(reader._direct) == LENGTHS_MAX[kind] - 100
             assert rss_bytes() - before < 64 << 20

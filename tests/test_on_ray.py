@@ -151,7 +151,7 @@ def test_a_worker_that_dies_is_started_again_by_ray_and_joins_again(nodes):
         assert facts_of(cluster, "a")[0] != pid
 
 
-def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any = None) -> int:
+def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any) -> int:
     """Train with workers that are hurt, and have a quiet run's bits; count losses."""
     names, steps, to_hurt = ("d", "b", "c"), max(hurt) + 2, dict(hurt)
     with jdag.simulate(names, seed=0, recover=True) as cluster:
@@ -165,20 +165,10 @@ def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any = None) ->
                 soon(lambda: bool(cluster.state.recovery.gone))
 
         patient = partial(cluster.recover, timeout_s=600)
-        again = patient if recover is None else partial(recover, cluster, patient)
+        again = partial(recover, cluster, patient)
         found, losses = train(cluster, steps, begins, recover=again)
         assert found == quiet and not to_hurt
         return losses
-
-
-@pytest.mark.second
-def test_a_training_whose_actors_are_killed_has_the_bits_of_a_quiet_run(nodes):
-    def kill(victim: str, cluster: Any) -> None:
-        ray.kill(cluster.driver.launch._actors[victim], no_restart=False)
-
-    nodes("first", b=1)
-    assert trained({1: partial(kill, "b"), 3: partial(kill, "c")}) >= 2
-    nodes("first")
 
 
 @pytest.mark.second

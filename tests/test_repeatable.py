@@ -8,11 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jdag import program, sim, simulate
 from jdag.api.cluster import Cluster
-from jdag.errors import WorkerLost
 from jdag.runtime.trace import Record, Trace
 from tests.compute_cases import no_new_arrays
 

@@ -215,10 +215,3 @@ def test_certificates_that_are_none_are_refused(tmp_path: Path):
 )
 def test_what_is_no_address_is_none(text: str):
     assert address_of(text) is None
-
-
-def test_only_loopback_is_loopback():
-    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost"):
-        assert Address(host, 1).is_loopback
-    for host in ("0.0.0.0", "::", "10.0.0.1", "example.org", "localhost.example.org"):
-        assert not Address(host, 1).is_loopback
