@@ -95,6 +95,8 @@ def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
         for (_, values), (_, landed) in zip(sent[name], side.messages, strict=True):
             assert_same(landed, values)
     assert not sides.a.ends and not sides.b.ends
+    # What is acknowledged is let go of.
+    sides.run(lambda: not sides.a.connection.numbers.unacknowledged)
 
 
 def test_a_small_message_of_another_context_overtakes_a_large_one(
@@ -159,14 +161,6 @@ def test_a_message_may_name_a_worker_of_which_a_control_frame_before_it_tells(
     sides.connect()
     sides.run(lambda: bool(sides.b.messages or sides.b.ends))
     assert sides.b.messages == [(again, [])]
-
-
-def test_what_is_acknowledged_is_let_go_of(sides: Sides) -> None:
-    for number in range(1, 20):
-        sides.a.connection.send(primal(number), [jnp.arange(100_000.0)])
-    sides.run(lambda: len(sides.b.messages) == 19)
-    sides.run(lambda: not sides.a.connection.numbers.unacknowledged)
-    assert sides.a.connection.idle
 
 
 def test_what_is_heard_while_nothing_is_acknowledged_puts_off_no_acknowledgement(

@@ -1,5 +1,6 @@
 """Going to others: main waits for all workers, and a worker looks for main."""
 
+import logging
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from jdag.rpc.requests import Detach, Health, Whereabouts
 from jdag.rpc.session import Session
 from paper.proxy import Proxy
 from tests.rpc_cases import ANY, free_address, plan_of, seated
+from tests.stream_cases import soon
 
 
 class Main:
@@ -134,7 +136,10 @@ def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch
     assert states == ["idle"] * 3
 
 
-def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mended():
+def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mended(
+    caplog: pytest.LogCaptureFixture,
+):
+    caplog.set_level(logging.INFO)
     told: list[Detach] = []
 
     def noted(asked: Detach) -> dict[str, Any]:
@@ -152,7 +157,11 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
             proxy.do(gate, refuses=True)
             with pytest.raises(JoinError, match="cannot reach"):
                 session._routes.client("a").ask(Health())
+            leaving = threading.Thread(target=session.close)
+            leaving.start()
+            soon(lambda: "a was not told: cannot reach" in caplog.text)
             proxy.heal([gate])
+            leaving.join()
         assert told
         server.close()
     proxy.close()

@@ -23,7 +23,7 @@ def lent(side: Side) -> int:
 
 def send_one(sides: Sides, number: int) -> None:
     """Send the array of this number, counted from 1, and look at what has come."""
-    value = jnp.arange(1_500_000.0) * number
+    value = jnp.arange(500_000.0) * number
     sides.a.connection.send(primal(number), [value])
     sides.run(lambda: len(sides.b.messages) == number)
     assert_same(sides.b.messages[-1][1], [value])
@@ -66,7 +66,7 @@ def test_memory_of_an_array_that_is_gone_is_free_without_another_message(
 def test_shared_memory_survives_a_connection_that_breaks(sides: Sides) -> None:
     kept = []
     for number in range(1, 12):
-        value = jnp.arange(1_500_000.0) * number
+        value = jnp.arange(500_000.0) * number
         sides.a.connection.send(primal(number), [value])
         if number % 3 == 0:
             sides.turn()
@@ -80,7 +80,7 @@ def test_shared_memory_survives_a_connection_that_breaks(sides: Sides) -> None:
 def test_a_small_message_overtakes_one_that_is_copied_to_shared_memory(
     sides: Sides,
 ) -> None:
-    large = jnp.arange(16_000_000.0)
+    large = jnp.arange(8_000_000.0)
     for number in range(1, 3):  # What is missed twice is made.
         sides.a.connection.send(primal(number), [large])
         sides.run(lambda number=number: len(sides.b.messages) == number)
