@@ -79,18 +79,6 @@ def test_a_worker_has_the_settings_of_its_launcher(idle: Launch):
 # -------------------------------------------------------------------------- one by one
 
 
-def test_what_another_process_printed_there_before_is_none_of_its_lines(tmp_path: Path):
-    log = tmp_path / "a.log"
-    log.write_text("of a run before\n")
-    with Launch(options_of("a"), logs=tmp_path) as launch:
-        deaths: dict[str, str] = {}
-        launch.on_death(deaths.__setitem__)
-        os.kill(launch.pids["a"], signal.SIGKILL)
-        soon(lambda: "a" in deaths)
-        assert deaths["a"].endswith("; it has printed nothing")
-    assert log.read_text() == "of a run before\n"
-
-
 def test_sigterm_drains_a_worker_in_the_middle_of_a_session():
     with Launch(options_of("a", once=False)) as launch:
         deaths: dict[str, str] = {}
@@ -178,19 +166,23 @@ def test_those_that_are_starting_when_the_caller_is_interrupted_are_killed(
     assert not litter(place)
 
 
-def test_who_fails_when_told_of_a_death_is_told_of_the_next_and_all_end(place: Path):
-    told = []
+def test_who_fails_when_told_of_a_death_is_told_of_the_next_and_all_end(tmp_path: Path):
+    told = {}
 
     def fails(worker: str, why: str) -> None:
-        told.append(worker)
+        told[worker] = why
         raise ValueError(worker)
 
-    with Launch(options_of("a", "b")) as launch:
+    log = tmp_path / "a.log"
+    log.write_text("of a run before\n")  # None of the lines of this process.
+    with Launch(options_of("a", "b"), logs=tmp_path) as launch:
         launch.on_death(fails)
         for worker in "ab":
             os.kill(launch.pids[worker], signal.SIGKILL)
         launch.wait()
     assert sorted(told) == ["a", "b"]
+    assert told["a"].endswith("; it has printed nothing")
+    assert log.read_text() == "of a run before\n"
 
 
 def test_a_parent_that_died_before_it_read_all_is_gone():
