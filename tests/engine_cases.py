@@ -17,6 +17,26 @@ def net_of(count: int, seed: int = 0) -> Net:
     return Net(names(count), random.Random(seed))
 
 
+def begun(count: int, owners: str, seed: int = 0, first: int = 3) -> Any:
+    """Return a net, a context of a, and leaves of these workers: 3, 4, 5, ..."""
+    net = net_of(count, seed)
+    leaves = [net.put(owner, first + n, "a") for n, owner in enumerate(owners)]
+    return net, net.open("a"), *leaves
+
+
+def nothing_left(net: Net) -> None:
+    """Hold back no more, and let all happen: no worker has anything left."""
+    net.let_go()
+    net.drain()
+    assert (left := net.leftovers()) == [], left
+
+
+def leaves_nothing(scope: Scope) -> None:
+    """Leave a context, whose net then has nothing left."""
+    scope.leave()
+    nothing_left(scope.net)
+
+
 def holding(kind: type, sender: str = "", receiver: str = "") -> Any:
     """Hold back messages of a kind, from a worker, to a worker."""
     return lambda a, b, message: (

@@ -21,7 +21,17 @@ from jdag.engine.protocol import (
     Start,
     Vjp,
 )
-from tests.engine_cases import SEEDS, finished, holding, kept, net_of, pausing
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    kept,
+    leaves_nothing,
+    net_of,
+    nothing_left,
+    pausing,
+)
 from tests.engine_net import Net, Scope
 from tests.engine_values import (
     ADD,
@@ -109,9 +119,7 @@ def test_a_zero_among_many_addends_leaves_its_place_empty_whatever_comes_first(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_that_fails_drops_the_cotangents_of_a_leaf_that_wait(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 2, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "b", seed, first=2)
     y = x
     for number in range(60):
         fuse = Fuse("vjp", 1) if number == 20 else None
@@ -119,16 +127,12 @@ def test_a_pass_that_fails_drops_the_cotangents_of_a_leaf_that_wait(seed: int):
     assert scope.backward(y, retain=True).outcome is Outcome.FAILED
     finished(scope, y)
     assert scope.gradients(x) == [61]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_sums_go_by_path_then_position_and_seeds_of_roots_come_last(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 1, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed, first=1)
     (y,) = scope.call("b", DOUBLE, x)
     (z,) = scope.call("b", Linear("wide", ((1, 1, 1),)), y, 1, y)
     (far,) = scope.call("c", TRIPLE, y)
@@ -148,9 +152,7 @@ def test_the_calls_of_a_program_come_where_the_program_was_called(seed: int):
         yield scope.net.asked(scope.worker, x)
         return made
 
-    net = net_of(3, seed)
-    x = net.put("b", 1, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed, first=1)
     first = scope.call("b", Linear("first", ((1,),)), x)
     inner, _ = scope.run("c", calls, x)
     last = scope.call("b", Linear("last", ((1,),)), x)
@@ -163,9 +165,7 @@ def test_the_calls_of_a_program_come_where_the_program_was_called(seed: int):
 def test_the_slots_of_a_transfer_are_summed_each_by_itself_where_they_were_used(
     seed: int,
 ):
-    net = net_of(2, seed)
-    x, y, z = (net.put("b", n, "a") for n in (1, 2, 3))
-    scope = net.open("a")
+    net, scope, x, y, z = begun(2, "bbb", seed, first=1)
     (one,) = scope.call("a", Linear("one", ((1, 2, 3),)), x, y, z)
     (two,) = scope.call("a", Linear("two", ((5, 7),)), y, x)
     (three,) = scope.call("a", Linear("three", ((11,),)), x)
@@ -245,9 +245,7 @@ def test_what_zeros_passed_by_in_a_pass_that_retains_can_be_used_in_the_next():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_root_given_twice_counts_twice_and_a_second_pass_adds(seed: int):
-    net = net_of(2, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b", seed)
     (y,) = scope.call("a", DOUBLE, x)
     finished(scope, y, y, retain=True)
     assert scope.gradients(x) == [4]
@@ -261,9 +259,7 @@ def test_a_root_given_twice_counts_twice_and_a_second_pass_adds(seed: int):
 
 
 def test_residuals_are_dropped_with_the_pass_that_spends_them_and_not_before():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", SPLIT, x)[:1]
     (z,) = scope.call("a", DOUBLE, y)
     (side,) = scope.call("a", TRIPLE, y)
@@ -279,9 +275,7 @@ def test_residuals_are_dropped_with_the_pass_that_spends_them_and_not_before():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_a_failed_pass_that_retained_the_next_gives_one_good_gradient(seed: int):
-    net = net_of(4, seed)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc", seed)
     fuse = Fuse("vjp", 50)
     (early,) = scope.call("d", DOUBLE, y)
     (one,) = scope.call("b", TRIPLE, x)
@@ -295,15 +289,11 @@ def test_after_a_failed_pass_that_retained_the_next_gives_one_good_gradient(seed
     assert all(isinstance(failure, Failure) for failure in unread)
     finished(scope, total)
     assert scope.gradients(x, y) == [4, 3]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_the_failure_of_a_pass_says_by_which_way_it_came():
-    net = net_of(3)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c")
     (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp")), x)
     (there,) = scope.call("b", DOUBLE, bad)
     (here,) = scope.call("a", DOUBLE, there)
@@ -315,9 +305,7 @@ def test_the_failure_of_a_pass_says_by_which_way_it_came():
 
 
 def test_a_pass_over_a_call_that_failed_in_forward_fails_with_its_failure():
-    net = net_of(3)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "c")
     (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("forward")), x)
     (there,) = scope.call("b", DOUBLE, bad)
     result = scope.backward(there)
@@ -327,9 +315,7 @@ def test_a_pass_over_a_call_that_failed_in_forward_fails_with_its_failure():
 
 
 def test_a_second_cotangent_on_one_transfer_is_refused_and_not_added():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("a", DOUBLE, x)
     (z,) = scope.call("b", TRIPLE, x)
     net.drain()
@@ -345,9 +331,7 @@ def test_a_second_cotangent_on_one_transfer_is_refused_and_not_added():
     result = net.until("a", waiter)
     assert result.outcome is Outcome.FAILED
     assert "the send to double (call (1,), here) on 'b'" in result.failure.message
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 # ------------------------------------------------------------------- forward on its way
@@ -355,9 +339,7 @@ def test_a_second_cotangent_on_one_transfer_is_refused_and_not_added():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_may_begin_before_forward_has_run(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     slow = Linear("slow", ((5,),))
     net.pauses = pausing("slow")
     (y,) = scope.call("b", slow, x)
@@ -371,9 +353,7 @@ def test_a_pass_may_begin_before_forward_has_run(seed: int):
 
 
 def test_residuals_of_a_call_that_was_spent_before_it_ran_do_not_stay():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     net.pauses = pausing("slow")
     scope.call("b", Linear("slow", ((1,),)), x)
     (bad,) = scope.call("b", Linear("bad", ((1,),), Fuse("vjp")), x)
@@ -387,9 +367,7 @@ def test_residuals_of_a_call_that_was_spent_before_it_ran_do_not_stay():
 
 
 def test_cotangents_that_are_given_travel_with_the_announcement():
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bc")
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, y)
     finished(scope, one, two, one, seeds=(5, 7, None))
@@ -401,9 +379,7 @@ def test_cotangents_that_are_given_travel_with_the_announcement():
 
 @pytest.mark.parametrize("leave", [True, False])
 def test_cotangents_of_a_pass_that_never_began_do_not_stay(leave: bool):
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (mine,) = scope.call("a", SAME, x)
     net.holds = holding(Primal)
     (y,) = scope.call("b", DOUBLE, mine)
@@ -421,9 +397,7 @@ def test_cotangents_of_a_pass_that_never_began_do_not_stay(leave: bool):
 
 
 def test_a_late_start_of_a_pass_that_ended_is_dropped_with_what_it_carries():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", DOUBLE, x)
     finished(scope, y, retain=True)
     root = Root(y.key, "aval", True, 0)
@@ -454,5 +428,4 @@ def test_several_contexts_at_once_do_not_mix(seed: int):
         assert scope.gradients(shared) == [number + 1]
     for scope in scopes:
         scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)

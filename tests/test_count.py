@@ -15,7 +15,15 @@ from jdag.engine.protocol import (
     Outcome,
     Vjp,
 )
-from tests.engine_cases import SEEDS, finished, holding, kept, net_of
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    kept,
+    leaves_nothing,
+    net_of,
+)
 from tests.engine_net import Net, Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
 
@@ -23,9 +31,7 @@ from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
 
 
 def test_a_second_pass_over_a_spent_graph_fails_and_names_what_was_spent():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "b")
     (y,) = scope.call("b", TRIPLE, x)
     finished(scope, y)
     result = scope.backward(y)
@@ -39,9 +45,7 @@ def test_a_second_pass_over_a_spent_graph_fails_and_names_what_was_spent():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_calls_after_a_pass_that_spent_work_and_leaves_move_again(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     (y,) = scope.call("c", DOUBLE, x)
     finished(scope, y)
     (z,) = scope.call("c", TRIPLE, x)
@@ -56,9 +60,7 @@ def test_calls_after_a_pass_that_spent_work_and_leaves_move_again(seed: int):
 def test_a_spent_value_used_by_sends_fails_the_next_pass_once_for_all_cotangents(
     seed: int,
 ):
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(4, "b", seed)
     (y,) = scope.call("b", DOUBLE, x)
     finished(scope, y)
     (c,) = scope.call("c", SAME, y)
@@ -67,9 +69,7 @@ def test_a_spent_value_used_by_sends_fails_the_next_pass_once_for_all_cotangents
         result = scope.backward(c, d)
         assert result.failure is not None and result.failure.error == "GraphError"
         assert result.owed == ()
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_a_failed_pass_that_does_not_retain_spends_the_whole_context():
@@ -99,36 +99,28 @@ def stuck(scope: Scope, *roots: Argument) -> list[tuple[Any, ...]]:
 
 
 def test_a_dropped_reply_is_owed():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "a")
     scope.call("b", DOUBLE, x)
     (y,) = scope.call("a", TRIPLE, x)
     assert stuck(scope, y) == [((1,), "a", "b", "double", "here")]
 
 
 def test_a_reply_that_passed_through_a_stopped_gradient_is_owed():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "a")
     (reply,) = scope.call("b", DOUBLE, x)
     (y,) = scope.call("a", ADD, x, stopped(reply))
     assert stuck(scope, y) == [((1,), "a", "b", "double", "here")]
 
 
 def test_an_integer_reply_is_owed():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "a")
     (place,) = scope.call("b", Linear("argmax", ((1,),)), x, inexact=(False,))
     (y,) = scope.call("a", ADD, x, place)
     assert stuck(scope, y) == [((1,), "a", "b", "argmax", "here")]
 
 
 def test_a_value_moved_only_to_be_logged_is_owed():
-    net = net_of(3)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "a")
     (y,) = scope.call("b", DOUBLE, x)
     scope.move("c", y)
     (z,) = scope.call("a", TRIPLE, x)
@@ -139,9 +131,7 @@ def test_a_value_moved_only_to_be_logged_is_owed():
 
 
 def test_two_losses_differentiated_one_at_a_time_owe_each_others_sends():
-    net = net_of(3)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "a")
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, x)
     assert stuck(scope, one) == [((2,), "a", "c", "triple", "here")]
@@ -150,9 +140,7 @@ def test_two_losses_differentiated_one_at_a_time_owe_each_others_sends():
 
 
 def test_sends_of_workers_that_the_pass_never_reaches_are_not_owed():
-    net = net_of(4)
-    x, other = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    _, scope, x, other = begun(4, "bc")
     scope.call("d", DOUBLE, other)
     (y,) = scope.call("b", DOUBLE, x)
     finished(scope, y)
@@ -160,9 +148,7 @@ def test_sends_of_workers_that_the_pass_never_reaches_are_not_owed():
 
 
 def test_a_stuck_pass_leaves_no_gradient_and_can_be_run_again_if_retained():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "a")
     (reply,) = scope.call("b", DOUBLE, x)
     (y,) = scope.call("a", TRIPLE, x)
     (z,) = scope.call("a", SAME, stopped(y))
@@ -189,9 +175,7 @@ def marks(net: Net) -> list[tuple[str, str, list[tuple[Any, ...]]]]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_mark_goes_to_the_worker_of_each_send_once_a_slot(seed: int):
     """C learns that b's slots are needed from a root of its own, and from d."""
-    net = net_of(4, seed)
-    x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bb", seed)
     (both,) = scope.call("c", ADD, x, y)
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("d", TRIPLE, both)
@@ -214,9 +198,7 @@ def test_a_mark_goes_to_the_worker_of_each_send_once_a_slot(seed: int):
 
 
 def test_marks_for_one_worker_from_one_event_travel_in_one_message():
-    net = net_of(3)
-    x, y, z = (net.put("b", value, "a") for value in (3, 4, 5))
-    scope = net.open("a")
+    net, scope, x, y, z = begun(3, "bbb")
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, y)
     (three,) = scope.call("c", SAME, z)
@@ -260,15 +242,11 @@ def test_two_losses_go_one_at_a_time_through_one_transfer_that_is_not_retained(
     assert net.fetch("a", scope.gradient(y, 2))[0][0] == 3
     again = scope.backward(one, mode=Mode.SMART)
     assert again.failure is not None and again.failure.error == "GraphError"
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_two_losses_on_two_workers_go_one_at_a_time():
-    net = net_of(3)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "a")
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, x)
     finished(scope, one, mode=Mode.SMART)
@@ -349,9 +327,7 @@ def test_modes_mix_on_one_graph_if_it_is_retained_and_say_what_is_spent_if_not(
         assert scope.gradients(x, y) == [4 + 4 + 4, 3 + 3]
     else:
         assert second.failure is not None and second.failure.error == "GraphError"
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -368,9 +344,7 @@ def test_what_smart_left_of_a_transfer_fast_can_use(seed: int):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slot_that_was_spent_stays_so_after_a_retained_pass_by_it(seed: int):
     """FAST waits for unspent slots: by one that is spent again nothing may come."""
-    net = net_of(3, seed)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    _, scope, x, y = begun(3, "bc", seed)
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, x)
     (three,) = scope.call("c", SAME, y)
@@ -382,9 +356,7 @@ def test_a_slot_that_was_spent_stays_so_after_a_retained_pass_by_it(seed: int):
     assert scope.gradients(x, y) == [2 + 3 + 1, 1]
     again = scope.backward(two, mode=Mode.FAST)
     assert again.failure is not None and again.failure.error == "GraphError"
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_what_fast_has_spent_a_mark_finds_spent_and_names():
@@ -400,9 +372,7 @@ def test_what_fast_has_spent_a_mark_finds_spent_and_names():
 
 
 def test_a_mark_to_a_worker_that_is_lost_fails_the_pass_and_names_it():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("d", TRIPLE, one)
     net.drain()
@@ -414,6 +384,4 @@ def test_a_mark_to_a_worker_that_is_lost_fails_the_pass_and_names_it():
     result = net.until("a", waiter)
     assert result.outcome is Outcome.FAILED and result.failure is not None
     assert result.failure.error == "WorkerLost" and "'b'" in result.failure.message
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)

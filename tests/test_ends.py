@@ -39,15 +39,18 @@ from jdag.engine.protocol import (
     landing,
 )
 from jdag.errors import ContextError, WorkerLost
-from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    leaves_nothing,
+    net_of,
+    nothing_left,
+    pausing,
+)
 from tests.engine_net import Net, Scope
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
-
-
-def nothing_left(net: Net) -> None:
-    net.let_go()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
 
 
 def state_of(net: Net, worker: str) -> Any:
@@ -59,9 +62,7 @@ def state_of(net: Net, worker: str) -> Any:
 
 
 def test_a_context_is_released_everywhere_it_was_and_nowhere_else():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     scope.call("c", DOUBLE, x)
     scope.leave()
     assert sorted(net.messages(Release)) == [("a", "b"), ("a", "c")]
@@ -72,9 +73,7 @@ def test_a_context_is_released_everywhere_it_was_and_nowhere_else():
 def test_leaving_with_calls_in_flight_waits_for_them_and_their_errors_are_told(
     seed: int,
 ):
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b", seed)
     (y,) = scope.call("c", DOUBLE, x)
     scope.call("d", Linear("late", ((1,),), Fuse("forward")), y)
     scope.call("b", Linear("early", ((1,),), Fuse("forward")), x)
@@ -88,9 +87,7 @@ def test_leaving_with_calls_in_flight_waits_for_them_and_their_errors_are_told(
 
 
 def test_release_leaves_only_when_all_calls_are_acknowledged():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.drain()
     net.holds = holding(Acknowledge, sender="c")
     scope.call("c", DOUBLE, x)
@@ -101,9 +98,7 @@ def test_release_leaves_only_when_all_calls_are_acknowledged():
 
 
 def test_a_context_cannot_be_used_or_left_again():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     scope.call("b", DOUBLE, x)
     scope.start_leaving()
     for use in (scope.start_leaving, lambda: scope.call("b", DOUBLE, 1)):
@@ -125,9 +120,7 @@ def waits(scope: Scope, x: Argument) -> Generator[int, Any, None]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_context_left_while_a_program_of_it_runs_is_aborted_everywhere(seed: int):
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b", seed)
     net.pauses = pausing("slow")
     scope.launch("b", waits, x)
     for _ in range(seed):
@@ -348,9 +341,7 @@ def test_a_crash_of_the_owner_leaves_nothing_of_its_contexts(seed: int):
 
 
 def test_a_pass_whose_worker_is_lost_fails_with_its_name_and_way():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
     net.pauses = pausing("double")
@@ -360,14 +351,11 @@ def test_a_pass_whose_worker_is_lost_fails_with_its_name_and_way():
     assert result.outcome is Outcome.FAILED and result.leaves == ()
     assert result.failure.error == "WorkerLost" and result.failure.route == ("a", "b")
     assert "worker 'b' is lost" in result.failure.message
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_worker_that_took_no_part_is_not_missed():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (y,) = scope.call("c", DOUBLE, x)
     net.drain()
     net.crash("d")
@@ -403,9 +391,7 @@ def test_nothing_new_starts_in_a_context_that_was_aborted():
 
 
 def test_an_abort_does_not_wait_for_a_lost_worker_that_took_no_part():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (y,) = scope.call("c", DOUBLE, x)
     net.drain()
     scope.start_backward(y)
@@ -419,9 +405,7 @@ def test_an_abort_does_not_wait_for_a_lost_worker_that_took_no_part():
 
 
 def test_a_worker_that_only_a_program_knew_is_missed_when_the_program_returns():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     net.holds = holding(Return)
     waiter = scope.launch("b", nested, x)
     net.drain()
@@ -434,22 +418,18 @@ def test_a_worker_that_only_a_program_knew_is_missed_when_the_program_returns():
     with pytest.raises(WorkerLost, match="worker 'd' is lost"):
         scope.call("b", SAME, 1)
     net.let_go()
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_who_waits_for_a_program_on_a_lost_worker_is_told():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     net.pauses = pausing("slow")
     waiter = scope.launch("b", waits, x)
     net.drain()
     net.crash("b")
     result, failure = net.until("a", waiter)
     assert result is None and failure.error == "WorkerLost"
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_nothing_can_be_asked_of_a_lost_worker():

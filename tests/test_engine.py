@@ -17,7 +17,7 @@ from jdag.engine.protocol import (
     Ship,
 )
 from jdag.errors import ContextError
-from tests.engine_cases import SEEDS, holding, net_of, pausing
+from tests.engine_cases import SEEDS, begun, holding, net_of, pausing
 from tests.engine_net import Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SPLIT, Fuse, Linear
 
@@ -34,9 +34,7 @@ def ends(scope: Scope, worker: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_call_computes_on_arguments_wherever_they_are(seed: int):
-    net = net_of(4, seed)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc", seed)
     (z,) = scope.call("d", Linear("f", ((1, 10, 100, 1000),)), x, y, 5, x)
     (far,) = scope.call("b", ADD, z, x)
     assert [n for n, _ in net.fetch("a", z, far)] == [3543, 3546]
@@ -45,9 +43,7 @@ def test_a_call_computes_on_arguments_wherever_they_are(seed: int):
 
 
 def test_a_value_moves_to_a_worker_once_in_an_activation():
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bb")
     scope.call("c", ADD, x, x)
     scope.call("c", ADD, x, y)
     scope.call("c", ADD, y, x)
@@ -58,9 +54,7 @@ def test_a_value_moves_to_a_worker_once_in_an_activation():
 
 
 def test_tracked_and_not_tracked_a_value_moves_apart():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     scope.call("a", ADD, x, stopped(x))
     net.drain()
     (transfer,) = [m for _, _, m in net.sent if type(m) is Primal]
@@ -69,9 +63,7 @@ def test_tracked_and_not_tracked_a_value_moves_apart():
 
 
 def test_a_call_without_tracked_arguments_makes_no_node_but_belongs_to_the_context():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (y,) = scope.call("c", ADD, stopped(x), 1)
     assert not y.tracked
     assert net.fetch("a", y)[0][0] == 4
@@ -95,9 +87,7 @@ def test_an_add_there_and_back_has_one_send_and_one_recv_at_each_end():
 
 
 def test_three_hops_have_two_sends_and_two_recvs_in_the_middle():
-    net = net_of(4)
-    value = net.put("a", 1, "a")
-    scope = net.open("a")
+    net, scope, value = begun(4, "a", first=1)
     for worker in "bcd":
         (value,) = scope.call(worker, DOUBLE, value)
     for worker in "cba":
@@ -112,9 +102,7 @@ def test_three_hops_have_two_sends_and_two_recvs_in_the_middle():
 
 
 def test_data_may_come_before_its_call():
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bb")
     net.holds = holding(Call)
     (z,) = scope.call("c", ADD, x, y)
     net.drain()
@@ -130,9 +118,7 @@ def test_data_may_come_before_its_call():
 
 
 def test_who_computes_on_a_failure_holds_it_and_the_first_argument_counts():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     bad = Fuse("forward")
     (first,) = scope.call("b", Linear("first", ((1,),), bad), x)
     (second,) = scope.call("c", Linear("second", ((1,),), bad), x)
@@ -176,9 +162,7 @@ def raises(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_programs_nest_recurse_and_come_back_to_the_caller(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 1, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed, first=1)
     made, failure = scope.run("b", nests, 4, x)
     assert failure is None
     assert net.fetch("a", made)[0][0] == 32
@@ -189,9 +173,7 @@ def test_programs_nest_recurse_and_come_back_to_the_caller(seed: int):
 
 
 def test_a_program_call_leaves_only_when_all_earlier_calls_have_arrived():
-    net = net_of(3)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c")
     net.holds = holding(Call, receiver="c")
     (y,) = scope.call("c", DOUBLE, x)
     waiter = scope.launch("b", adds, "b", y)
@@ -219,9 +201,7 @@ def test_a_program_call_leaves_only_when_all_assignments_have_arrived():
 
 
 def test_a_program_returns_only_when_its_own_calls_have_arrived():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     waiter = scope.launch("b", adds, "c", x)
     net.holds = holding(Acknowledge, sender="c")
     net.drain()
@@ -234,9 +214,7 @@ def test_a_program_returns_only_when_its_own_calls_have_arrived():
 
 
 def test_a_program_that_raises_says_so_and_its_workers_are_released():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     result, failure = scope.run("b", raises, x)
     assert result is None and failure.message == "no luck on b"
     assert scope.leave() == ()
@@ -245,9 +223,7 @@ def test_a_program_that_raises_says_so_and_its_workers_are_released():
 
 
 def test_a_program_may_not_go_on_in_a_context_that_is_gone():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     inner = Scope(net, "b", scope.context, (1,))
     with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'b'"):
         inner.call("b", DOUBLE, x)
@@ -278,9 +254,7 @@ def test_constants_live_where_they_are_used_and_go_when_they_were():
 
 
 def test_an_output_that_cannot_be_tracked_makes_no_edge():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "a")
     whole, part = scope.call("b", SPLIT, x, inexact=(False, True))
     assert (whole.tracked, part.tracked) == (False, True)
     (y,) = scope.call("b", ADD, whole, part)

@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from jdag.engine.protocol import Apply, End, Failure, Mode, Outcome
-from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    leaves_nothing,
+    net_of,
+    pausing,
+)
 from tests.engine_net import Net, Scope, stopped
 from tests.engine_values import (
     ADD,
@@ -26,9 +34,7 @@ MODES = (Mode.SMART, Mode.FAST)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hook_is_given_the_sum_of_all_addends_once(seed: int, mode: Mode):
-    net = net_of(4, seed)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(4, "b", seed, first=5)
     (y,) = scope.call("b", SAME, x)
     hook = Affine("h", 10)
     scope.attach(y, hook)
@@ -37,9 +43,7 @@ def test_a_hook_is_given_the_sum_of_all_addends_once(seed: int, mode: Mode):
     finished(scope, root, mode=mode)
     assert [number for number, _ in hook.given] == [8]
     assert scope.gradients(x) == [80]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_the_sum_that_a_hook_is_given_is_that_of_paths_in_any_order_of_events():
@@ -61,9 +65,7 @@ def test_the_sum_that_a_hook_is_given_is_that_of_paths_in_any_order_of_events():
 def test_several_hooks_are_chained_in_the_order_of_the_program_whoever_attached(
     seed: int,
 ):
-    net = net_of(3, seed)
-    x = net.put("c", 5, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", seed, first=5)
     (y,) = scope.call("c", SAME, x)
 
     def body(inner: Scope):
@@ -82,9 +84,7 @@ def test_several_hooks_are_chained_in_the_order_of_the_program_whoever_attached(
 
 
 def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
-    net = net_of(3)
-    x = net.put("c", 5, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", first=5)
     late = scope.count = 4
     scope.attach(x, Affine("late"))
     scope.count = 1
@@ -99,9 +99,7 @@ def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
 def test_where_nothing_came_a_hook_is_given_a_zero_and_what_it_makes_goes_on(
     mode: Mode,
 ):
-    net = net_of(2)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "b", first=5)
     used, unused = scope.call("b", SPLIT, x)
     hook = Affine("h", 1, 7)
     scope.attach(unused, hook)
@@ -128,9 +126,7 @@ def test_a_fast_pass_hands_zeros_to_the_hooks_of_what_was_sent_along():
 def test_each_pass_applies_a_hook_once_more_and_those_before_it_was_there_do_not(
     seed: int,
 ):
-    net = net_of(3, seed)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "b", seed, first=5)
     (y,) = scope.call("b", SAME, x)
     (root,) = scope.call("c", TRIPLE, y)
     finished(scope, root, retain=True)
@@ -144,9 +140,7 @@ def test_each_pass_applies_a_hook_once_more_and_those_before_it_was_there_do_not
 
 
 def test_a_pass_is_not_over_while_a_hook_runs():
-    net = net_of(3)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", first=5)
     (y,) = scope.call("b", SAME, x)
     scope.attach(y, Affine("slow"))
     (root,) = scope.call("c", TRIPLE, y)
@@ -160,9 +154,7 @@ def test_a_pass_is_not_over_while_a_hook_runs():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hook_that_raises_fails_the_pass_with_its_name_place_and_route(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "b", seed, first=5)
     (y,) = scope.call("b", SAME, x)
     path = scope.attach(y, Affine("bad", fuse=Fuse("hook", 1)))
     (root,) = scope.call("c", TRIPLE, y)
@@ -177,9 +169,7 @@ def test_a_hook_that_raises_fails_the_pass_with_its_name_place_and_route(seed: i
 
 
 def test_what_no_pass_reaches_is_not_hooked():
-    net = net_of(2)
-    x, y = net.put("b", 5, "a"), net.put("b", 6, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(2, "bb", first=5)
     hook = Affine("h")
     scope.attach(y, hook)
     (root,) = scope.call("b", ADD, x, stopped(y))
@@ -188,9 +178,7 @@ def test_what_no_pass_reaches_is_not_hooked():
 
 
 def test_a_root_gives_its_hook_what_the_pass_starts_with():
-    net = net_of(2)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(2, "b", first=5)
     (root,) = scope.call("b", TRIPLE, x)
     hook = Affine("h", 2)
     scope.attach(root, hook)
@@ -201,9 +189,7 @@ def test_a_root_gives_its_hook_what_the_pass_starts_with():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_is_summed_by_itself_then_hooked_then_added_to_those_before(seed: int):
-    net = net_of(4, seed)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b", seed, first=5)
     used = [scope.call(to, DOUBLE, x)[0] for to in ("c", "d", "b")]
     for _ in range(2):
         finished(scope, *used, retain=True)
@@ -221,9 +207,7 @@ def test_a_pass_is_summed_by_itself_then_hooked_then_added_to_those_before(seed:
 def test_who_sees_a_gradient_sees_what_its_pass_added_after_the_hooks_that_replace(
     seed: int,
 ):
-    net = net_of(3, seed)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    _, scope, x = begun(3, "b", seed, first=5)
     (root,) = scope.call("c", TRIPLE, x)
     sees = Affine("sees", 0)
     scope.attach(x, sees, replaces=False)
@@ -232,9 +216,7 @@ def test_who_sees_a_gradient_sees_what_its_pass_added_after_the_hooks_that_repla
     finished(scope, root)
     assert [number for number, _ in sees.given] == [30, 30]
     assert scope.gradients(x) == [60]  # What it gives back is of no use.
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_who_sees_a_gradient_sees_it_after_it_has_been_committed():
@@ -258,9 +240,7 @@ def test_who_sees_a_gradient_sees_it_after_it_has_been_committed():
 
 
 def _seen_by(*hooks: Any) -> tuple[Net, Scope, Any, Any]:
-    net = net_of(3)
-    x = net.put("b", 5, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", first=5)
     for hook in hooks:
         scope.attach(x, hook, replaces=False)
     (root,) = scope.call("c", TRIPLE, x)
@@ -276,9 +256,7 @@ def test_the_program_goes_on_when_all_who_see_gradients_have_seen_them():
     net.let_go()
     net.until("a", waiter)
     assert [number for number, _ in slow.given] == [3]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_on_one_worker_hooks_see_in_the_order_of_the_program_over_all_leaves():
@@ -295,9 +273,7 @@ def test_on_one_worker_hooks_see_in_the_order_of_the_program_over_all_leaves():
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_of_a_pass_that_does_not_finish_nobody_sees_a_gradient(seed: int):
-    net = net_of(3, seed)
-    x, y = net.put("b", 5, "a"), net.put("b", 6, "a")
-    scope = net.open("a")
+    _, scope, x, y = begun(3, "bb", seed, first=5)
     sees = Affine("sees")
     scope.attach(x, sees, replaces=False)
     (good,) = scope.call("c", DOUBLE, x)
@@ -316,9 +292,7 @@ def test_of_a_pass_that_does_not_finish_nobody_sees_a_gradient(seed: int):
 def test_what_raises_when_it_sees_a_gradient_is_reported_of_a_pass_that_finished(
     seed: int,
 ):
-    net = net_of(4, seed)
-    x, y = net.put("b", 5, "a"), net.put("c", 6, "a")
-    scope = net.open("a")
+    _, scope, x, y = begun(4, "bc", seed, first=5)
     after = Affine("after")
     paths = [
         scope.attach(leaf, Affine(name, fuse=Fuse("hook")), replaces=False)
@@ -337,9 +311,7 @@ def test_what_raises_when_it_sees_a_gradient_is_reported_of_a_pass_that_finished
 
 
 def test_by_zeros_alone_what_was_there_stays_though_hooks_see_a_zero():
-    net = net_of(2)
-    x, y = net.put("a", 5, "a"), net.put("a", 6, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(2, "aa", first=5)
     scope.call("b", ADD, x, y, inexact=[False])  # They travel together.
     (first,) = scope.call("b", SAME, y)
     (root,) = scope.call("b", SAME, x)
@@ -350,15 +322,11 @@ def test_by_zeros_alone_what_was_there_stays_though_hooks_see_a_zero():
     assert sees.given == [(0, "0")]
     before, after = (net.fetch("a", scope.gradient(y, n))[0] for n in (1, 2))
     assert before == after == (1, "same/0(1)")
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_what_is_to_be_seen_is_held_while_it_is_added_though_the_pass_has_failed():
-    net = net_of(3)
-    x, y = net.put("b", 5, "a"), net.put("c", 6, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bc", first=5)
     scope.attach(x, Affine("sees"), replaces=False)
     (good,) = scope.call("b", SAME, x)
     finished(scope, good, retain=True)
@@ -370,9 +338,7 @@ def test_what_is_to_be_seen_is_held_while_it_is_added_though_the_pass_has_failed
     assert waiter not in net.places["a"].resumed
     net.let_go()
     assert net.until("a", waiter).outcome is Outcome.FAILED
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_a_leaf_that_is_lost_while_its_gradient_is_seen_ends_the_pass_as_lost():
@@ -385,9 +351,7 @@ def test_a_leaf_that_is_lost_while_its_gradient_is_seen_ends_the_pass_as_lost():
     assert result.outcome is Outcome.FAILED
     assert isinstance(result.failure, Failure)
     assert result.failure.error == "WorkerLost"
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_leaving_while_gradients_are_seen_waits_for_who_sees_and_leaves_nothing():

@@ -16,16 +16,18 @@ from jdag.engine.protocol import (
     Release,
 )
 from jdag.errors import WorkerLost
-from tests.engine_cases import SEEDS, finished, holding, net_of
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    leaves_nothing,
+    net_of,
+    nothing_left,
+)
 from tests.engine_net import Net, Scope
 from tests.engine_outages import hear
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE
-
-
-def nothing_left(net: Net) -> None:
-    net.let_go()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
 
 
 def told(net: Net, worker: str, *losses: Lost | Joined) -> None:
@@ -101,15 +103,12 @@ def test_what_lived_on_the_former_one_stays_lost_and_says_so(seed: int):
     )
     with pytest.raises(WorkerLost, match=r"leaf 1 on b cannot be made.* 'b#1', which"):
         net.update("a", x, DOUBLE, x)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_context_of_which_the_former_one_was_part_has_failed(seed: int):
-    net = net_of(3, seed)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", seed)
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
     again(net, "b")
@@ -119,15 +118,12 @@ def test_a_context_of_which_the_former_one_was_part_has_failed(seed: int):
             scope.call(worker, SAME, argument)
     with pytest.raises(WorkerLost, match="worker 'b' is lost"):
         scope.start_backward(y)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_context_of_which_the_former_one_was_no_part_may_use_it(seed: int):
-    net = net_of(3, seed)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", seed)
     (y,) = scope.call("c", DOUBLE, x)
     net.drain()
     again(net, "b")
@@ -226,9 +222,7 @@ def test_its_contexts_are_not_those_that_the_former_one_has_released(seed: int):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_the_former_one_said_is_not_heard_after_the_next_one(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     net.holds = holding(Primal, "b", "c")
     (y,) = scope.call("c", DOUBLE, x)
     net.drain()
@@ -240,8 +234,7 @@ def test_what_the_former_one_said_is_not_heard_after_the_next_one(seed: int):
     (failed,) = net.fetch("a", y)
     assert isinstance(failed, Failure) and failed.worker == "b"
     told(net, "a", *BACK)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def uses_b(scope: Scope) -> Generator[int, Any, None]:

@@ -17,14 +17,21 @@ from jdag.engine.protocol import (
     PassResult,
 )
 from jdag.errors import ProtocolError
-from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
+from tests.engine_cases import (
+    SEEDS,
+    assign_newest,
+    begun,
+    leaves_nothing,
+    net_of,
+    newest,
+    nothing_left,
+    pausing,
+)
 from tests.engine_values import ADD, DOUBLE, Fuse, Linear
 
 
 def test_a_version_that_forward_read_is_kept_until_its_context_is_released():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", Linear("f", ((5,),)), x)
     newer = net.update("a", x, DOUBLE, x)
     (z,) = scope.call("b", ADD, y, newer)
@@ -93,9 +100,7 @@ def test_versions_are_made_in_the_order_in_which_they_were_asked_for():
 
 
 def test_a_step_that_reads_a_gradient_runs_although_its_context_is_left_at_once():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", Linear("f", ((5,),)), x)
     scope.backward(y)
     net.pauses = pausing("step")
@@ -107,8 +112,7 @@ def test_a_step_that_reads_a_gradient_runs_although_its_context_is_left_at_once(
     net.let_go()
     assert net.until("a", leaving) == ()
     assert net.fetch("a", newer)[0][0] == 3 - 5
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def test_a_version_whose_making_failed_holds_the_failure():
@@ -122,15 +126,11 @@ def test_a_version_whose_making_failed_holds_the_failure():
             "step raised in forward\n"
             "(not made: leaf 1 on b; what was assigned beside that is not affected)"
         )
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_a_step_whose_context_is_aborted_fails_and_is_not_awaited_for_ever():
-    net = net_of(3)
-    x, other = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, other = begun(3, "bb")
     (y,) = scope.call("b", DOUBLE, x)
     scope.call("c", DOUBLE, 1)
     scope.backward(y)
@@ -146,8 +146,7 @@ def test_a_step_whose_context_is_aborted_fails_and_is_not_awaited_for_ever():
     number, failed = net.fetch("a", slow, late)
     assert number[0] == 4
     assert "context 0.1 was released before its values were used" in failed.message
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def stale(result: PassResult) -> list[tuple[int, int]]:
@@ -157,9 +156,7 @@ def stale(result: PassResult) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_says_which_leaves_were_updated_since_forward_read_them(seed: int):
-    net = net_of(3, seed)
-    x, y, z = net.put("a", 3, "a"), net.put("b", 4, "a"), net.put("c", 5, "a")
-    scope = net.open("a")
+    net, scope, x, y, z = begun(3, "abc", seed)
     add3 = Linear("add3", ((1, 1, 1),))
     (loss,) = scope.call("a", add3, x, y, z)
     assert stale(scope.backward(loss, retain=True)) == []
@@ -174,9 +171,7 @@ def test_a_pass_says_which_leaves_were_updated_since_forward_read_them(seed: int
     scope = net.open("a")
     (newest,) = scope.call("c", add3, x, y, z)
     assert stale(scope.backward(newest)) == []
-    scope.leave()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
+    leaves_nothing(scope)
 
 
 def test_of_several_versions_the_oldest_that_the_pass_differentiates_counts():
@@ -198,9 +193,7 @@ def test_of_several_versions_the_oldest_that_the_pass_differentiates_counts():
 
 
 def test_a_version_that_a_pass_reaches_by_zeros_alone_is_not_differentiated():
-    net = net_of(3)
-    x, w = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, w = begun(3, "bb")
     (u,) = scope.call("b", DOUBLE, x)
     (v,) = scope.call("b", DOUBLE, w)
     (both,) = scope.call("c", ADD, u, v)
@@ -269,9 +262,7 @@ def test_a_context_reads_one_version_until_its_own_worker_assigns():
 
 
 def test_an_update_of_a_leaf_that_was_dropped_makes_nothing_and_leaves_nothing():
-    net = net_of(3)
-    x, one, y = (net.put("c", number, "a") for number in (3, 4, 5))
-    scope = net.open("a")
+    net, scope, x, one, y = begun(3, "ccc")
     (used,) = scope.call("c", DOUBLE, newest(x))
     net.drain()
     net.pauses = pausing("step")

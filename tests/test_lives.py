@@ -17,17 +17,21 @@ from jdag.engine.protocol import (
     Primal,
     Ship,
 )
-from tests.engine_cases import SEEDS, finished, holding, kept, net_of, pausing
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    kept,
+    leaves_nothing,
+    net_of,
+    nothing_left,
+    pausing,
+)
 from tests.engine_net import Net, Scope, stopped
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
 
 ADD3 = Linear("add3", ((1, 1, 1),))
-
-
-def nothing_left(net: Net) -> None:
-    net.let_go()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
 
 
 def outputs(net: Net) -> list[Key]:
@@ -47,8 +51,7 @@ def test_a_value_that_is_named_no_more_goes_when_the_call_that_uses_it_has_run()
     net.let_go()
     assert net.fetch("a", y, z) == [(18, "triple.0"), (4, "same.0")]
     assert outputs(net) == [z.key, y.key]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_value_goes_with_all_the_copies_that_its_program_had_made_of_it():
@@ -62,8 +65,7 @@ def test_a_value_goes_with_all_the_copies_that_its_program_had_made_of_it():
     scope.tell_discarded()
     net.drain()
     assert sorted(outputs(net)) == sorted(value.key for value in used)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
@@ -82,8 +84,7 @@ def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
     ridden = {type(m): m.discarded for *_, m in net.sent if getattr(m, "discarded", 0)}
     assert {kind: len(keys) for kind, keys in ridden.items()} == {Ship: 1, Call: 1}
     assert net.messages(Discard) == []
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("held_back", [Primal, Call, Ship])
@@ -143,8 +144,7 @@ def test_calls_without_tracking_leave_nothing_in_the_memory_of_an_engine():
         assert [key for key in moved if key not in (x.key, y.key)] == []
     assert sizes[1:] == sizes[:1] * 5
     assert net.fetch("a", x)[0][0] == 32
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_failure_that_nobody_names_is_said_when_its_context_is_left():
@@ -159,9 +159,7 @@ def test_a_failure_that_nobody_names_is_said_when_its_context_is_left():
 
 def test_the_graph_needs_no_values():
     """A pass over values that are all gone gives what it gives with them."""
-    net = net_of(3)
-    x = net.put("a", 2, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "a", first=2)
     (y,) = scope.call("b", DOUBLE, x)
     parts = [scope.call("c", TRIPLE, y)[0] for _ in range(3)]
     (loss,) = scope.call("a", ADD3, *parts)
@@ -172,14 +170,11 @@ def test_the_graph_needs_no_values():
     for number in (1, 2):
         finished(scope, loss, retain=True)
         assert scope.gradients(x) == [18 * number]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_copy_of_a_leaf_goes_when_a_pass_has_spent_its_transfer():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "a")
     for number in (1, 2, 3):
         (y,) = scope.call("b", DOUBLE, x)
         finished(scope, y)
@@ -188,14 +183,11 @@ def test_a_copy_of_a_leaf_goes_when_a_pass_has_spent_its_transfer():
         net.drain()
         assert kept(net, "received") == []
         assert scope.gradients(x) == [2 * number]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_copy_of_a_version_goes_when_the_next_one_is_moved():
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "a")
     for _ in range(3):
         (y,) = scope.call("b", DOUBLE, stopped(x))
         scope.discard(y)
@@ -203,15 +195,12 @@ def test_a_copy_of_a_version_goes_when_the_next_one_is_moved():
     (y,) = scope.call("b", DOUBLE, stopped(x))
     assert net.fetch("a", y)[0][0] == 48
     assert [net.places["b"].values[key][0] for key in kept(net, "received")] == [24]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_a_call_of_two_versions_of_a_leaf_has_both(first: int):
-    net = net_of(2)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "a")
     scope.call("b", DOUBLE, x)
     both = (x, net.update("a", x, TRIPLE, x))
     one, other = both[first], both[1 - first]
@@ -219,8 +208,7 @@ def test_a_call_of_two_versions_of_a_leaf_has_both(first: int):
     (z,) = scope.call("b", ADD3, other, one, other)
     numbers = [number for number, _ in net.fetch("a", y, z)]
     assert numbers == [[15, 21], [21, 15]][first]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def inner(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
@@ -251,14 +239,11 @@ def test_what_a_program_does_not_return_goes_with_it():
     scope.tell_discarded()
     net.drain()
     assert outputs(net) == []
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_what_an_assignment_waits_for_is_kept_until_it_has_run():
-    net = net_of(2)
-    leaf = net.put("b", 5, "a")
-    scope = net.open("a")
+    net, scope, leaf = begun(2, "b", first=5)
     net.pauses = pausing("double")
     (y,) = scope.call("b", DOUBLE, 3)
     newer = net.update("a", leaf, ADD, leaf, y)
@@ -268,14 +253,11 @@ def test_what_an_assignment_waits_for_is_kept_until_it_has_run():
     net.let_go()
     assert net.fetch("a", newer)[0][0] == 11
     assert outputs(net) == []
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_gradients_of_earlier_passes_go_and_the_current_one_stays():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", DOUBLE, x)
     (zero,) = scope.call("b", Linear("both", ((0, 1),)), x, 7)
     for number in (1, 2, 3):
@@ -291,14 +273,11 @@ def test_gradients_of_earlier_passes_go_and_the_current_one_stays():
     scope.tell_discarded()
     assert finished(scope, y, zero) == 4
     assert scope.gradients(x) == [8]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_gradient_that_a_pass_left_as_it_was_goes_with_the_last_of_its_names():
-    net = net_of(3)
-    x, w = net.put("b", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
+    net, scope, x, w = begun(3, "bb")
     (u,) = scope.call("b", DOUBLE, x)
     (v,) = scope.call("b", TRIPLE, w)
     (both,) = scope.call("c", ADD, u, v)
@@ -319,15 +298,12 @@ def test_a_gradient_that_a_pass_left_as_it_was_goes_with_the_last_of_its_names()
     scope.tell_discarded()
     net.drain()
     assert sum(key.kind == "scratch" for key in net.places["b"].values) == 2
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_context_that_fails_leaves_nothing_whatever_was_dropped_in_it(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     (y,) = scope.call("b", DOUBLE, x)
     (z,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp")), y)
     scope.discard(y)
@@ -337,8 +313,7 @@ def test_a_context_that_fails_leaves_nothing_whatever_was_dropped_in_it(seed: in
     scope.discard(z)
     scope.tell_discarded()
     net.some()
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -353,16 +328,13 @@ def test_what_was_dropped_on_a_worker_that_crashed_is_gone_with_it(seed: int):
     net.some()
     scope.tell_discarded()
     net.fetch("a", y)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
     """The issuer loses who is to send, and who waits for it gets both."""
-    net = net_of(3, seed)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", seed)
     (y,) = scope.call("c", DOUBLE, x)
     net.fetch("a", y)
     net.holds = lambda a, b, m: a == "c" and type(m) in (Primal, Acknowledge)

@@ -17,15 +17,18 @@ from jdag.engine.protocol import (
     Ship,
 )
 from jdag.errors import WorkerLost
-from tests.engine_cases import SEEDS, finished, holding, net_of, pausing
-from tests.engine_net import Net, Scope
+from tests.engine_cases import (
+    SEEDS,
+    begun,
+    finished,
+    holding,
+    leaves_nothing,
+    net_of,
+    nothing_left,
+    pausing,
+)
+from tests.engine_net import Scope
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
-
-
-def nothing_left(net: Net) -> None:
-    net.let_go()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
 
 
 def inner(scope: Scope, y: Argument) -> Generator[int, Any, None]:
@@ -43,9 +46,7 @@ def outer(scope: Scope, y: Argument) -> Generator[int, Any, str]:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_program_that_swallows_a_loss_fails_its_context_all_the_same(seed: int):
     """On b a call waits for what nobody asks for, and d alone knows that c is lost."""
-    net = net_of(4, seed)
-    x = net.put("d", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "d", seed)
     (y,) = scope.call("d", DOUBLE, x)
     net.drain()
     net.holds = holding(Ship, sender="c")
@@ -66,9 +67,7 @@ def test_a_program_that_swallows_a_loss_fails_its_context_all_the_same(seed: int
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_loss_noticed_while_leaving_turns_the_release_into_an_abort(seed: int):
-    net = net_of(4, seed)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc", seed)
     scope.call("a", Linear("mine", ((1,),), Fuse("forward")), 1)
     scope.call("c", ADD, x, y)
     net.drain()
@@ -91,9 +90,7 @@ def test_a_loss_noticed_while_leaving_turns_the_release_into_an_abort(seed: int)
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_loss_noticed_while_leaving_waits_for_calls_ends_the_context_once(seed: int):
-    net = net_of(4, seed)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc", seed)
     scope.call("a", Linear("mine", ((1,),), Fuse("forward")), 1)
     scope.call("c", ADD, x, y)
     waiter = scope.start_leaving()  # Nothing is acknowledged.
@@ -112,9 +109,7 @@ def test_a_loss_noticed_while_leaving_waits_for_calls_ends_the_context_once(seed
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_pass_whose_way_is_cut_fails_and_names_who_lost_whom(before: bool, seed: int):
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b", seed)
     (y,) = scope.call("c", DOUBLE, x)
     (z,) = scope.call("d", TRIPLE, y)
     net.drain()
@@ -131,16 +126,13 @@ def test_a_pass_whose_way_is_cut_fails_and_names_who_lost_whom(before: bool, see
     assert result.outcome is Outcome.FAILED
     assert result.failure.error == "WorkerLost"
     assert result.failure.route == ("a", "d", "c", "b")
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
 def test_a_worker_that_lost_who_told_it_of_a_pass_tells_the_owner_itself(mode: Mode):
     """C hears of the pass from d, and loses it; d has not noticed yet."""
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (y,) = scope.call("c", DOUBLE, x)
     (z,) = scope.call("d", TRIPLE, y)
     net.drain()
@@ -158,8 +150,7 @@ def test_a_worker_that_lost_who_told_it_of_a_pass_tells_the_owner_itself(mode: M
     assert result.failure.error == "WorkerLost"
     assert result.failure.route == ("a", "c", "d")
     net.unnoticed = [("d", Lost("c"))]
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def uses(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
@@ -175,17 +166,14 @@ def uses(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_calls_a_worker_that_has_lost_the_owner_is_answered(seed: int):
-    net = net_of(3, seed)
-    x = net.put("c", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "c", seed)
     net.drain()
     net.part("a", "b")
     net.drain()
     result, failure = net.until("a", scope.launch("c", uses, x))
     assert result is None
     assert failure.message == "worker 'a' is lost (noticed by 'b')"
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def returns_far(scope: Scope) -> Generator[int, Any, Argument]:
@@ -207,16 +195,13 @@ def test_a_ref_that_may_not_be_there_is_not_returned(seed: int):
     assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
     with pytest.raises(WorkerLost, match="worker 'c' is lost"):
         scope.start_backward()
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_waits_for_what_a_lost_worker_may_not_have_heard_of_is_told(seed: int):
     """The owner loses b before b acknowledges the ship; c waits for b's value."""
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     net.drain()
     net.holds = holding(Ship)
     (y,) = scope.call("c", DOUBLE, x)
@@ -224,14 +209,11 @@ def test_who_waits_for_what_a_lost_worker_may_not_have_heard_of_is_told(seed: in
     net.part("a", "b")
     (failed,) = net.fetch("a", y)
     assert failed.error == "WorkerLost" and failed.worker == "b"
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def test_a_cut_that_nobody_needs_is_not_missed():
-    net = net_of(4)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc")
     (one,) = scope.call("d", DOUBLE, x)
     (two,) = scope.call("d", TRIPLE, y)
     net.drain()
@@ -258,8 +240,7 @@ def test_a_program_called_on_a_worker_that_has_lost_the_owner_is_answered(seed: 
     result, failure = net.until("a", scope.launch("c", swallows, "b", returns_far))
     assert result is None
     assert failure.message == "worker 'a' is lost (noticed by 'b')"
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -274,8 +255,7 @@ def test_a_loss_that_an_inner_program_returned_cannot_be_swallowed(seed: int):
     assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
     with pytest.raises(WorkerLost, match="worker 'c' is lost"):
         scope.start_backward()
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def for_ever(scope: Scope) -> Generator[int, Any, None]:
@@ -294,15 +274,12 @@ def test_who_waits_for_a_program_whose_worker_then_loses_the_owner_is_told(seed:
     result, failure = net.until("a", waiter)
     assert result is None and failure.message == "worker 'a' is lost (noticed by 'b')"
     net.places["b"].running.clear()
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_waits_for_a_value_whose_maker_then_loses_the_owner_is_told(seed: int):
-    net = net_of(3, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b", seed)
     net.pauses = pausing("slow")
     (slow,) = scope.call("b", Linear("slow", ((1,),)), x)
     (far,) = scope.call("c", DOUBLE, slow)
@@ -310,5 +287,4 @@ def test_who_waits_for_a_value_whose_maker_then_loses_the_owner_is_told(seed: in
     net.part("a", "b")
     (failed,) = net.fetch("a", far)
     assert failed.message == "worker 'a' is lost (noticed by 'b')"
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)

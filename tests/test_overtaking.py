@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from jdag.engine.protocol import Run
-from tests.engine_cases import SEEDS, assign_newest, net_of, newest, pausing
+from tests.engine_cases import (
+    SEEDS,
+    assign_newest,
+    leaves_nothing,
+    net_of,
+    newest,
+    nothing_left,
+    pausing,
+)
 from tests.engine_net import Net, Scope
 from tests.engine_values import ADD, DOUBLE, TRIPLE, Fuse, Linear
 
@@ -16,12 +24,6 @@ def late(count: int, seed: int) -> Net:
     net.links.large = 1.0
     net.links.stalls = True
     return net
-
-
-def nothing_left(net: Net) -> None:
-    net.let_go()
-    net.drain()
-    assert (left := net.leftovers()) == [], left
 
 
 def ended(net: Net, waiter: int) -> Any:
@@ -139,8 +141,7 @@ def test_what_answers_waits_for_nobody():
     assert any(type(m) is Run for _, _, m in net.sent)
     net.let_go()
     net.until("a", waiter)
-    scope.leave()
-    nothing_left(net)
+    leaves_nothing(scope)
 
 
 def reads(scope: Scope) -> Any:

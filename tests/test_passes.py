@@ -5,14 +5,20 @@ from typing import Any
 import pytest
 
 from jdag.engine.protocol import End, Expired, Failure, Mode, Outcome, Owed
-from tests.engine_cases import finished, holding, kept, net_of, pausing
+from tests.engine_cases import (
+    begun,
+    finished,
+    holding,
+    kept,
+    leaves_nothing,
+    nothing_left,
+    pausing,
+)
 from tests.engine_values import ADD, DOUBLE, Affine, Fuse, Linear
 
 
 def test_a_gradient_is_there_when_its_pass_has_ended_finished_and_not_before():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
     net.holds = holding(End)
@@ -26,9 +32,7 @@ def test_a_gradient_is_there_when_its_pass_has_ended_finished_and_not_before():
 
 
 def test_every_participant_is_told_the_end_of_a_pass_reached_or_not():
-    net = net_of(4)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc")
     (root,) = scope.call("b", DOUBLE, x)
     scope.call("c", DOUBLE, y)
     finished(scope, root)
@@ -36,9 +40,7 @@ def test_every_participant_is_told_the_end_of_a_pass_reached_or_not():
 
 
 def test_a_leaf_that_was_complete_when_the_pass_failed_has_no_gradient():
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bc")
     (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp", 1)), y)
     (good,) = scope.call("b", ADD, x, x)
     (root,) = scope.call("a", ADD, good, bad)
@@ -54,15 +56,11 @@ def test_a_leaf_that_was_complete_when_the_pass_failed_has_no_gradient():
     assert isinstance(failed, Failure)
     finished(scope, root)
     assert scope.gradients(x, y) == [2, 1]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_a_late_answer_of_a_pass_that_ended_changes_nothing():
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bc")
     (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp", 1)), y)
     (good,) = scope.call("b", DOUBLE, x)
     net.drain()
@@ -79,9 +77,7 @@ def test_a_late_answer_of_a_pass_that_ended_changes_nothing():
 
 
 def test_a_pass_whose_time_is_over_ends_and_names_what_is_owed():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)
     (root,) = scope.call("c", Linear("slow", ((1,),)), y)
     net.drain()
@@ -96,18 +92,14 @@ def test_a_pass_whose_time_is_over_ends_and_names_what_is_owed():
     net.let_go()
     finished(scope, root, retain=True)
     assert scope.gradients(x) == [2]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("retain", [True, False])
 def test_a_pass_whose_time_is_over_before_it_begins_says_what_it_waits_for(
     retain: bool,
 ):
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.drain()
     net.holds = lambda *_: True
     (y,) = scope.call("b", DOUBLE, x)
@@ -128,15 +120,11 @@ def test_a_pass_whose_time_is_over_before_it_begins_says_what_it_waits_for(
     if not retain:  # As of any pass that did not finish: on every worker.
         assert again.failure is not None and again.failure.error == "GraphError"
         assert kept(net, "residuals") == []
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 def test_a_pass_that_has_failed_waits_for_its_jobs_until_its_time_is_over():
-    net = net_of(4)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(4, "bc")
     (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp", 1)), y)
     (good,) = scope.call("b", Linear("slow", ((1,),)), x)
     net.drain()
@@ -154,16 +142,12 @@ def test_a_pass_that_has_failed_waits_for_its_jobs_until_its_time_is_over():
     net.let_go()
     assert net.until("a", second).outcome is Outcome.FINISHED
     assert scope.gradients(x, y) == [1, 1]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_time_that_is_over_when_the_pass_is_changes_nothing(mode: Mode):
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (root,) = scope.call("c", DOUBLE, x)
     late = Expired(scope.context, 1)
     finished(scope, root, retain=True, mode=mode)
@@ -175,14 +159,11 @@ def test_a_time_that_is_over_when_the_pass_is_changes_nothing(mode: Mode):
     net.tell("a", Expired(scope.context, 2))
     scope.leave()
     net.tell("a", Expired(scope.context, 2))
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def test_who_sees_gradients_takes_the_time_that_it_takes():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (root,) = scope.call("b", DOUBLE, x)
     scope.attach(x, Affine("slow"), replaces=False)
     net.pauses = pausing("slow")

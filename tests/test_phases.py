@@ -36,7 +36,7 @@ from jdag.engine.protocol import (
     Start,
 )
 from jdag.errors import ContextError, WorkerLost
-from tests.engine_cases import holding, net_of, pausing
+from tests.engine_cases import begun, holding, nothing_left, pausing
 from tests.engine_faults import FAULTS, happen
 from tests.engine_net import Net, Scope
 from tests.engine_values import DOUBLE, SAME, Linear
@@ -137,9 +137,7 @@ PASSES = (
 
 def in_phase(phase: Phase) -> tuple[Net, Scope]:
     """A net whose context is in that phase, and stays there while nothing is let go."""
-    net = net_of(3)
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
+    net, scope, x, y = begun(3, "bc")
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("c", SAME, y)
     if phase is not Phase.GATHERING:
@@ -202,8 +200,7 @@ def test_an_engine_refuses_what_the_phase_does_not_take_and_is_none_the_worse(
     if phase is not Phase.LEAVING:
         assert engine.live_passes == 0
         scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def test_a_lost_worker_fails_its_context_and_the_error_names_it():
@@ -223,8 +220,7 @@ def test_a_context_can_be_left_from_every_phase_and_leaves_nothing(phase: Phase)
         scope.start_leaving()
     net.drain()
     net.let_go()
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 @pytest.mark.parametrize("phase", [p for p in Phase if p is not Phase.RELEASED])
@@ -243,5 +239,4 @@ def test_a_worker_can_be_lost_in_every_phase_and_nothing_is_left(
         assert took_part or phase is Phase.ENDING, result
     if phase is not Phase.LEAVING:
         scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)

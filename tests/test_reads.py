@@ -3,14 +3,12 @@
 import pytest
 
 from jdag.engine.protocol import Primal, Read
-from tests.engine_cases import holding, net_of, pausing
+from tests.engine_cases import begun, holding, net_of, nothing_left, pausing
 from tests.engine_values import DOUBLE, SAME, Linear
 
 
 def test_a_read_is_answered_when_the_value_is_there_and_makes_no_context():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.pauses = pausing("double")
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
@@ -23,9 +21,7 @@ def test_a_read_is_answered_when_the_value_is_there_and_makes_no_context():
 
 
 def test_a_read_of_a_released_context_says_so_and_does_not_remake_it():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)
     scope.backward(y)
     gradient = scope.gradient(x)
@@ -37,9 +33,7 @@ def test_a_read_of_a_released_context_says_so_and_does_not_remake_it():
 
 
 def test_a_read_that_waits_is_answered_when_its_context_is_aborted():
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
     net.holds = holding(Primal)
@@ -54,14 +48,11 @@ def test_a_read_that_waits_is_answered_when_its_context_is_aborted():
         (failed,) = net.until(reader, waiter)
         assert "context 0.1 was released" in failed.message
     net.let_go()
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def test_a_read_of_several_keeps_a_version_while_another_value_is_awaited():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     net.pauses = pausing("double")
     (y,) = scope.call("b", SAME, 1)
     (z,) = scope.call("b", DOUBLE, y)
@@ -135,8 +126,7 @@ def test_a_value_that_goes_with_its_context_while_another_is_awaited_is_a_failur
     failed, (number, _) = net.until(reader, waiter)
     assert failed.error == "ContextError" and "is not held here" in failed.message
     assert number == 4
-    net.drain()
-    assert net.leftovers() == []
+    nothing_left(net)
 
 
 def test_a_read_of_several_gives_each_in_its_place_whoever_keeps_it():

@@ -23,7 +23,7 @@ from jdag.engine.protocol import (
     Start,
 )
 from jdag.engine.share import Outgoing, Pass
-from tests.engine_cases import SEEDS, holding, net_of, pausing
+from tests.engine_cases import SEEDS, begun, holding, leaves_nothing, net_of, pausing
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 from tests.engine_values import DOUBLE, SAME, TRIPLE, Linear
@@ -41,9 +41,7 @@ MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
 @MODES
 @pytest.mark.parametrize("kind", [Call, Ship, Acknowledge])
 def test_a_pass_begins_only_when_every_call_is_acknowledged(kind: type, mode: Mode):
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.drain()
     net.holds = holding(kind)
     (y,) = scope.call("c", DOUBLE, x)
@@ -59,9 +57,7 @@ def test_a_pass_begins_only_when_every_call_is_acknowledged(kind: type, mode: Mo
 
 def test_a_send_that_is_not_there_yet_is_waited_for_and_not_forgotten():
     """Without the acknowledgement the pass would end before the send is counted."""
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.drain()
     (root,) = scope.call("b", DOUBLE, x)
     net.drain()
@@ -77,9 +73,7 @@ def test_a_send_that_is_not_there_yet_is_waited_for_and_not_forgotten():
 
 @MODES
 def test_values_may_still_be_on_their_way_when_a_pass_begins(mode: Mode):
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     net.pauses = pausing("double")
     (y,) = scope.call("c", DOUBLE, x)
     waiter = scope.start_backward(y, mode=mode)
@@ -90,9 +84,7 @@ def test_values_may_still_be_on_their_way_when_a_pass_begins(mode: Mode):
 
 
 def test_a_fast_pass_with_its_roots_on_one_worker_is_not_announced():
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", DOUBLE, x)
     scope.backward(y, y)
     assert [m.go for _, _, m in net.sent if type(m) is Start] == [True]
@@ -102,9 +94,7 @@ def test_a_fast_pass_with_its_roots_on_one_worker_is_not_announced():
 @MODES
 @pytest.mark.parametrize("seed", SEEDS)
 def test_all_roots_are_heard_of_before_any_cotangent_flows(seed: int, mode: Mode):
-    net = net_of(4, seed)
-    x = net.put("a", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "a", seed)
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("c", TRIPLE, one)
     (three,) = scope.call("d", SAME, two)
@@ -123,9 +113,7 @@ def test_all_roots_are_heard_of_before_any_cotangent_flows(seed: int, mode: Mode
 @MODES
 def test_a_root_that_comes_late_would_be_counted_too_late(mode: Mode):
     """C's root is behind b's: told first, b must wait for what c's root brings."""
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     (one,) = scope.call("b", DOUBLE, x)
     (two,) = scope.call("b", TRIPLE, one)
     (three,) = scope.call("c", SAME, two)
@@ -140,9 +128,7 @@ def test_a_root_that_comes_late_would_be_counted_too_late(mode: Mode):
 
 def test_go_is_said_only_when_no_mark_is_under_way():
     """The mark that b is held back from would find that c's send is needed."""
-    net = net_of(4)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b")
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("d", TRIPLE, one)
     (three,) = scope.call("c", SAME, one)
@@ -248,9 +234,7 @@ def _parts(net: Net, context: Any, number: int) -> Credit | None:
 
 @MODES
 def test_a_worker_that_computes_keeps_credit(mode: Mode):
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     (y,) = scope.call("b", DOUBLE, x)
     net.drain()
     net.pauses = pausing("double")
@@ -265,9 +249,7 @@ def test_a_worker_that_computes_keeps_credit(mode: Mode):
 
 @MODES
 def test_a_worker_whose_node_waits_for_its_forward_keeps_credit(mode: Mode):
-    net = net_of(2)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(2, "b")
     net.pauses = pausing("double")
     (y,) = scope.call("b", DOUBLE, x)
     waiter = scope.start_backward(y, mode=mode)
@@ -325,9 +307,7 @@ def test_who_has_more_to_do_keeps_a_part():
 @MODES
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_changes_that_reach_the_owner_add_up_to_what_is_owed(seed: int, mode: Mode):
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(4, "b", seed)
     for worker in "cd":
         scope.call(worker, DOUBLE, x)  # Dropped.
     (one,) = scope.call("c", TRIPLE, x)
@@ -351,9 +331,7 @@ def test_a_pass_gives_each_change_away_once():
 
 
 def test_a_stuck_fast_pass_is_known_without_any_timer():
-    net = net_of(3)
-    x = net.put("b", 3, "a")
-    scope = net.open("a")
+    net, scope, x = begun(3, "b")
     scope.call("c", DOUBLE, x)
     (y,) = scope.call("b", TRIPLE, x)
     net.drain()
@@ -385,6 +363,4 @@ def test_a_job_of_a_failed_pass_that_still_runs_ends_before_the_pass_does(mode: 
     result = net.until("a", first)
     assert result.outcome is Outcome.FAILED and y.tracked
     assert [job.path for job in net.ran][-1] == (1,)
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
