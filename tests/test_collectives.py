@@ -13,12 +13,9 @@ from jdag import sim
 from jdag.errors import CollectiveError, ContextError, RemoteError, WorkerLost
 from tests.collective_programs import (
     HOW,
-    adds_of_length,
     all_kinds,
     bits,
-    in_order,
     raises,
-    returns,
     said,
     sums,
     trains,
@@ -65,15 +62,6 @@ def right_kinds(among):
 # ------------------------------------------------------------------------------ values
 
 
-def test_each_collective_gives_all_members_the_same_bits_in_the_order_of_among(made):
-    among = ("t2", "t0", "t3", "t1")
-    right = right_kinds(among)
-    other = right_kinds(TRAINERS)
-    assert right["sum owner"] != other["sum owner"]
-    found = together(made, partial(all_kinds, among))
-    assert found == dict.fromkeys(TRAINERS, right)
-
-
 def test_no_order_of_arrival_changes_a_bit():
     right = right_kinds(TRAINERS)
     for seed in range(6):
@@ -95,18 +83,6 @@ def test_a_sum_has_the_bits_of_that_in_a_context(made, how):
     )
     for name in TRAINERS:
         assert bits(found[name]) == bits(right[name])
-
-
-def test_replicas_in_loops_of_their_own_stay_equal_to_the_bit():
-    found = []
-    for seed in (0, 1):
-        with rough(seed) as cluster:
-            steps = together(cluster, partial(trains, 4, HOW[seed + 1]))
-            assert all(each == steps["t0"] for each in steps.values())
-            assert len(dict.fromkeys(steps["t0"])) == 4
-            found.append(steps["t0"])
-    with simulated() as cluster:  # Timing and faults change nothing.
-        assert together(cluster, partial(trains, 4, HOW[2]))["t0"] == found[1]
 
 
 def test_refs_numbers_and_leaves_are_fetched_and_names_stay_what_they_are(made):
@@ -216,17 +192,6 @@ def test_a_loop_of_collectives_holds_no_more_at_its_end(made):
 # ------------------------------------------------------------------------------ errors
 
 
-def test_a_member_that_has_returned_is_named_and_so_is_who_waits_where(made):
-    programs = {"t0": sums, "t1": returns, "t2": sums, "t3": returns}
-    with pytest.raises(CollectiveError) as caught:
-        made.run(programs)
-    text, (note,) = str(caught.value), caught.value.__notes__
-    assert text.startswith("tests.collective_programs:sums failed on 't0', called at")
-    for one in (text, note):
-        assert "'t1' has returned" in one or "'t3' has returned" in one
-        assert "' waits in cluster.all_reduce, called at collective_progr" in one
-
-
 @pytest.mark.parametrize("place", range(3))
 def test_the_exception_of_a_member_comes_first_whatever_the_order(made, place):
     programs = {"t0": sums, "t1": sums, "t2": sums}
@@ -265,19 +230,6 @@ def test_a_worker_that_crashes_is_named_by_all_who_wait_and_is_the_error(at_ns):
         assert together(cluster, sums, three) == dict.fromkeys(three, 3.0)
 
 
-def test_members_that_disagree_are_told_and_their_next_call_is_right(made):
-    lengths = {"t0": 3, "t1": 3, "t2": 4, "t3": 3}
-    for seed in range(5):
-        with rough(seed) as cluster:
-            found = cluster.run(
-                {name: partial(adds_of_length, one) for name, one in lengths.items()}
-            )
-            for text, total in found.values():
-                assert total == 4
-                assert "['w'] is float" in text and "[4] in 't2'" in text
-                assert text.count("' waits in cluster.all_reduce, called at coll") >= 2
-
-
 DISAGREE = {
     "the call": (lambda c: c.barrier(), lambda c: c.all_gather(1.0)),
     "how": (lambda c: c.all_reduce(1.0), lambda c: c.all_reduce(1.0, how="tree")),
@@ -299,22 +251,6 @@ def test_what_members_disagree_about_is_named(made, what):
 
 def said_of(call, cluster):
     return said(call, cluster)
-
-
-def test_programs_that_wait_for_each_other_in_crossed_groups_are_told(made):
-    first, second = ("t0", "t1", "t2"), ("t2", "t1", "t0")
-    programs = {
-        "t0": partial(in_order, (first, second)),
-        "t1": partial(in_order, (first, second)),
-        "t2": partial(in_order, (second, first)),
-    }
-    found = made.run(programs)
-    for texts, total in found.values():
-        assert total == 3
-        for text in texts:
-            assert "wait for each other, in groups" in text
-            for name in first:
-                assert f"{name!r} waits in cluster.all_reduce, called at coll" in text
 
 
 WRONG: dict[str, Any] = {

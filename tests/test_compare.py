@@ -27,68 +27,6 @@ def side():
         yield ours.Ours(cluster, "fast")
 
 
-def factors(count: int) -> list[np.ndarray]:
-    return [rows.factor(number).astype(np.float64) for number in range(count)]
-
-
-def losses_by_numpy(width: int, steps: int) -> tuple[list[float], list[np.ndarray]]:
-    """The losses of some steps, and the gradients of the weights before the first."""
-    stages = [
-        (w.astype(np.float64), b.astype(np.float64)) for w, b in rows.weights(width)
-    ]
-    x, y = (array.astype(np.float64) for array in rows.batch(width))
-    losses: list[float] = []
-    first: list[np.ndarray] = []
-    for _ in range(steps):
-        values = [x]
-        for w, b in stages:
-            values.append(np.tanh(values[-1] @ w + b))
-        losses.append(float(np.mean((values[-1] - y) ** 2)))
-        cotangent = 2 * (values[-1] - y) / y.size
-        found = []
-        for (w, _), out, into in zip(
-            stages[::-1], values[:0:-1], values[-2::-1], strict=True
-        ):
-            cotangent = cotangent * (1 - out**2)
-            found.append((into.T @ cotangent, cotangent.sum(axis=0)))
-            cotangent = cotangent @ w.T
-        found.reverse()
-        first = first or [gradient for gradient, _ in found]
-        stages = [
-            (w - rows.LEARNING_RATE * dw, b - rows.LEARNING_RATE * db)
-            for (w, b), (dw, db) in zip(stages, found, strict=True)
-        ]
-    return losses, first
-
-
-def test_a_chain_and_its_gradient_are_the_product_of_its_factors(side: ours.Ours):
-    _, loss, gradient = side.chain(5)
-    product = np.prod(factors(5), axis=0)
-    assert loss == pytest.approx(np.sum(rows.leaf() * product))
-    assert np.asarray(gradient) == pytest.approx(product)
-
-
-def test_a_fan_out_and_its_gradient_are_the_sum_of_its_factors(side: ours.Ours):
-    _, loss, gradient = side.fan_out(5)
-    total = np.sum(factors(5), axis=0)
-    assert loss == pytest.approx(np.sum(rows.leaf() * total))
-    assert np.asarray(gradient) == pytest.approx(total)
-
-
-def test_each_retained_pass_adds_its_gradient(side: ours.Ours):
-    _, gradient = side.retained(3)
-    assert np.asarray(gradient) == pytest.approx(3 * factors(1)[0])
-
-
-def test_steps_lose_what_numpy_says(side: ours.Ours):
-    losses, gradients = losses_by_numpy(8, 4)
-    side.prepare(8)
-    for found, truth in zip(side.gradients(8), gradients, strict=True):
-        assert found == pytest.approx(truth, rel=1e-3, abs=1e-6)
-    assert [side.step(8) for _ in range(4)] == pytest.approx(losses, rel=1e-5)
-    assert losses[0] > losses[1] > losses[2] > losses[3]
-
-
 def always(value: Any) -> Callable[[int], Any]:
     return lambda width: value
 
@@ -140,7 +78,7 @@ def test_plans_compute_what_calls_one_by_one_do_and_each_row_has_a_target(
     assert set(found["numbers"]) == set(eager["numbers"])
     list(rows.measure_graphs(planned, ONCE, found))
     assert list(found["rows"]) == [*rows.PLANS, *rows.GRAPHS]
-    product = np.prod([factor[0, 0] for factor in factors(10)])
+    product = np.prod([float(rows.factor(n)[0, 0]) for n in range(10)])
     truth = np.linspace(0.5, 1.5, 9) * product
     assert found["numbers"]["graph: chain of 10"] == pytest.approx(truth, rel=1e-5)
 
@@ -293,13 +231,6 @@ def test_a_round_that_was_measured_is_written_before_the_next_one_begins(
         run.main(["--peer", "python", "--rounds", "3"])
     assert [one["rounds"] for one in seen] == [1, 2]
     assert "rounds: 1 of 3 were begun" in seen[0]["missing"]
-
-
-def test_a_run_without_any_figure_leaves_former_results_as_they_are(results: Path):
-    made = run.Comparison({"machine": {}, "settings": {}}, 3, 2)
-    made.rounds.append({"load": 0.0, run.PEER: {}})
-    made.write()
-    assert list(results.iterdir()) == []
 
 
 def test_figures_are_written_before_the_page_is_made(results: Path):

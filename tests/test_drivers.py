@@ -241,12 +241,6 @@ def test_what_is_no_path_of_a_file_cannot_be_connected_to(path: Any) -> None:
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.parametrize("workers", [None, 7, {"a", "b"}, "trainer", []])
-def test_what_is_no_list_of_workers_cannot_be_simulated(workers: Any) -> None:
-    with pytest.raises(ScenarioError, match=r"workers = .*: allowed is a list of one "):
-        jdag.simulate(workers, seed=0)
-
-
 def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
     said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
     with pytest.raises(ScenarioError, match=said):

@@ -27,7 +27,9 @@ from jdag.engine.protocol import (
     Primal,
     Read,
     Reading,
+    ReceivedKey,
     Released,
+    ResidualsKey,
     Return,
     Ship,
 )
@@ -210,3 +212,18 @@ def test_a_check_finds_what_it_is_of_wherever_that_is():
         with pytest.raises(ProtocolError, match="worker 'z': the cluster has 3 worke"):
             check_of(kind)(bad, CODEC)
     check_of(tuple[int, ...])((1, 2), CODEC)
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        (OutputKey(CONTEXT, (1, 1 << 32), 0), "`int` <= 4294967295"),
+        (OutputKey(CONTEXT, (1,), 1 << 32), "`int` <= 4294967295"),
+        (OutputKey(ContextId(3, 7, 0), (1,), 0), "context's worker 3: the cluster has"),
+        (ResidualsKey(CONTEXT, (1,), 0), "a key of kind 'residuals' cannot travel"),
+        (ReceivedKey(CONTEXT, ((1,), "z"), 0), "worker 'z': the cluster has 3 workers"),
+    ],
+)
+def test_what_no_key_has_is_refused(key: Key, said: str):
+    with pytest.raises(ProtocolError, match=said):
+        read_message(CODEC, CODEC.encode(Read(1, (key,))))

@@ -3,14 +3,12 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jdag.errors import ScenarioError
 from jdag.runtime.chooser import Chooser
 from jdag.sim.network import LinkModel, LogGP, Network, Traffic
-from jdag.sim.timeline import Timeline
-from jdag.wire.link import NEVER, Frame, Link, LinkSettings
 
 WORKERS = ["a", "b", "c"]
 GIGABYTE = 1_000_000_000  # Per second: one byte a nanosecond.
@@ -22,10 +20,6 @@ def traffic(default, links=None):
 
 def transmit(way, source, destination, size, now_ns, chooser=None):
     return way.lane(source, destination).transmit(size, now_ns, chooser or Chooser(0))
-
-
-def drained_ns(way, one, other):
-    return max(way.lane(*pair).drained_ns for pair in ((one, other), (other, one)))
 
 
 class Unasked(Chooser):
@@ -177,64 +171,6 @@ def test_links_of_unknown_workers_are_refused_by_name():
 def test_what_is_no_model_of_a_link_is_refused_by_name(network: Any, said: str):
     with pytest.raises(ScenarioError, match=said):
         Network(*network)
-
-
-HEADER_BYTES = 64
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 10**7),
-            st.sampled_from([("a", "b"), ("b", "a")]),
-            st.sampled_from([0, 1000, 10**6]),
-        ),
-        max_size=30,
-    ),
-    st.integers(0, 5000),
-)
-def test_a_slow_but_clean_network_makes_no_link_resend(sends, jitter_ns):
-    latency_ns, chooser = 20_000, Chooser(0)
-    way = traffic(LinkModel(latency_ns, GIGABYTE, jitter_ns))
-    timing = LinkSettings(
-        # The acknowledgement's delay and its way back, and a nanosecond to be over.
-        resend_ns=5000 + latency_ns + jitter_ns + HEADER_BYTES + 1,
-        resend_max=3,
-        ack_delay_ns=5000,
-    )
-    ends = {"a": Link("b", timing), "b": Link("a", timing)}
-    timeline = Timeline(events_max=10_000)
-    got: dict[str, list[object]] = {"a": [], "b": []}
-    told: dict[str, list[object]] = {"a": [], "b": []}
-
-    def happens(_: Any, name: str, what: Any) -> None:
-        link, now_ns = ends[name], timeline.now_ns
-        if isinstance(what, Frame):
-            got[name].extend(link.receive(what, now_ns))
-        elif what == "tick":
-            if link.deadline_ns <= now_ns:
-                for frame in link.tick(now_ns, drained_ns(way, name, link.peer)):
-                    size = HEADER_BYTES + (frame.payload[1] if frame.sequence else 0)
-                    arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
-                    timeline.push(arrival_ns, 0, (happens, None, link.peer, frame))
-        else:
-            size = HEADER_BYTES + what[1]
-            arrival_ns = transmit(way, name, link.peer, size, now_ns, chooser)
-            frame = link.send(what, now_ns, arrival_ns - now_ns)
-            timeline.push(arrival_ns, 0, (happens, None, link.peer, frame))
-        if link.deadline_ns < NEVER:
-            timeline.push(
-                max(now_ns, link.deadline_ns), 1, (happens, None, name, "tick")
-            )
-
-    for number, (time_ns, (source, peer), size) in enumerate(sorted(sends)):
-        timeline.push(time_ns, 0, (happens, None, source, (number, size)))
-        told[peer].append((number, size))
-    timeline.run(chooser, (), 0)
-    assert got == told
-    for link in ends.values():
-        assert (link.resent, link.duplicates, link.deadline_ns) == (0, 0, NEVER)
 
 
 def test_a_control_lane_is_a_model_a_bool_or_none():

@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
 from pyarrow.parquet import read_table
 
-from jdag.errors import ScenarioError
 from jdag.lab import parquet
 
 ROWS: list[dict[str, Any]] = [
@@ -36,10 +34,3 @@ def test_a_column_of_several_types_or_of_huge_integers_is_one_of_texts(tmp_path:
         {"workers": "2", "seed": str(2**70)},
         {"workers": '["a", "b"]', "seed": None},
     ]
-
-
-def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    parquet.need_pyarrow("--parquet")
-    monkeypatch.setattr(parquet, "pyarrow", None)
-    with pytest.raises(ScenarioError, match=r"pip install 'jdag\[sweep\]'"):
-        parquet.need_pyarrow("--parquet")

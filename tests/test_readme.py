@@ -1,11 +1,11 @@
 """What the README prints runs as printed."""
 
-import ast
 import inspect
 import re
 import signal
 import subprocess
 import sys
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -238,49 +238,29 @@ def code(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
-def tree_of(span: str) -> ast.expr | None:
-    """A span of code as an expression, None if it is not one of ours."""
-    span = re.sub(r"=(?=[,)])", "=None", span.lstrip("@"))
-    try:
-        return ast.parse(span, mode="eval").body
-    except SyntaxError:
-        return None
-
-
-def found(node: ast.expr) -> Any:
-    """What a dotted name that begins with one of ours is; None for other names.
-
-    Raises:
-        AttributeError: there is no such thing.
-    """
-    match node:
-        case ast.Name(id=name):
-            return KNOWN.get(name)
-        case ast.Attribute(value=value, attr=attr):
-            owner = found(value)
-            if owner is None or attr in getattr(owner, "__annotations__", ()):
-                return None
-            return getattr(owner, attr)
-    return None
-
-
 def missing(text: str) -> list[str]:
     """The names of ours, and the keywords of calls, that are not there."""
     lacking = []
     for span in code(text):
-        tree = tree_of(span)
-        for node in [] if tree is None else ast.walk(tree):
+        for name, given in re.findall(r"((?<![\w.])\w+(?:\.\w+)+)(?=(\(.*\))?)", span):
+            first, *rest = name.split(".")
             try:
-                if isinstance(node, ast.Attribute):
-                    found(node)
-                elif isinstance(node, ast.Call) and found(node.func) is not None:
-                    check_keywords(found(node.func), node)
+                called = reduce(attribute, rest, KNOWN.get(first))
+                if given and called is not None:
+                    check_keywords(called, re.findall(r"(\w+)=", given))
             except AttributeError as error:
                 lacking.append(f"{span}: {error}")
     return lacking
 
 
-def check_keywords(called: Any, call: ast.Call) -> None:
+def attribute(owner: Any, name: str) -> Any:
+    """An attribute; None where no class has its value, or of what is not ours."""
+    if owner is None or name in getattr(owner, "__annotations__", ()):
+        return None
+    return getattr(owner, name)
+
+
+def check_keywords(called: Any, keywords: list[str]) -> None:
     """Raise AttributeError where it does not take one of the keywords."""
     taken = dict(inspect.signature(called).parameters)
     if called is jdag.simulate:  # It hands its settings on to the driver.
@@ -288,9 +268,9 @@ def check_keywords(called: Any, call: ast.Call) -> None:
         taken.update(inspect.signature(SimSettings).parameters)
     if any(each.kind is each.VAR_KEYWORD for each in taken.values()):
         return
-    for keyword in call.keywords:
-        if keyword.arg not in taken:
-            raise AttributeError(f"{called} takes no {keyword.arg}")
+    for keyword in keywords:
+        if keyword not in taken:
+            raise AttributeError(f"{called} takes no {keyword}")
 
 
 def test_each_of_our_names_for_those_of_pytorch_exists():

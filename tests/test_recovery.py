@@ -61,24 +61,6 @@ def test_a_training_has_the_same_bits_whatever_event_a_worker_crashes_at():
     assert losses > 5
 
 
-@pytest.mark.parametrize(
-    ("every", "to"),
-    [
-        (1, None),
-        pytest.param(2, None, marks=pytest.mark.second),
-        pytest.param(1, "a", marks=pytest.mark.second),
-    ],
-)
-def test_open_contexts_go_on_with_the_same_bits(every: int, to: str | None):
-    quiet, records, _ = lived((), every, to)
-    losses = 0
-    for index in range(3, records, 103 if FIRST else 61):
-        found, _, lost = lived([crash("bcd"[index % 3], index)], every, to)
-        assert found == quiet, index
-        losses += lost
-    assert losses > 3
-
-
 def test_workers_may_be_lost_again_and_while_others_recover():
     with simulated() as cluster:
         quiet = live(cluster, Patient(cluster, cluster.recover), 1, "a")

@@ -1,72 +1,42 @@
 """A root, or a cotangent, that cannot be one says why, before anything runs."""
 
-import os
-import subprocess
-import sys
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jdag
 from jdag.api.refs import stop_gradient
 from jdag.errors import RootError
 from tests.face_cases import ONES, total
 
-BAD_ROOTS: tuple[tuple[str, Any, Any, str], ...] = (
-    ("none", lambda ctx, w: [None], RootError, "root 0 is None"),
-    ("missing", lambda ctx, w: [], RootError, r"no roots: .*ctx.backward\(loss\)"),
+BAD_ROOTS: tuple[tuple[Any, str], ...] = (
+    (lambda ctx, w: [None], "root 0 is None"),
+    (lambda ctx, w: [], r"no roots: .*ctx.backward\(loss\)"),
+    (lambda ctx, w: [ctx.call("b", total, ONES)], "root 0, .* is a constant"),
+    (lambda ctx, w: [stop_gradient(ctx.call("b", total, w))], "is a constant"),
+    (lambda ctx, w: [w], "root 0 is leaf 0 on b, itself a leaf"),
     (
-        "constant",
-        lambda ctx, w: [ctx.call("b", total, ONES)],
-        RootError,
-        "root 0, .* is a constant",
-    ),
-    (
-        "stopped",
-        lambda ctx, w: [stop_gradient(ctx.call("b", total, w))],
-        RootError,
-        "is a constant",
-    ),
-    ("leaf", lambda ctx, w: [w], RootError, "root 0 is leaf 0 on b, itself a leaf"),
-    (
-        "size",
         lambda ctx, w: [ctx.call("b", total, w), ctx.call("c", jnp.sin, w)],
-        RootError,
         r"root 1 is float64\[3,3\], of size 9; .* has to be 1",
     ),
+    (lambda ctx, w: [ctx.call("b", jnp.argmax, w)], "its dtype is int64"),
     (
-        "integer",
-        lambda ctx, w: [ctx.call("b", jnp.argmax, w)],
-        RootError,
-        "not differentiable: its dtype is int64",
-    ),
-    (
-        "complex",
         lambda ctx, w: [ctx.call("b", lambda a: jnp.sum(a) * 1j, w)],
-        RootError,
         "complex, which needs a cotangent",
     ),
-    (
-        "array",
-        lambda ctx, w: [ctx.call("b", total, w).fetch()],
-        RootError,
-        "a value that was fetched is cut off",
-    ),
-    (
-        "list",
-        lambda ctx, w: [[ctx.call("b", total, w)]],
-        RootError,
-        r"write ctx.backward\(\*roots\)",
-    ),
+    (lambda ctx, w: [ctx.call("b", total, w).fetch()], "was fetched is cut off"),
+    (lambda ctx, w: [[ctx.call("b", total, w)]], r"write ctx.backward\(\*roots\)"),
 )
 
 
-@pytest.mark.parametrize(("name", "roots", "error", "text"), BAD_ROOTS)
-def test_a_root_that_cannot_be_one_says_why(cluster, name, roots, error, text):
+@pytest.mark.parametrize(("roots", "text"), BAD_ROOTS)
+def test_a_root_that_cannot_be_one_says_why(cluster, roots, text):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
-        with pytest.raises(error, match=text):
+        with pytest.raises(RootError, match=text):
             ctx.backward(*roots(ctx, w))
         loss = ctx.call("c", total, w)
         ctx.backward(loss)
@@ -107,20 +77,9 @@ def test_a_ref_as_a_cotangent_is_refused(cluster):
 
 
 def test_a_number_is_a_cotangent_of_any_float_root_with_x64_off():
-    code = (
-        "import jax.numpy as jnp, jdag\n"
-        "with jdag.simulate(['a', 'b'], seed=0) as cluster:\n"
-        "    w = cluster.put('b', 3.0)\n"
-        "    with cluster.context() as ctx:\n"
-        "        ctx.backward(ctx.call('b', jnp.square, w), cotangents=2.0)\n"
-        "        print(ctx.gradient(w).fetch())\n"
-    )
-    environment = {**os.environ, "JAX_ENABLE_X64": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "12.0\n"
+    with jax.enable_x64(False), jdag.simulate(["a", "b"], seed=0) as cluster:
+        w = cluster.put("b", 3.0)
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("b", jnp.square, w), cotangents=2.0)
+            found = ctx.gradient(w).fetch()
+    assert (found, found.dtype) == (12.0, jnp.float32)

@@ -11,7 +11,7 @@ from jdag.api.drivers import simulate
 from jdag.errors import RemoteError, RootError, WorkerLost
 from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, raises_at_run_time, total
-from tests.test_run import TRAINERS, WORKERS, counted, weighed, where
+from tests.test_run import TRAINERS, WORKERS, counted, where
 
 
 def raises(cluster, text="boom"):
@@ -156,31 +156,3 @@ def test_a_program_that_meets_the_loss_of_another_worker_raises_it():
 
 
 # ----------------------------------------------------------------- what is left after
-
-
-def test_a_thousand_contexts_of_several_programs_leave_all_as_it_was():
-    with simulate(WORKERS, seed=0, trace=False) as cluster:
-        w = cluster.put("ps", jnp.ones(3))
-        cluster.driver.settle()
-        before = held(cluster)
-
-        def many(cluster):
-            losses = 0.0
-            for _ in range(250):
-                with cluster.context() as ctx:
-                    loss = ctx.call("ps", weighed, w, 2.0)
-                    ctx.backward(loss)
-                    losses += float(ctx.gradient(w).fetch()[1])
-            return losses
-
-        workers = ("main", *TRAINERS)
-        assert cluster.run(dict.fromkeys(workers, many)) == dict.fromkeys(workers, 500)
-        cluster.driver.settle()
-        assert held(cluster) == before
-
-
-def held(cluster):
-    counts = ("live_contexts", "live_passes", "values_held", "bytes_held")
-    return {
-        name: [one[count] for count in counts] for name, one in cluster.info().items()
-    }

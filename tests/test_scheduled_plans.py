@@ -146,6 +146,7 @@ def test_processes_follow_the_lists_and_have_the_bits_of_a_context():
     with simulated(HALVES, HALVES.workers) as cluster:
         wanted = step(cluster, HALVES)
     with jdag.launch(HALVES.workers, schedule=HALVES, allow=["tests"]) as cluster:
+        assert bits(step(cluster, HALVES)) == bits(wanted)
         params = put(cluster, HALVES)
         for exact in (True, False):
             compiled = jdag.compile(piped(3), cluster, exact=exact)

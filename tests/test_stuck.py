@@ -190,9 +190,12 @@ def test_what_takes_long_is_not_taken_for_stuck(
         assert wait(ctx, str(tmp_path / "go")) == 1
 
 
-def test_a_wait_with_an_alarm_is_not_taken_for_stuck(launched: Any):
-    said = f"timeout_s=1; {LIST.removeprefix('the schedule cannot go on: ')}"
-    with launched.context() as ctx:
-        total_loss = ctx.call("w1", total, *losses_of(launched, ctx))
-        with pytest.raises(PassTimeout, match=said):
+def test_a_wait_with_an_alarm_is_not_taken_for_stuck_and_its_actions_are_known(
+    cluster: Any,
+):
+    waits = LIST.removeprefix("the schedule cannot go on: ")
+    with cluster.context() as ctx:
+        total_loss = ctx.call("w1", total, *losses_of(cluster, ctx))
+        with pytest.raises(PassTimeout, match=f"timeout_s=1; {waits}"):
             ctx.backward(total_loss, timeout_s=1)
+    assert waits.startswith(cluster.info()["w0"]["waits_for"] + "; worker w1")
