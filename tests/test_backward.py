@@ -1,6 +1,5 @@
 """Backward: what is counted, in which order sums go, what is spent and what stays."""
 
-import random
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from tests.engine_cases import (
     kept,
     leaves_nothing,
     net_of,
-    nothing_left,
     pausing,
 )
 from tests.engine_net import Net, Scope
@@ -406,26 +404,3 @@ def test_a_late_start_of_a_pass_that_ended_is_dropped_with_what_it_carries():
     net.tell("b", Arrived("a", late))
     assert kept(net, "seed") == []
     assert net.places["b"].engine.live_passes == 0
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_several_contexts_at_once_do_not_mix(seed: int):
-    rng = random.Random(seed)
-    net = net_of(4, seed)
-    shared = net.put("a", 2, "a")
-    scopes = [net.open(owner) for owner in "bcdb"]
-    roots = []
-    for number, scope in enumerate(scopes):
-        (y,) = scope.call("a", Linear(f"f{number}", ((number + 1,),)), shared)
-        net.some()
-        roots.append(scope.move(scope.worker, y))
-    order = list(range(len(scopes)))
-    rng.shuffle(order)
-    waiters = {i: scopes[i].start_backward(roots[i]) for i in order}
-    for number, scope in enumerate(scopes):
-        result = net.until(scope.worker, waiters[number])
-        assert result.outcome is Outcome.FINISHED
-        assert scope.gradients(shared) == [number + 1]
-    for scope in scopes:
-        scope.leave()
-    nothing_left(net)

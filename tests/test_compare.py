@@ -58,6 +58,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("narrow")
 def test_every_row_has_a_target_and_every_target_a_row(side: ours.Ours):
     small = Small(side.cluster, "smart")
@@ -67,6 +68,7 @@ def test_every_row_has_a_target_and_every_target_a_row(side: ours.Ours):
     assert len(told) == len(names) - 4  # A chain, and a fan-out, has two rows.
 
 
+@pytest.mark.second
 @pytest.mark.usefixtures("narrow")
 def test_plans_compute_what_calls_one_by_one_do_and_each_row_has_a_target(
     side: ours.Ours,
@@ -83,6 +85,7 @@ def test_plans_compute_what_calls_one_by_one_do_and_each_row_has_a_target(
     assert found["numbers"]["graph: chain of 10"] == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.second
 def test_a_part_that_raises_loses_no_row_before_it(side: ours.Ours):
     told, broken = [], mock.Mock(side_effect=RuntimeError("no such step"))
     small = Small(side.cluster, "fast")
@@ -233,29 +236,11 @@ def test_a_round_that_was_measured_is_written_before_the_next_one_begins(
     assert "rounds: 1 of 3 were begun" in seen[0]["missing"]
 
 
-def test_figures_are_written_before_the_page_is_made(results: Path):
-    systems = mock.patch.object(subprocess, "call", Faulty("", prints_nothing))
-    no_page = mock.patch.object(run, "page", side_effect=KeyError("a row"))
-    with systems, no_page, pytest.raises(KeyError, match="a row"):
-        run.main(["--peer", "python", "--rounds", "3"])
-    written = json.loads((results / "compare.json").read_text())
-    assert written["missing"][0] == "the rest: KeyError: 'a row'"
-    assert all(one["met"] is not None for one in written["rows"])
-
-
 def test_what_a_process_printed_before_it_failed_is_found():
     lines = 'print("{\\"rows\\": {\\"add\\": 1.5}}", flush=True); raise KeyError("add")'
     found: dict[str, Any] = {}
     why = run.taken([sys.executable, "-c", lines], 2, found)
     assert (found, why) == ({"rows": {"add": 1.5}}, "exit code 1: KeyError: 'add'")
-
-
-def test_nothing_is_missing_where_all_was_measured():
-    made = run.Comparison({"machine": {}, "settings": {}}, 1, 2)
-    made.rounds.append({"load": 0.0, **{key: system(key) for key in run.SYSTEMS}})
-    made.costs = made_up_costs()
-    written = made.record()
-    assert written["missing"] == [] and "missing" not in run.page(written)
 
 
 def test_threads_that_end_while_they_are_counted_are_no_error(
@@ -369,6 +354,7 @@ def test_the_ratio_is_the_median_of_those_of_the_rounds():
     assert "| 2 ms | 200 us | **0.06** (0.02 to 0.10) | 0.5 | yes |" in graphs[0]
 
 
+@pytest.mark.second
 def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
     monkeypatch: pytest.MonkeyPatch,
 ):

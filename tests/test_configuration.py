@@ -14,8 +14,6 @@ from jdag.compute.configuration import LEFT_OUT, compared, configuration
 from jdag.errors import JdagError
 from tests.compute_cases import setting
 
-PATTERNS = tuple(one for some in LEFT_OUT.values() for one in some)
-
 
 def test_every_setting_is_compared_or_left_out_for_one_reason():
     names: Any = jax.config.values
@@ -95,8 +93,15 @@ def drawn_by_program(ctx, x):
     return drawn(x.fetch())
 
 
-@pytest.mark.parametrize("x64", [True, False])
-@pytest.mark.parametrize("driver", ["simulate", "launch"])
+@pytest.mark.parametrize(
+    ("driver", "x64"),
+    [
+        ("simulate", True),
+        ("simulate", False),
+        ("launch", True),
+        pytest.param("launch", False, marks=pytest.mark.second),
+    ],
+)
 def test_each_thread_computes_under_the_context_managers_the_cluster_was_made_in(
     driver: str, x64: bool
 ):

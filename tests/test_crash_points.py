@@ -52,7 +52,7 @@ def lived(every: int, cluster: Any, patient: Patient, to: str | None) -> Any:
 quiet_life = cache(lambda every: played(partial(lived, every), WORKERS))
 
 
-@drawn_from(max_examples=sized(25, 400))
+@drawn_from(max_examples=sized(12, 400))
 @given(st.integers(0, 99), st.integers(1, 3), crashes(WORKERS))
 @example(42, 3, [(0.838, "c", 165, 0), (0.838, "c", 0, 549)])  # Amid two contexts.
 @example(38, 2, [(0.0026, "b", 0, 731), (0.11, "b", 997, 884)])  # Before any copies.
@@ -94,7 +94,7 @@ def differentiated(
     return bits(found)
 
 
-@drawn_from(max_examples=sized(20, 200))
+@drawn_from(max_examples=sized(12, 200))
 @given(st.data())
 def test_drawn_programs_have_the_same_gradients_wherever_workers_crash(data: Any):
     program = data.draw(testing.programs(testing.clusters(2)))

@@ -20,6 +20,7 @@ from jdag.errors import JdagError, RemoteError
 from jdag.parallel.routes import HOW
 from tests.face_cases import nothing_is_left
 from tests.replica_cases import NAMES, SHAPES, expected, factors, one_part, weighed
+from tests.tiers import FIRST
 
 COSTS = sim.DeviceModel(forward_ns=100, backward_ns=200, sum_ns=10)
 T1, T2 = jnp.arange(3.0) + 1, jnp.arange(3.0) - 5
@@ -298,6 +299,14 @@ def here_replicas_on_devices_of_workers_add_up_in_the_order_that_is_told() -> No
 # ---- there: with the devices that there are
 
 
+# They compile most: not in the first tier.
+LATER = (
+    "here_the_device_of_a_call_changes_no_bit_of_a_wide_sum",
+    "here_a_hessian_vector_product_has_the_bits_that_it_has_without_devices",
+)
+CHECKS = [n for n in globals() if n[:5] == "here_" and not (FIRST and n in LATER)]
+
+
 def test_with_four_devices_all_that_is_said_of_here_holds():
     done = subprocess.run(
         [sys.executable, "-m", "tests.test_device_placement"],
@@ -307,7 +316,7 @@ def test_with_four_devices_all_that_is_said_of_here_holds():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == [name for name in globals() if name[:5] == "here_"]
+    assert done.stdout.split() == CHECKS
 
 
 def test_what_hvp_makes_of_a_leaf_is_on_the_device_that_the_leaf_was_put_on():
@@ -399,6 +408,6 @@ def test_refs_of_the_oracle_say_their_device_as_well():
 
 
 if __name__ == "__main__":
-    for check in [name for name in globals() if name[:5] == "here_"]:
+    for check in CHECKS:
         globals()[check]()
         print(check)

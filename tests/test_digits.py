@@ -37,23 +37,13 @@ def trained():
         jax.config.update("jax_enable_x64", True)
 
 
+@pytest.mark.second
 def test_it_gives_the_figures_that_it_announces(trained):
     real = ["wall_time_ns", "wall_time_per_step_ns"]  # Where time is not virtual.
     assert sorted([*trained[1], *real]) == sorted(FIGURES)
 
 
-def test_it_learns(trained):
-    _, figures = trained
-    assert figures["test_accuracy"] > 0.9
-    assert figures["final_loss"] < 0.5
-
-
-def test_five_steps_have_the_gradient_of_the_oracle(trained):
-    _, figures = trained
-    assert figures["gradient_checks"] == 5
-    assert 0 < figures["gradient_difference"] <= 1e-5
-
-
+@pytest.mark.second
 def test_each_step_is_one_context_and_one_pass_from_all_its_losses(trained):
     stage, figures = trained
     issued = [
@@ -67,6 +57,7 @@ def test_each_step_is_one_context_and_one_pass_from_all_its_losses(trained):
     assert len(dict.fromkeys(contexts)) == figures["steps"] == 3 * (1437 // 96)
 
 
+@pytest.mark.second
 def test_micro_batches_are_in_flight_at_once(trained):
     stage, figures = trained
     last = stage.drawn["ps2"]
@@ -82,6 +73,7 @@ def test_micro_batches_are_in_flight_at_once(trained):
     assert min(first["ps1"]) < sorted(first["ps0"])[3]
 
 
+@pytest.mark.second
 def test_the_parameters_live_and_are_stepped_on_their_owners(trained):
     stage, _ = trained
     steppers = {
@@ -92,15 +84,7 @@ def test_the_parameters_live_and_are_stepped_on_their_owners(trained):
     assert sorted(steppers) == ["ps0", "ps1", "ps2"]
 
 
-def test_what_is_left_and_what_went_over_the_wire_is_counted(trained):
-    _, figures = trained
-    assert figures["live_contexts"] == figures["live_passes"] == 0
-    assert figures["wire_bytes"] > figures["payload_bytes"] > 0
-    assert figures["virtual_time_per_step_ns"] > 600_000
-    assert all(0 <= share <= 1 for share in figures["bubble"].values())
-    assert figures["bubble"]["ps2"] < 0.6
-
-
+@pytest.mark.second
 def test_progress_shows_loss_and_accuracy(trained):
     stage, figures = trained
     assert len(stage.shown) == figures["steps"]

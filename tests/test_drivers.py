@@ -145,17 +145,8 @@ def deeper(ctx: Any, depth: int) -> Any:
     return ctx.call(there, deeper, depth - 1) if depth > 1 else ctx.here
 
 
-def test_launched_workers_hold_the_bound_of_programs_that_call_each_other() -> None:
-    with jdag.launch(["a", "b", "c"], allow=("tests",), nesting_max=4) as cluster:
-        with cluster.context() as ctx:
-            assert ctx.call("b", deeper, 4) == "c"
-        said = "deeper on 'c' calls .*deeper on 'b', at .* nesting_max = 4, a setting"
-        with pytest.raises(JdagError, match=said), cluster.context() as ctx:
-            ctx.call("b", deeper, 5)
-
-
 @pytest.mark.parametrize("late_s", [1.0, pytest.param(0.0, marks=pytest.mark.second)])
-def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
+def test_launched_workers_bound_calls_and_one_that_is_killed_is_lost_with_its_lines(
     late_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def wait(child: launch_module._Child) -> None:
@@ -165,7 +156,12 @@ def test_a_launched_worker_that_is_killed_is_lost_with_its_last_lines(
     # Its sockets are closed before its process has ended, and that may take a while.
     ended = launch_module._Child.wait
     monkeypatch.setattr(launch_module._Child, "wait", wait)
-    with jdag.launch(["a", "b", "c"], allow=("tests",)) as cluster:
+    with jdag.launch(["a", "b", "c"], allow=("tests",), nesting_max=4) as cluster:
+        with cluster.context() as ctx:
+            assert ctx.call("b", deeper, 4) == "c"
+        bound = "deeper on 'c' calls .*deeper on 'b', at .* nesting_max = 4, a setting"
+        with pytest.raises(JdagError, match=bound), cluster.context() as ctx:
+            ctx.call("b", deeper, 5)
         w = cluster.put("b", W)
         with cluster.context() as ctx:
             ctx.call("c", speaks, w).fetch()
@@ -293,6 +289,7 @@ def test_the_caller_shares_the_gpu_of_workers_on_its_host_unless_told_otherwise(
         assert os.environ.get(PREALLOCATE) == found
 
 
+@pytest.mark.second
 def test_a_module_that_a_worker_is_to_allow_and_has_not_is_named() -> None:
     said = "worker 'b' did not start: allow names nowhere.x: not importable"
     with pytest.raises(JoinError, match=said):

@@ -76,31 +76,6 @@ def test_a_call_without_tracked_arguments_makes_no_node_but_belongs_to_the_conte
     assert sorted(net.messages(Release)) == [("a", "b"), ("a", "c")]
 
 
-def test_an_add_there_and_back_has_one_send_and_one_recv_at_each_end():
-    net = net_of(2)
-    t1, t2 = net.put("a", 1, "a"), net.put("a", 1, "a")
-    scope = net.open("a")
-    (t3,) = scope.call("b", ADD, t1, t2)
-    scope.move("a", t3)
-    net.drain()
-    assert ends(scope, "a") == ends(scope, "b") == (1, 1)
-
-
-def test_three_hops_have_two_sends_and_two_recvs_in_the_middle():
-    net, scope, value = begun(4, "a", first=1)
-    for worker in "bcd":
-        (value,) = scope.call(worker, DOUBLE, value)
-    for worker in "cba":
-        value = scope.move(worker, value)
-    net.drain()
-    assert [ends(scope, worker) for worker in "abcd"] == [
-        (1, 1),
-        (2, 2),
-        (2, 2),
-        (1, 1),
-    ]
-
-
 def test_data_may_come_before_its_call():
     net, scope, x, y = begun(3, "bb")
     net.holds = holding(Call)

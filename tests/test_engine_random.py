@@ -15,11 +15,11 @@ from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 from tests.tiers import sized
 
-PROGRAMS = sized(50, 300)
+PROGRAMS = sized(30, 300)
 ORDERS = sized(6, 20)  # Interleavings of each program.
 ALONE = sized(6, 17)  # So many of them with nothing beside it.
 LARGE = (0.0, 0.5, 1.0)  # How probable it is that values come after their message.
-FAULTY = sized(30, 150)  # Programs for each kind of fault.
+FAULTY = sized(20, 150)  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
 MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass as it was drawn.
 

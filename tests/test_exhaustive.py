@@ -70,7 +70,13 @@ def agrees(program, workers, faults):
     return report.orders
 
 
-@pytest.mark.parametrize("name", TWO_CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.second if "fan-out" in name else ())
+        for name in TWO_CALLS
+    ],
+)
 def test_two_workers_and_two_calls_have_the_orders_of_a_brute_force(name):
     counted = COMMITTED[name]
     assert agrees(TWO_CALLS[name], "ab", {}) == counted["orders"]

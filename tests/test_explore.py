@@ -79,11 +79,6 @@ def test_a_sound_program_is_right_in_every_order_that_is_tried(strategy):
     assert report.orders > 5 and report.picks > 25
 
 
-def test_values_may_be_shapes_alone():
-    report = jdag.explore(TERMS, [*"abcd"], runs=10, values="abstract")
-    assert report.failure is None and report.runs == 10
-
-
 def test_sums_in_the_order_of_arrival_are_found_shrunk_and_replayed(tmp_path):
     with mock.patch.object(share, "sorted", list, create=True):
         report = jdag.explore(TERMS, [*"abcd"], runs=200)
@@ -126,6 +121,7 @@ print(run.trace.digest, *run.result[0].tolist())
 """
 
 
+@pytest.mark.second
 def test_a_run_replays_bit_for_bit_in_another_process_with_another_hash_seed(tmp_path):
     seen: list[Any] = []
 

@@ -100,6 +100,7 @@ def test_files_that_cannot_be_used_are_one_line_of_error(names, error, tree, cap
     assert printed.err.startswith(f"for_change: {error}")
 
 
+@pytest.mark.second
 def test_the_tests_run_then_the_mutants(tree, monkeypatch, capfd):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.setenv("PYTEST_PLUGINS", "xdist.plugin")
@@ -119,6 +120,7 @@ def test_the_tests_run_then_the_mutants(tree, monkeypatch, capfd):
     assert "ERROR tests/test_from.py" in printed and "killed" not in printed
 
 
+@pytest.mark.second
 def test_in_this_tree_files_for_eight_devices_run_through_one_test(capsys):
     assert for_change.main(["--list", "jdag.engine.credit"]) == 0
     assert lines_of(capsys)["tests/test_credit.py"] == "named, imports it, mutants"

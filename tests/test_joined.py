@@ -8,7 +8,6 @@ import pytest
 from jdag.engine.protocol import (
     Argument,
     Call,
-    ContextId,
     Failure,
     Joined,
     Lost,
@@ -27,7 +26,7 @@ from tests.engine_cases import (
 )
 from tests.engine_net import Net, Scope
 from tests.engine_outages import hear
-from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE
+from tests.engine_values import DOUBLE, SAME, TRIPLE
 
 
 def told(net: Net, worker: str, *losses: Lost | Joined) -> None:
@@ -45,24 +44,6 @@ def again(net: Net, name: str) -> str:
 
 
 BACK = (Lost("b"), Joined("b", 1))
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_context_opened_later_uses_it_whoever_has_heard_of_it(seed: int):
-    net = net_of(4, seed)
-    net.crash("b")
-    net.rejoin("b")
-    told(net, "a", *BACK)
-    x, y = net.put("b", 3, "a"), net.put("c", 5, "a")
-    assert x.owner == "b#1"
-    scope = net.open("a")
-    (one,) = scope.call("c", ADD, x, y)
-    (two,) = scope.call("b", TRIPLE, one)
-    (three,) = scope.call("d", ADD, two, x)
-    finished(scope, three)
-    assert scope.gradients(x, y) == [4, 3]
-    assert scope.leave() == ()
-    nothing_left(net)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -119,20 +100,6 @@ def test_a_context_of_which_the_former_one_was_part_has_failed(seed: int):
     with pytest.raises(WorkerLost, match="worker 'b' is lost"):
         scope.start_backward(y)
     leaves_nothing(scope)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_context_of_which_the_former_one_was_no_part_may_use_it(seed: int):
-    net, scope, x = begun(3, "c", seed)
-    (y,) = scope.call("c", DOUBLE, x)
-    net.drain()
-    again(net, "b")
-    told(net, "a", *BACK)
-    (z,) = scope.call("b", TRIPLE, y)
-    finished(scope, z)
-    assert scope.gradients(x) == [6]
-    assert scope.leave() == ()
-    nothing_left(net)
 
 
 def test_to_be_told_of_the_next_one_is_to_be_told_of_the_loss_and_once_is_enough():
@@ -199,24 +166,6 @@ def test_contexts_of_the_former_one_are_gone_for_ever(seed: int):
     assert net.places["c"].engine.live_contexts == 0
     told(net, "d", *BACK)
     net.places["d"].running.clear()
-    nothing_left(net)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_its_contexts_are_not_those_that_the_former_one_has_released(seed: int):
-    net = net_of(3, seed)
-    x = net.put("c", 3, "b")
-    for _ in range(2):
-        scope = net.open("b")
-        scope.call("c", DOUBLE, x)
-        assert scope.leave() == ()
-    again(net, "b")
-    scope = net.open("b#1")
-    assert (scope.context, str(scope.context)) == (ContextId(1, 1, 1), "1#1.1")
-    (y,) = scope.call("c", DOUBLE, x)
-    finished(scope, y)
-    assert scope.gradients(x) == [2]
-    assert scope.leave() == ()
     nothing_left(net)
 
 

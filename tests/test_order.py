@@ -177,6 +177,7 @@ def test_all_ways_in_which_three_messages_can_come_are_as_the_naive_rule_says():
     assert sum(counts) > 5_000
 
 
+@pytest.mark.second
 def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well():
     names = ("x", "y", "read xy", "assign")
     few = [kind for kind in KINDS if kind[0] in names]

@@ -33,7 +33,7 @@ def metered(ctx, params, xs):
         pytest.param(None, "simulate", id="free"),
         pytest.param(None, "launch", id="free-launch", marks=pytest.mark.second),
         pytest.param(METRICS, "simulate", id="zb_h1"),
-        pytest.param(METRICS, "launch", id="zb_h1-launch"),
+        pytest.param(METRICS, "launch", id="zb_h1-launch", marks=pytest.mark.second),
     ],
 )
 def test_what_a_loss_returns_beside_it_is_returned_and_not_differentiated(

@@ -215,7 +215,7 @@ def test_launch_refuses_it_by_the_users_name_and_a_true_remedy(
 
 @pytest.mark.xfail(strict=True, reason="P11: what cannot be exported goes by name")
 @pytest.mark.parametrize(
-    "kind", ["printed", *[pytest.param(k, marks=SECOND) for k in (*NAMES[1:], "hvp")]]
+    "kind", [pytest.param(k, marks=SECOND) for k in (*NAMES, "hvp")]
 )
 def test_a_guarded_script_calls_it_on_launched_workers(script: Path, kind: str):
     done = ran(script, kind)

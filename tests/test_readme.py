@@ -104,6 +104,7 @@ with jdag.simulate(["trainer", "ps0", "ps1"], seed=0) as cluster:
 """
 
 
+@pytest.mark.second
 def test_real_workers_print_the_same_as_simulated_ones(tmp_path: Path):
     ten = block("python", "ctx.gradient(w0)).shape)", "jdag.simulate")
     real = block("python", "jdag.launch(").partition("\n")[0]

@@ -76,7 +76,7 @@ def test_a_fast_pass_gives_the_same_bits(how):
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_the_gradient_is_that_of_the_oracle(how, count, home):
     x = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 

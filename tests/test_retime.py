@@ -23,7 +23,7 @@ from tests.pipeline_cases import batches, layer, simulated, square, step, weight
 from tests.tiers import TIER
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
-CASES = 200 if TIER == "all" else 24
+CASES = 200 if TIER == "all" else 12
 
 
 def schedule_of(rng):

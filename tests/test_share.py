@@ -27,8 +27,9 @@ from tests.engine_cases import SEEDS, begun, holding, leaves_nothing, net_of, pa
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
 from tests.engine_values import DOUBLE, SAME, TRIPLE, Linear
+from tests.tiers import sized
 
-PROGRAMS = range(150)
+PROGRAMS = range(sized(40, 150))
 WEIGHED = (Start, Mark, Go, Cotangent, Answer)
 CONTEXT = ContextId(0, 1, 0)
 OF_A_PASS = (*WEIGHED, Fail)
@@ -184,7 +185,7 @@ def _nothing_under_way(net: Net, end: End) -> None:
 
 
 @MODES
-@pytest.mark.parametrize("program", range(40))
+@pytest.mark.parametrize("program", range(sized(15, 40)))
 def test_at_every_moment_of_a_pass_its_parts_sum_to_the_whole(program: int, mode: Mode):
     plan = in_modes(draw(random.Random(program)), lambda: mode)
     net = Net(plan.workers, random.Random(f"parts {program}"))

@@ -97,12 +97,10 @@ def replaced(old: Any, new: Any) -> Any:
     return new
 
 
-LIBRARIES = ["equinox", "nnx"]
+LIBRARIES = [pytest.param("equinox", marks=pytest.mark.second), "nnx"]
 
 
-@pytest.mark.parametrize(
-    "library", [pytest.param("equinox", marks=pytest.mark.second), "nnx"]
-)
+@pytest.mark.parametrize("library", LIBRARIES)
 def test_dropout_and_running_statistics_are_those_of_plain_jax(cluster, library):
     fn, fixed, evaluated, params, state = made(library)
     there = cluster.put("b", params)

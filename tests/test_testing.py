@@ -97,6 +97,7 @@ THREE = tuple([Call(worker, "scale", (0, 0)) for worker in ("a", "b", "c", "main
 LARGE = Program(("main", "a", "b", "c"), ("a",), (*THREE, *THREE[:2]), terms=6)
 
 
+@pytest.mark.second
 def test_a_program_that_fails_is_shrunk_by_hypothesis(tmp_path):
     kept = st.builds(
         lambda count: Program(LARGE.workers, ("a",), LARGE.calls[:count], count),

@@ -53,16 +53,6 @@ def test_an_untracked_leaf_is_a_constant_to_what_is_differentiated(cluster):
     nothing_is_left(cluster)
 
 
-def test_fast_mode_and_integers_know_no_gradient_of_an_untracked_leaf(cluster):
-    params = placed(cluster)
-    count = cluster.put("b", jnp.arange(3), tracked=False)
-    with cluster.context() as ctx:
-        ctx.backward(loss(ctx, params, X), mode="fast")
-        assert list(ctx.gradients()) == [params["w"]]
-        with pytest.raises(GraphError, match="is not inexact"):
-            ctx.gradient(count)
-
-
 def test_a_hessian_vector_product_takes_an_untracked_leaf_for_a_constant(cluster):
     params, vector = placed(cluster), {"w": array(3, seed=5), "stats": X[0]}
     product = jdag.hvp(loss, cluster)(params, vector, X)
@@ -198,21 +188,6 @@ def test_what_is_kept_on_a_device_is_used_elsewhere_in_each_context(cluster):
             assert_same(ctx.call("c", jnp.cos, kept).fetch(), jnp.cos(jnp.sin(X)))
     cluster.update(lambda kept, more: kept + more, kept, kept)
     assert_same(kept.fetch(), 2 * jnp.sin(X))
-
-
-def test_programs_of_a_run_keep_values_of_their_own_and_return_them(cluster):
-    def carry(cluster: Any) -> Any:
-        h = X[0]
-        for x in X:
-            with cluster.context() as ctx:
-                h = cluster.keep(ctx.call("d", cell, W, h, x))
-        return h
-
-    found = cluster.run({"b": carry, "c": carry})
-    cluster.driver.settle()
-    assert cluster.info()["d"]["values_held"] == 2
-    wanted = unrolled(W, X[0], X)[1]
-    assert_same(jdag.fetch(found), {"b": wanted, "c": wanted})
 
 
 def test_shapes_are_kept_in_abstract_mode():
