@@ -89,6 +89,11 @@ class Played:
         """Tell home that main waits, and wait."""
         return self.port.wait(self.ask())
 
+    def run_out(self) -> None:
+        """Run, and then until nothing is left to happen."""
+        self.run()
+        self.simulation.settle()
+
     def records(self, *kinds: str) -> list[Record]:
         """The records of the trace that are of these kinds, or all."""
         assert self.simulation.trace is not None

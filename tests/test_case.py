@@ -9,8 +9,7 @@ import pytest
 
 from jdag.errors import RootError
 from jdag.scenario.case import FIGURES, Case, difference, worst
-from jdag.sim import Crash, DeviceModel, Drop, LinkModel, Network
-from shapes import chain, dropped_reply, fan_out
+from jdag.sim import DeviceModel, LinkModel, Network
 from tests.scenario_cases import JITTER, Stage, no_scalar, one_leaf, square, tree
 
 
@@ -62,16 +61,6 @@ def test_parameters_may_be_pytrees_and_passes_repeated():
     assert len(stage.drawn["a"].leaves) == 2
 
 
-def test_jitter_changes_arrivals_and_no_bit():
-    stage = Stage(["a", "b", "c", "d"], seeds=range(8), network=JITTER)
-    figures = fan_out(stage.workers).play(stage)
-    assert figures["bit_patterns"] == 1
-    assert figures["arrival_orders"] >= 3
-    assert figures["same_bits_as_clean"] is True
-    assert figures["seeds"] == 8
-    assert [done for done, _, _ in stage.shown] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_other_bits_on_a_clean_network_are_found(monkeypatch):
     stage = Stage(["a", "b"], network=JITTER)
     make = stage.cluster
@@ -96,37 +85,6 @@ def test_the_digest_stands_for_all_seeds():
     assert one_leaf(one.workers).play(one)["digest"] == one.kept[0].trace.digest
     assert digest(0, 1, 2) == digest(0, 1, 2)
     assert digest(0, 1, 2) != digest(0, 1, 3)
-
-
-def test_a_stuck_pass_names_what_is_owed():
-    stage = Stage(["a", "b"])
-    figures = dropped_reply(stage.workers, mode="fast").play(stage)
-    assert figures["outcome"] == "stuck"
-    assert figures["error"] == "UnusedSendError"
-    assert figures["owed_workers"] == ["a"]
-    assert figures["owed_functions"] == ["shapes:product"]
-    assert figures["owed_call_sites"][0].startswith("shapes.py:")
-    assert figures["gradient_difference"] is None
-    assert figures["values_left"] == figures["live_passes"] == 0
-
-
-def test_a_lost_worker_is_a_failed_pass_that_leaves_nothing():
-    crash = Crash("c", detect_ns=10, at_ns=250)
-    device = DeviceModel(forward_ns=100, backward_ns=100)
-    stage = Stage(["a", "b", "c"], faults=[crash], devices=device)
-    figures = chain(stage.workers).play(stage)
-    assert (figures["outcome"], figures["error"]) == ("failed", "WorkerLost")
-    assert "c" in figures["error_message"]
-    assert figures["live_contexts"] == figures["live_passes"] == 0
-    assert figures["values_left"] == 0
-
-
-def test_lost_frames_are_counted():
-    network = Network(LinkModel(latency_ns=1_000))
-    stage = Stage(["a", "b"], network=network, faults=[Drop(0.2)], seeds=range(5))
-    figures = chain(stage.workers).play(stage)
-    assert figures["resends"] > 0
-    assert figures["bit_patterns"] == 1
 
 
 def test_abstract_values_need_no_array():

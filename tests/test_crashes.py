@@ -49,8 +49,9 @@ def busy(log: list[str]) -> Any:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, log: list[str], *crashes: Crash) -> Played:
-    settings: Any = {"network": NETWORK, "devices": MODEL, "faults": crashes}
-    played = play(monkeypatch, busy(log), WORKERS, **settings)
+    played = play(
+        monkeypatch, busy(log), WORKERS, network=NETWORK, devices=MODEL, faults=crashes
+    )
     played.put(key("x"), jnp.ones(8))
     played.ask()
     return played
@@ -125,8 +126,9 @@ def test_frames_to_a_crashed_worker_vanish_until_its_link_is_given_up(monkeypatc
 
     link = LinkSettings(resend_ns=1_000, resend_max=3, ack_delay_ns=50)
     faults = [Crash("b", 10**9, at_ns=50)]
-    settings: Any = {"network": NETWORK, "faults": faults, "link": link}
-    played = play(monkeypatch, react, WORKERS, **settings)
+    played = play(
+        monkeypatch, react, WORKERS, network=NETWORK, faults=faults, link=link
+    )
     played.run()
     assert len(played.records("resend")) == 3
     assert {r.kind for r in played.records() if r.worker == "b"} == {"crash"}
@@ -142,8 +144,7 @@ def test_two_who_crash_at_once_are_not_told_of_each_other(monkeypatch):
 
     faults = [Crash("b", 10, at_ns=5), Crash("c", 10, at_ns=5)]
     played = play(monkeypatch, react, WORKERS, faults=faults)
-    played.run()
-    played.simulation.settle()
+    played.run_out()
     losses = [(r.worker, r.detail[0]) for r in played.records("lost")]
     assert sorted(losses) == [("a", "b"), ("a", "c"), ("d", "b"), ("d", "c")]
 

@@ -285,15 +285,6 @@ def small_program(net: Net) -> Scope:
     return scope
 
 
-def test_the_small_program_is_right_when_nobody_crashes():
-    net = net_of(4)
-    scope = small_program(net)
-    assert scope.passes == 2
-    assert scope.leave() == ()
-    nothing_left(net)
-    assert net.steps > 60
-
-
 @pytest.mark.parametrize("victim", ["b", "c", "d"])
 @pytest.mark.parametrize("seed", range(sized(1, 3)))
 def test_a_crash_before_every_step_leaves_nothing_and_the_next_pass_is_right(

@@ -62,20 +62,6 @@ def test_tracked_and_not_tracked_a_value_moves_apart():
     assert ends(scope, "b") == (1, 0) and ends(scope, "a") == (0, 1)
 
 
-def test_a_call_without_tracked_arguments_makes_no_node_but_belongs_to_the_context():
-    net, scope, x = begun(3, "b")
-    (y,) = scope.call("c", ADD, stopped(x), 1)
-    assert not y.tracked
-    assert net.fetch("a", y)[0][0] == 4
-    net.drain()
-    for worker in ("b", "c"):
-        drawing = net.places[worker].engine.graph(scope.context)
-        assert drawing is not None
-        assert not (drawing.nodes or drawing.sends or drawing.recvs)
-    scope.leave()
-    assert sorted(net.messages(Release)) == [("a", "b"), ("a", "c")]
-
-
 def test_data_may_come_before_its_call():
     net, scope, x, y = begun(3, "bb")
     net.holds = holding(Call)

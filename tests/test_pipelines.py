@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import jdag
@@ -46,10 +46,11 @@ def every_schedule(p, m):
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 3), st.integers(1, 4), st.tuples(*[cost] * 4), st.data())
-def test_a_run_takes_as_long_as_its_schedule_says(p, m, costs, data):
+@given(st.integers(1, 3), st.integers(1, 4), st.tuples(*[cost] * 4), st.integers(0, 7))
+@example(3, 1, (5, 3, 1, 20), 7)  # One of two that overlap is there before the other.
+def test_a_run_takes_as_long_as_its_schedule_says(p, m, costs, number):
     f, i, w, comm = costs
-    schedule = data.draw(st.sampled_from(list(every_schedule(p, m))))
+    schedule = list(every_schedule(p, m))[number]
     devices = DeviceModel(functions={"layer": (f, i, w), "last_stage": (f, i, w)})
     settings = {"values": "abstract", "devices": devices}
     settings["network"] = Network(LinkModel(comm), control_lane=LinkModel())

@@ -9,17 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 import jdag
 from jdag import schedules
-from jdag.cli.commands import app
 from jdag.errors import JdagError, ScenarioError
 from jdag.report.formatting import formatted
 from jdag.report.result import json_of
 from jdag.runtime.trace import read_trace
 from jdag.sim import DeviceModel, LinkModel, LogGP, Network
 from tests.pipeline_cases import batches, layer, simulated, square, step, weights
+from tests.test_campaign import command
 from tests.tiers import TIER
 
 SCENARIOS = Path(__file__).parent.parent / "scenarios"
@@ -372,12 +371,6 @@ def test_settings_without_a_number_are_refused_by_key(trace):
 
 
 # ------------------------------------------------------------------------- the command
-
-
-def command(*words):
-    done = CliRunner().invoke(app, [str(word) for word in words])
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.output
 
 
 def test_what_if_prints_both_times_and_what_they_waited_for(trace, tmp_path):

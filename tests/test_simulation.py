@@ -115,17 +115,6 @@ def test_waiting_for_what_never_comes_names_who_waits_for_what(monkeypatch):
         played.run()
 
 
-def test_more_events_than_the_bound_are_an_error_that_names_it(monkeypatch):
-    def react(engine, event):
-        if engine.worker == "b":
-            return [send("a", 1)]
-        return [send("b", 1)]
-
-    played = play(monkeypatch, react, events_max=1_000)
-    with pytest.raises(JdagError, match="events_max = 1000"):
-        played.run()
-
-
 # ----------------------------------------------------------------------------- jobs
 
 MODEL = DeviceModel(forward_ns=10, functions={"slow": (70, 0)})
@@ -386,8 +375,7 @@ def test_info_counts_what_is_held_sent_and_computed(monkeypatch):
 
     played = play(monkeypatch, react, network=SLOW_LINKS)
     played.put(key("x"), jnp.ones(4))
-    played.run()
-    played.simulation.settle()
+    played.run_out()
     info = played.simulation.info()
     assert list(info) == list(WORKERS)
     a, b, c = info.values()
@@ -425,8 +413,7 @@ def test_a_closed_cluster_says_so_and_what_it_counted_stays(monkeypatch):
 
     played = play(monkeypatch, react, network=SLOW_LINKS)
     played.put(key("x"), jnp.ones(4))
-    played.run()
-    played.simulation.settle()
+    played.run_out()
     now_ns, before = played.simulation.now_ns, played.simulation.info()
     played.simulation.close()
     played.simulation.close()

@@ -7,7 +7,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -15,6 +14,7 @@ import jdag
 from jdag import schedules
 from jdag.errors import JdagError, PassTimeout
 from jdag.rpc.stuck import Waits
+from tests.pipeline_cases import layer, square
 from tests.test_scheduled_plans import await_file, awaits
 
 SCHEDULE = schedules.one_f_one_b(stages=2, micro_batches=3)
@@ -42,14 +42,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
         return
     with simulated() as made:
         yield made
-
-
-def layer(w: Any, x: Any) -> Any:
-    return jnp.tanh(x @ w)
-
-
-def square(x: Any, target: Any) -> Any:
-    return jnp.mean((x - target) ** 2)
 
 
 def total(*losses: Any) -> Any:

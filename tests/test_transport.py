@@ -51,6 +51,11 @@ NETWORK = LinkModel(latency_ns=LATENCY_NS)
 QUICK = LinkSettings(resend_ns=1_000, resend_max=3, ack_delay_ns=50)
 
 
+def quick(monkeypatch, react, **settings):
+    """A run over links of LATENCY_NS that send again soon, and not often."""
+    return play(monkeypatch, react, **{"network": NETWORK, "link": QUICK, **settings})
+
+
 def stream(count):
     """Home sends 1, 2, ... to b, which says 0 when it has all."""
 
@@ -70,10 +75,8 @@ def test_over_drops_duplicates_and_delays_each_message_arrives_once_in_order(
 ):
     faults = [Drop(0.2), Duplicate(0.3, 500), Delay(0.3, 10, 900)]
     network = LinkModel(latency_ns=100, jitter_ns=50)
-    settings: Any = {"seed": seed, "network": network, "faults": faults}
-    played = play(monkeypatch, stream(100), **settings)
-    played.run()
-    played.simulation.settle()
+    played = play(monkeypatch, stream(100), seed=seed, network=network, faults=faults)
+    played.run_out()
     assert [tag for _, _, tag in played.engines["b"].heard] == list(range(1, 101))
     info = played.simulation.info()
     assert info["a"]["messages_sent"] == 100
@@ -87,8 +90,7 @@ def test_without_faults_nothing_is_sent_twice_whatever_the_latency(monkeypatch):
     for latency_ns in (0, 100, 10**7, 10**10):
         network = LinkModel(latency_ns=latency_ns, jitter_ns=latency_ns // 3)
         played = play(monkeypatch, stream(30), network=network)
-        played.run()
-        played.simulation.settle()
+        played.run_out()
         assert [r.kind for r in played.records("resend", "duplicate", "drop")] == []
 
 
@@ -97,8 +99,7 @@ def test_while_a_slow_link_carries_either_way_nothing_is_sent_again(monkeypatch,
     slow = LinkModel(latency_ns=LATENCY_NS, bandwidth_bytes_per_s=1_000_000)
     network = Network(NETWORK, {way: slow})
     played = play(monkeypatch, stream(3), network=network, link=QUICK)
-    played.run()
-    played.simulation.settle()
+    played.run_out()
     assert played.simulation.now_ns > 20 * QUICK.resend_ns
     assert played.records("resend", "duplicate") == []
 
@@ -113,15 +114,15 @@ def test_a_resend_waits_until_what_is_ahead_of_it_has_left(monkeypatch):
         return stream(10)(engine, event)
 
     slow = LinkModel(latency_ns=LATENCY_NS, bandwidth_bytes_per_s=1_000_000)
-    settings: Any = {
-        "network": Network(NETWORK, {("a", "b"): slow}),
-        "faults": [Drop(1, until_ns=1)],
-        "link": QUICK,
-        "devices": DeviceModel(forward_ns=5),
-    }
-    played = play(monkeypatch, react, **settings)
-    played.run()
-    played.simulation.settle()
+    played = play(
+        monkeypatch,
+        react,
+        network=Network(NETWORK, {("a", "b"): slow}),
+        faults=[Drop(1, until_ns=1)],
+        link=QUICK,
+        devices=DeviceModel(forward_ns=5),
+    )
+    played.run_out()
     (resend,) = played.records("resend")
     assert resend.time_ns > sum(
         record.named["wire_bytes"] * 1_000 for record in played.records("send")[:10]
@@ -212,13 +213,7 @@ def test_a_message_that_a_gap_held_up_is_caused_by_what_filled_the_gap(monkeypat
         return [Resume(1, None)] if engine.worker == "a" else None
 
     model = DeviceModel(forward_ns=5)
-    settings: Any = {
-        "network": NETWORK,
-        "faults": faults,
-        "link": QUICK,
-        "devices": model,
-    }
-    played = play(monkeypatch, react, **settings)
+    played = quick(monkeypatch, react, faults=faults, devices=model)
     played.run()
     sends = played.records("send")[:3]
     (resend,) = played.records("resend")
@@ -232,8 +227,7 @@ def test_a_message_that_a_gap_held_up_is_caused_by_what_filled_the_gap(monkeypat
 
 def test_a_message_over_a_partition_arrives_once_it_is_repaired(monkeypatch):
     faults = [Partition((("a",), ("b", "c")), until_ns=4_000)]
-    settings: Any = {"network": NETWORK, "faults": faults, "link": QUICK}
-    played = play(monkeypatch, stream(5), **settings)
+    played = quick(monkeypatch, stream(5), faults=faults)
     played.run()
     assert [tag for _, _, tag in played.engines["b"].heard] == [1, 2, 3, 4, 5]
     assert played.engines["b"].heard[0][0] >= 4_000
@@ -251,13 +245,7 @@ def test_a_link_that_gives_up_tells_its_side_at_once_and_the_other_later(monkeyp
         return [Resume(1, None)] if event == Lost("b", OUT_OF_REACH) else None
 
     faults = [Partition((("a",), ("b",)), until_ns=100_000)]
-    settings: Any = {
-        "network": NETWORK,
-        "faults": faults,
-        "link": QUICK,
-        "detect_ns": 77,
-    }
-    played = play(monkeypatch, react, **settings)
+    played = quick(monkeypatch, react, faults=faults, detect_ns=77)
     assert not played.port.lost("b")
     played.run()
     assert played.port.lost("b")
@@ -291,13 +279,7 @@ def test_frames_of_a_lost_worker_are_ignored_and_what_is_sent_to_it_vanishes(
         Drop(1, source="a", destination="b"),
         Delay(1, 18_000, 18_000, source="b", destination="a"),
     ]
-    settings: Any = {
-        "network": NETWORK,
-        "faults": faults,
-        "link": QUICK,
-        "detect_ns": 10**6,
-    }
-    played = play(monkeypatch, react, **settings)
+    played = quick(monkeypatch, react, faults=faults, detect_ns=10**6)
     played.run()
     assert played.engines["a"].heard == []
     played.simulation.settle()
@@ -313,8 +295,7 @@ def test_acknowledgements_ride_on_answers_and_cost_their_own_bytes_alone(monkeyp
         return [send("a", 2)] if engine.worker == "b" else None
 
     played = play(monkeypatch, react, network=NETWORK)
-    played.run()
-    played.simulation.settle()
+    played.run_out()
     (ack,) = played.records("ack")
     assert ack.worker == "a" and ack.named["wire_bytes"] == FRAME_BYTES
     assert ack.causes == (played.records("send")[1].index,)
@@ -338,8 +319,7 @@ def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatc
     groups = (("a",), ("c",))
     for until_ns, parted in ((None, True), (100_000, True), (30_000, False)):
         faults = [Partition(groups, from_ns=500, until_ns=until_ns)]
-        settings: Any = {"network": NETWORK, "faults": faults, "link": QUICK}
-        played = play(monkeypatch, react, **settings)
+        played = quick(monkeypatch, react, faults=faults)
         played.ask()
         played.simulation.settle()
         # Twice the waits of a link: 1, 2, 4 and 8 times resend_ns.
