@@ -398,6 +398,7 @@ def held_up(ctx: Any, params: Any, xs: Any, path: Any) -> Any:
     return losses
 
 
+@pytest.mark.second
 def test_the_action_that_a_step_waits_for_is_told_meanwhile(tmp_path: Path):
     path, said = tmp_path / "go", ""
     wanted = "worker w0 waits for 0B0, which is next in its list; ready behind it: 0F2"
