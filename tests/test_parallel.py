@@ -11,8 +11,10 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(Path(__file__).with_name("parallel").glob("test_*.py"))
 # One process for each; those that compile the same functions are together.
 PARTS = {
-    "processes": ("processes", "waiting", "parallel_digits", "paper_data_parallel"),
-    "data": ("apply", "data", "dispatch", "ready"),
+    "data": (
+        *("apply", "data", "dispatch", "ready"),
+        *("processes", "waiting", "parallel_digits", "paper_data_parallel"),
+    ),
     "moves": ("devices", "movement", "moves", "program"),
 }
 

@@ -16,6 +16,7 @@ import pytest
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, replicate
 from tests.parallel.cases import array, close, norm_params, normed, normed_alone, where
+from tests.tiers import FIRST, sized
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "complex64": 1e-6, "bfloat16": 0.04}
 OWN = [f"cpu:{device.id}" for device in jax.local_devices()]
@@ -56,7 +57,7 @@ def drawn(seed: int) -> tuple[Any, Any, tuple[int, int], str]:
 
 def check_gradients_are_sums_over_the_rows_of_all_processes() -> str:
     found = []
-    for seed in range(4):
+    for seed in (1, 3) if FIRST else range(4):
         p, rows, counts, dtype = drawn(seed)
         smooth, how = {"w": p["w"], "low": p["low"]}, "shard_map" if seed == 1 else None
 
@@ -83,22 +84,6 @@ def check_gradients_are_sums_over_the_rows_of_all_processes() -> str:
     return hashlib.sha256(b"".join(found)).hexdigest()
 
 
-def check_gradients_come_to_where_parameters_live() -> None:
-    p = jax.device_put(
-        {"w": array(3, 2), "b": array(2, seed=1)}, jax.local_devices()[1]
-    )
-    x = array(4, 3, seed=2 + ME)
-
-    def loss(p: Any) -> Any:
-        y = data_parallel(
-            lambda p, x: x @ p["w"] + p["b"], p, x, jax.devices(), f"cpu:{1 - ME}"
-        )
-        return jnp.sum(y), y
-
-    gradient, y = jax.grad(loss, has_aux=True)(p)
-    assert where(gradient) == [OWN[1]] * 2 and where(y) == [OWN[1 - ME]]
-
-
 def weighted(p: Any, x: Any) -> Any:
     return p * x
 
@@ -115,24 +100,9 @@ def check_replicas_are_added_in_order_and_processes_after_that() -> None:
     assert jax.grad(loss)(jnp.float32(1)) == 2
 
 
-def check_sums_have_the_same_bits_each_time() -> str:
-    p, x = (
-        {"w": array(60, 50, dtype=np.float32)},
-        array(16, 60, seed=ME, dtype="float32"),
-    )
-
-    def loss(p: Any) -> Any:
-        y = data_parallel(lambda p, x: jnp.tanh(x @ p["w"]), p, x, jax.devices())
-        return jnp.sum(y**2)
-
-    found = {np.asarray(jax.grad(loss)(p)["w"]).tobytes() for _ in range(5)}
-    assert len(found) == 1
-    return hashlib.sha256(found.pop()).hexdigest()
-
-
 def check_batch_normalisation_is_that_of_one_device() -> str:
     params, found = norm_params(), []
-    for counts, how in (((5, 2), None), ((1, 7), "pmap")):
+    for counts, how in (((5, 2), None), ((1, 7), "pmap"))[: sized(1, 2)]:
         rows = array(sum(counts), 3, seed=7)
         cotangent = array(sum(counts), 4, seed=8)
         spread = partial(
@@ -172,28 +142,6 @@ def check_rows_that_fill_up_are_told_apart_on_each_process() -> None:
         close(out, 2 * x)
         assert count == 7
         np.testing.assert_array_equal(rows, [3, 3, 1])
-
-
-def check_three_steps_of_training_are_those_of_one_device() -> None:
-    start, counts = {"w": array(4, 3, seed=1), "b": array(3, seed=2)}, (6, 4)
-    rows, labels = array(10, 4, seed=3), jnp.arange(10) % 3
-
-    def net(p: Any, batch: Any) -> Any:
-        chosen = jax.nn.log_softmax(batch["x"] @ p["w"] + p["b"])
-        return -chosen[jnp.arange(len(chosen)), batch["y"]]
-
-    def trained(losses: Any, batch: Any) -> Any:
-        p = start
-        for _ in range(3):
-            out, vjp = jax.vjp(lambda p: losses(p, batch), p)
-            (gradient,) = vjp(np.full(out.shape, 0.1))
-            p = jax.tree.map(lambda a, g: a - 0.5 * g, p, gradient)
-        return p
-
-    batch = {"x": rows, "y": labels}
-    spread = partial(data_parallel, net, devices=jax.devices())
-    own = {"x": mine(rows, counts), "y": mine(labels, counts)}
-    close(trained(spread, own), trained(jax.jit(net), batch))
 
 
 def check_without_devices_it_is_this_process_alone() -> None:

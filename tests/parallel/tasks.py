@@ -29,10 +29,7 @@ def on_one_device(params: Any, x: Any, sizes: list[int], dim: int) -> Any:
 
 
 class Task(NamedTuple):
-    """So many rows along a dim, over devices of which the outputs go to one.
-
-    `beside` are the sizes of the other two dims.
-    """
+    """So many rows along a dim, over devices of which the outputs go to one."""
 
     dtype: str
     how: str | None
@@ -40,20 +37,12 @@ class Task(NamedTuple):
     rows: int
     dim: int
     output: int
-    beside: tuple[int, int] = (2, 2)
 
     @property
     def sizes(self) -> list[int]:
         """How many rows each chunk has."""
         size = max(1, -(-self.rows // self.devices))
         return [min(size, self.rows - n) for n in range(0, max(self.rows, 1), size)]
-
-    @property
-    def shares(self) -> str:
-        """How rows and devices compare."""
-        if self.rows < self.devices:
-            return "fewer rows than devices" if self.rows else "no rows"
-        return "alike" if len(set(self.sizes)) == 1 else "one has fewer"
 
 
 TASKS = [
@@ -78,7 +67,7 @@ UNLIKE = [
 
 def asked_for(task: Task) -> tuple[Any, Any]:
     """The parameters and rows of a task."""
-    full, part = list(task.beside), list(task.beside)
+    full, part = [2, 2], [2, 2]
     full.insert(task.dim, task.rows)
     part.insert(task.dim, 1)
     params = {

@@ -98,21 +98,6 @@ def weighted(p: Any, x: Any) -> Any:
     return jnp.sin(x) * p
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_jit_around_it_is_refused_in_our_words_wherever_its_arguments_live(how):
-    p = jax.device_put(jnp.float64(2), jax.devices()[5])
-
-    def loss(p: Any) -> Any:
-        return jnp.sum(data_parallel(weighted, p, array(6), names(3), how=how))
-
-    for around in (jax.jit(loss), jax.jit(jax.grad(loss))):
-        with pytest.raises(JdagError, match=INSIDE):
-            around(p)
-    assert jax.eval_shape(loss, p) == jax.eval_shape(jnp.sum, array(6))
-    wanted = jnp.sum(jnp.sin(array(6)))
-    close(jax.device_put(jax.grad(loss)(p), jax.devices()[0]), wanted)
-
-
 @pytest.mark.parametrize("inner", HOW)
 def test_one_program_over_devices_is_refused_inside_of_another(inner):
     def fn(p: Any, x: Any) -> Any:

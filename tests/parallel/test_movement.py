@@ -128,8 +128,6 @@ def test_gradients_of_chunks_and_joins_are_those_of_plain_jax():
     close(found, wanted)
     tangents = [jax.jvp(fn, (x,), (weights,))[1] for fn in (loss, alone)]
     close(jax.device_put(tangents[0], jax.devices()[0]), tangents[1])
-    along = [jax.jvp(jax.grad(fn), (x,), (weights,))[1] for fn in (loss, alone)]
-    close(*along)
 
 
 def test_arrays_of_numpy_and_keys_are_taken_as_they_are_now():
@@ -165,10 +163,6 @@ def test_gradients_of_replicas_are_added_in_their_order():
     [
         (r"replicate: no devices", lambda: replicate(1.0, [])),
         (
-            r"replicate: device cpu:2 is there twice",
-            lambda: replicate(1.0, ["cpu:2"] * 2),
-        ),
-        (
             r"replicate: leaf \['a'\]: an object is no",
             lambda: replicate({"a": object()}),
         ),
@@ -176,27 +170,10 @@ def test_gradients_of_replicas_are_added_in_their_order():
             r"replicate: leaf \[0\]: a numpy .*object",
             lambda: replicate([np.asarray([{}])]),
         ),
-        (r"scatter: no device 'cpu:9' here", lambda: scatter(jnp.ones(3), ["cpu:9"])),
         (r"scatter: leaf itself is ~float64\[\], a scalar", lambda: scatter(1.0)),
-        (
-            r"scatter: leaf itself has 1 dim.* no dim 1",
-            lambda: scatter(jnp.ones(3), None, 1),
-        ),
-        (
-            r"scatter: leaf \[1\] has 2 rows along dim 0, and leaf \[0\] has 3",
-            lambda: scatter([jnp.ones(3), jnp.ones(2)]),
-        ),
-        (
-            r"scatter: the pytree to be cut into chunks has no arrays",
-            lambda: scatter(["a"]),
-        ),
         (
             r"gather takes a list of pytrees, one of each chunk, not \[\]",
             lambda: gather([]),
-        ),
-        (
-            r"gather takes a list .* not a JAX array",
-            lambda: gather(cast(Any, jnp.ones(3))),
         ),
         (
             r"gather: no device 'b/cpu'|is a device of a worker",
@@ -222,10 +199,6 @@ def test_gradients_of_replicas_are_added_in_their_order():
             r"leaf \['w'\] is float64\[3\] in replica 0 and float64\[2\] in replica 2",
             lambda: reduce_add([{"w": jnp.ones(n)} for n in (3, 3, 2)]),
         ),
-        (
-            r"is float64\[3\] in replica 0 and float32\[3\] in replica 1",
-            lambda: reduce_add([jnp.ones(3), jnp.ones(3, np.float32)]),
-        ),
         (r"reduce_add takes a list .* one of each replica", lambda: reduce_add(())),
         (
             r"reduce_add adds numbers, and leaf \['w'\] is bool\[2\]",
@@ -234,10 +207,6 @@ def test_gradients_of_replicas_are_added_in_their_order():
         (
             r"reduce_add adds numbers, and leaf itself is key<fry>\[\]",
             lambda: reduce_add([jax.random.key(0)] * 3),
-        ),
-        (
-            r"gather: dim = 'a': allowed is an int",
-            lambda: gather([1.0], None, cast(Any, "a")),
         ),
         (
             r"scatter: dim = 1.0: allowed is an int",

@@ -61,13 +61,3 @@ def test_more_host_devices_than_jax_has_begun_with_are_refused(tmp_path: Path):
     path.write_text(PATH.read_text().replace("devices = 4", "devices = 9"))
     with pytest.raises(ScenarioError, match="host_devices = 9: allowed is at most 8"):
         load(path)
-
-
-@pytest.mark.second
-def test_three_of_a_batch_that_they_cannot_share_alike_are_as_good():
-    scenario = short()
-    whole: Any = scenario.player
-    player = replace(whole, replicas=(1, 3), batch=61)
-    figures = played(replace(scenario, player=player), "sim").figures
-    assert figures["replicas_difference"] < 1e-6
-    assert figures["gradient_checks"] == 2
