@@ -10,17 +10,9 @@ import pytest
 
 from jdag.api.drivers import simulate
 from jdag.api.refs import stop_gradient
-from jdag.api.transform import value_and_grad
-from jdag.engine.functions import program
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError, WorkerLost
 from jdag.sim import Crash
 from tests.face_cases import ONES, fails_backward, nothing_is_left, total
-
-MODES = ("smart", "fast")
-
-
-def weighted(h: Any, w: Any) -> Any:
-    return jnp.sum(h * w)
 
 
 def noting(seen: list[Any], hook: Any) -> Any:
@@ -34,82 +26,6 @@ def noting(seen: list[Any], hook: Any) -> Any:
 
 
 # ---- what they are given, and change
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_hook_replaces_the_complete_cotangent_of_an_intermediate_ref(
-    cluster: Any, mode: Any
-):
-    w = cluster.put("b", ONES)
-    seen: list[Any] = []
-    with cluster.context() as ctx:
-        h = ctx.call("b", lambda a: 2 * a, w)
-        parts = [ctx.call(to, weighted, h, k * ONES) for k, to in enumerate("bcd")]
-        ctx.on_cotangent(h, noting(seen, lambda c: 10 * c))
-        ctx.backward(ctx.call("a", total, *parts), mode=mode)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 60 * ONES)
-    (one,) = seen
-    np.testing.assert_array_equal(one, 3 * ONES)
-    assert isinstance(one, jax.Array)
-    nothing_is_left(cluster)
-
-
-def test_a_hook_replaces_the_cotangent_of_a_leaf_before_it_is_accumulated(cluster: Any):
-    w = cluster.put("b", ONES)
-    with cluster.context() as ctx:
-        loss = ctx.call("c", total, w)
-        ctx.backward(loss, retain_graph=True)
-        ctx.on_cotangent(w, lambda c: 10 * c)
-        ctx.backward(loss)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 11 * ONES)
-
-
-def test_several_hooks_are_chained_in_order_through_programs_as_well(cluster: Any):
-    @program
-    def inner(ctx, h):
-        ctx.on_cotangent(h, lambda c: c * 2)
-        return ctx.call("d", total, h)
-
-    w = cluster.put("b", ONES)
-    with cluster.context() as ctx:
-        h = ctx.call("b", jnp.square, w)
-        ctx.on_cotangent(h, lambda c: c + 1)
-        loss = ctx.call("c", inner, h)
-        ctx.on_cotangent(h, lambda c: c + 5)
-        ctx.backward(loss)  # ((1 + 1) * 2 + 5) * 2 w
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 18 * ONES)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_zero_is_hooked_too(cluster: Any, mode: Any):
-    w, v = cluster.put("b", ONES), cluster.put("c", ONES)
-    seen: list[Any] = []
-    with cluster.context() as ctx:
-        h, k = ctx.call("b", lambda a: (a, 3 * a), w)
-        ctx.on_cotangent(k, noting(seen, lambda c: c + 1))
-        ctx.on_cotangent(v, noting(seen, lambda c: c + 7))
-        ctx.backward(ctx.call("d", lambda h, v: jnp.sum(h), h, v), mode=mode)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 4 * ONES)
-        np.testing.assert_array_equal(ctx.gradient(v).fetch(), 7 * ONES)
-    assert len(seen) == 2 and not np.any(seen)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_who_sees_a_gradient_sees_that_of_the_pass_once_and_changes_nothing(
-    cluster: Any, mode: Any
-):
-    w = cluster.put("b", ONES)
-    seen: list[Any] = []
-    with cluster.context() as ctx:
-        loss = ctx.call("a", total, *(ctx.call(to, total, w) for to in "bcd"))
-        ctx.on_gradient(w, noting(seen, lambda g: 0 * g))
-        ctx.on_cotangent(w, lambda c: 2 * c)
-        for _ in range(3):
-            ctx.backward(loss, retain_graph=True, mode=mode)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 18 * ONES)
-    assert len(seen) == 3
-    np.testing.assert_array_equal(seen, 6 * jnp.ones((3, 3, 3)))
-    nothing_is_left(cluster)
 
 
 def test_a_gradient_is_accumulated_when_it_is_seen_and_of_a_failed_pass_never(
@@ -158,28 +74,6 @@ def test_what_was_hooked_is_hooked_wherever_it_was_used_before(cluster: Any):
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), 0 * ONES)
 
 
-def test_hooks_of_one_context_are_not_of_the_next(cluster: Any):
-    w = cluster.put("b", ONES)
-    for wanted in (5, 1):
-        with cluster.context() as ctx:
-            loss = ctx.call("c", total, w)
-            if wanted == 5:
-                ctx.on_cotangent(w, lambda c: 5 * c)
-            ctx.backward(loss)
-            np.testing.assert_array_equal(ctx.gradient(w).fetch(), wanted * ONES)
-
-
-def test_value_and_grad_goes_through_hooks(cluster: Any):
-    def halved(ctx, w, x):
-        h = ctx.call("b", jnp.multiply, w, x)
-        ctx.on_cotangent(h, lambda c: c / 2)
-        return ctx.call("c", total, h)
-
-    value, gradient = value_and_grad(halved, cluster)(ONES, 4 * ONES)
-    assert value == 36
-    np.testing.assert_array_equal(gradient, 2 * ONES)
-
-
 def test_where_values_are_abstract_hooks_are_traced():
     seen: list[Any] = []
     with simulate(["a", "b"], seed=0, values="abstract") as cluster:
@@ -195,24 +89,6 @@ def test_where_values_are_abstract_hooks_are_traced():
                 ctx.backward(loss)
         nothing_is_left(cluster)
     assert [one.shape for one in seen[:2]] == [(3, 3), (3, 3)]
-
-
-def test_bits_are_the_same_whatever_the_seed_and_though_gradients_are_seen():
-    found = []
-    for seed in range(8):
-        with simulate(["a", "b", "c", "d"], seed=seed) as cluster:
-            w = cluster.put("b", jnp.arange(3.0) / 7)
-            with cluster.context() as ctx:
-                if seed % 2:
-                    ctx.on_gradient(w, lambda g: None)
-                ctx.on_cotangent(w, lambda c: c / 3)
-                losses = [
-                    ctx.call(to, lambda a: jnp.sum(jnp.sin(a)), w) for to in "cdb"
-                ]
-                for _ in range(3):
-                    ctx.backward(*losses, retain_graph=True)
-                found.append(np.asarray(ctx.gradient(w).fetch()).tobytes())
-    assert len(dict.fromkeys(found)) == 1
 
 
 # ---- what goes wrong
@@ -241,33 +117,6 @@ def test_a_hook_that_raises_is_named_with_worker_call_site_route_and_the_users_l
         with pytest.raises(GraphError):
             ctx.gradient(w)
     nothing_is_left(cluster)
-
-
-def test_what_raises_when_it_sees_a_gradient_raises_when_that_is_there(cluster: Any):
-    w = cluster.put("b", ONES)
-
-    def watch(gradient):
-        raise ValueError("too steep")
-
-    with cluster.context() as ctx:
-        loss = ctx.call("c", total, w)
-        ctx.on_gradient(w, watch)
-        for times in (1, 2):
-            with pytest.raises(RemoteError, match=r"watch failed on 'b', called at .*"):
-                ctx.backward(loss, retain_graph=True)
-            np.testing.assert_array_equal(ctx.gradient(w).fetch(), times * ONES)
-    nothing_is_left(cluster)
-
-
-def test_a_hook_that_returns_another_shape_or_dtype_says_so_by_name(cluster: Any):
-    w = cluster.put("b", ONES)
-    for hook, given in ((lambda c: c[0], r"float64\[3\]"), (lambda c: 1.0, "a float")):
-        with cluster.context() as ctx:
-            ctx.on_cotangent(w, hook)
-            loss = ctx.call("c", total, w)
-            wanted = rf"<lambda> failed on 'b', called at .*: the hook returned {given}"
-            with pytest.raises(JdagError, match=wanted):
-                ctx.backward(loss)
 
 
 def test_a_hook_cannot_use_the_cluster(cluster: Any):
