@@ -7,7 +7,6 @@ are exact. Each line below is a fact, and under it the tests that prove it here,
 Ids and life
 - 200 contexts have 200 ids; `id >> 48` is the worker's number:
     ids.200_contexts_have_200_ids_with_the_workers_number_on_top
-    ids.contexts_that_are_open_at_once_have_ids_of_their_own
     callers.ids_of_contexts_have_the_number_of_the_worker_that_opened_them
 - The counter ends at 2^48 - 1, and then refuses:
     ids.the_counter_ends_at_2_to_the_48_less_1_and_then_refuses
@@ -47,7 +46,6 @@ Backward
     backward.several_roots_are_the_backward_of_their_sum
 - Round trips over 3 workers: 4131; 864, 1728, 54:
     backward.round_trips_over_three_workers_give_4131_and_864_1728_54
-    backward.a_pass_gives_what_jax_grad_of_the_program_gives
     backward.matrices_of_different_shapes_over_workers
     backward.each_gradient_has_the_dtype_of_its_leaf
 - sum(t1 t2 t3 t4 t5): 1594323; 885735; 1240029:
@@ -57,7 +55,6 @@ Backward
 - Unused arguments get an explicit zero; unused outputs are zeros to the vjp:
     backward.an_unused_argument_gets_an_explicit_zero
     backward.an_unused_output_is_a_zero_to_the_vjp
-    backward.one_of_three_that_were_stacked_and_is_not_used_has_zeros
 - A second pass in one context adds:
     backward.a_second_pass_in_one_context_adds
     backward.a_thousand_passes_over_one_hop_add_up
@@ -120,12 +117,9 @@ Errors
     errors.after_50_failing_passes_a_good_one_gives_what_one_good_pass_gives
     errors.a_pass_that_fails_without_retain_graph_spends_the_graph_and_says_so
 - A worker that dies: an error at the caller within the deadline:
-    errors.a_worker_that_dies_in_a_pass_is_an_error_at_the_caller_in_time
+    errors.a_worker_that_dies_in_a_pass_is_told_in_time_and_the_others_go_on
     errors.a_worker_that_dies_in_forward_is_an_error_at_who_fetches_and_at_backward
-    errors.a_worker_that_died_after_forward_is_an_error_of_backward
-    errors.after_a_worker_died_the_others_go_on_in_another_context
     errors.a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed
-    errors.a_pass_that_is_in_time_does_not_notice_its_timeout
 
 Optimizer
 - One step on each owner, in parallel, errors named by owner:
@@ -174,7 +168,6 @@ Where it fails, and jdag does not
   without a name on a nested dropped reply:
     failing.what_hangs_the_peer_has_the_right_gradients_under_smart
     failing.what_hangs_the_peer_ends_at_once_under_fast_with_its_culprit
-    failing.after_a_stuck_fast_pass_that_retained_a_smart_one_is_right
 - It fails on two losses of one context, one at a time:
     failing.two_losses_of_one_context_are_differentiated_one_at_a_time
     failing.two_losses_one_at_a_time_are_stuck_under_fast_on_the_other_ones_sends

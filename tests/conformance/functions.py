@@ -53,10 +53,6 @@ def stacked(*arrays):
     return jnp.stack(arrays)
 
 
-def sum_of_first_times_last(s):
-    return jnp.sum(s[0] @ s[-1])
-
-
 def times_transposed(a, b):
     return a @ b.T
 

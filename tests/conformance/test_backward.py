@@ -17,7 +17,6 @@ from tests.conformance.functions import (
     stacked,
     sum_of_chain,
     sum_of_cosine,
-    sum_of_first_times_last,
     sum_of_product,
     sum_of_quotient,
     sum_of_sum,
@@ -142,21 +141,6 @@ def test_a_second_pass_without_retain_graph_is_an_error_that_says_so(cluster: An
         equal(ctx.gradient(t).fetch(), ONES)
 
 
-def test_a_pass_gives_what_jax_grad_of_the_program_gives(cluster: Any):
-    def program(ctx: Any, params: Any) -> Any:
-        v = ctx.call("b", times_transposed, params["x"], params["y"])
-        parts = [ctx.call(worker, two_outputs, v) for worker in "bcd"]
-        return ctx.call("a", total, *(part for pair in parts for part in pair))
-
-    params = {"x": 0.3 * ONES, "y": jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)}
-    leaves = {"x": cluster.put("b", params["x"]), "y": cluster.put("c", params["y"])}
-    wanted, gradients = jdag.oracle(program)(params)
-    value, found = jdag.value_and_grad(program, cluster)(leaves)
-    np.testing.assert_allclose(value, wanted, rtol=1e-13)
-    for name in params:
-        np.testing.assert_allclose(found[name], gradients[name], rtol=1e-12)
-
-
 def test_matrices_of_different_shapes_over_workers(cluster: Any):
     shapes = {"t1": (4, 6), "t2": (6, 5), "t3": (5, 7), "t4": (7, 9)}
     t1, t2, t3, t4 = (
@@ -176,15 +160,6 @@ def test_matrices_of_different_shapes_over_workers(cluster: Any):
     wanted = jax.grad(sum_of_chain, argnums=(0, 1, 2, 3))(*values)
     for one, other in zip(found, wanted[::2], strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12)
-
-
-def test_one_of_three_that_were_stacked_and_is_not_used_has_zeros(cluster: Any):
-    t1, t2, t3 = (cluster.put("a", ONES) for _ in range(3))
-    with cluster.context() as ctx:
-        s = ctx.call("b", stacked, t1, t2, t3)
-        ctx.backward(ctx.call("c", sum_of_first_times_last, s))
-        for leaf, wanted in ((t1, 3), (t2, 0), (t3, 3)):
-            equal(ctx.gradient(leaf).fetch(), wanted * ONES)
 
 
 def test_each_gradient_has_the_dtype_of_its_leaf(cluster: Any):

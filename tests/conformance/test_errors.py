@@ -26,7 +26,6 @@ from tests.conformance.functions import (
     three_times,
     total,
     total_that_fails_backward,
-    two_losses,
 )
 
 equal = np.testing.assert_array_equal
@@ -150,7 +149,7 @@ def test_a_function_that_raises_names_function_worker_call_site_and_its_own_line
 # ------------------------------------------------------------------ workers that die
 
 
-def test_a_worker_that_dies_in_a_pass_is_an_error_at_the_caller_in_time(driver: Any):
+def test_a_worker_that_dies_in_a_pass_is_told_in_time_and_the_others_go_on(driver: Any):
     with driver.mortal("c") as cluster:
         w, v = cluster.put("a", ONES), cluster.put("b", ONES)
         with cluster.context() as ctx:
@@ -161,6 +160,9 @@ def test_a_worker_that_dies_in_a_pass_is_an_error_at_the_caller_in_time(driver: 
                 ctx.backward(loss)
             assert cluster.now_ns - before_ns <= driver.loss_max_s * 1e9
             assert ctx.gradients() == {}
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("d", sum_of_product, w, v))
+            equal(ctx.gradient(w).fetch(), ONES)
         driver.settle(cluster)
         assert all(each[:2] == (0, 0) for each in held(cluster).values())
 
@@ -182,26 +184,8 @@ def test_a_worker_that_dies_in_forward_is_an_error_at_who_fetches_and_at_backwar
         assert all(each[:2] == (0, 0) for each in held(cluster).values())
 
 
-def test_a_worker_that_died_after_forward_is_an_error_of_backward(driver: Any):
-    with driver.mortal("c") as cluster:
-        w = cluster.put("a", ONES)
-        with cluster.context() as ctx:
-            loss = ctx.call("b", total, ctx.call("c", three_times, w))
-            assert loss.fetch() == 27
-            ctx.call("c", dies_forward, 1.0)
-            driver.settle(cluster)
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
-                ctx.backward(loss)
-        driver.settle(cluster)
-        assert all(each[:2] == (0, 0) for each in held(cluster).values())
-
-
-OTHERS = [pytest.param(name, marks=pytest.mark.second) for name in "ab"]
-
-
-@pytest.mark.parametrize("worker", [*OTHERS, "d"])
-def test_every_participant_is_told_and_refuses_to_go_on(driver: Any, worker: str):
-    """The caller, a second hop, and d, which only ever saw a constant."""
+def test_every_participant_is_told_and_refuses_to_go_on(driver: Any):
+    """Also d, which only ever saw a constant."""
     with driver.mortal("c") as cluster:
         w = cluster.put("a", ONES)
         with cluster.context() as ctx:
@@ -211,24 +195,10 @@ def test_every_participant_is_told_and_refuses_to_go_on(driver: Any, worker: str
             with pytest.raises(jdag.errors.WorkerLost):
                 ctx.backward(loss)
             driver.settle(cluster)
-            given = constant if worker == "d" else w
             with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
-                ctx.call(worker, total, given).fetch()
+                ctx.call("d", total, constant).fetch()
             with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
                 ctx.backward(loss)
-
-
-def test_after_a_worker_died_the_others_go_on_in_another_context(driver: Any):
-    with driver.mortal("c") as cluster:
-        w, v = cluster.put("a", ONES), cluster.put("b", 2 * ONES)
-        with cluster.context() as ctx:
-            loss = ctx.call("b", total, ctx.call("c", dies_backward, w))
-            with pytest.raises(jdag.errors.WorkerLost):
-                ctx.backward(loss)
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("d", sum_of_product, w, v))
-            equal(ctx.gradient(w).fetch(), 2 * ONES)
-            equal(ctx.gradient(v).fetch(), ONES)
 
 
 # ---------------------------------------------------------------------- deadlines
@@ -256,13 +226,6 @@ def test_a_pass_that_takes_longer_than_timeout_s_raises_with_what_is_owed(driver
             said = str(caught.value)
             assert "timeout_s=2.0" in said and "test_errors.py:" in said, said
             assert all(passes == 0 for _, passes, _ in held(cluster).values())
-
-
-def test_a_pass_that_is_in_time_does_not_notice_its_timeout(driver: Any, cluster: Any):
-    w, v = cluster.put("a", ONES), cluster.put("b", 2 * ONES)
-    with leaving_nothing(driver, cluster), cluster.context() as ctx:
-        ctx.backward(*two_losses(ctx, w, v), timeout_s=60.0)
-        assert len(ctx.gradients()) == 2
 
 
 def test_an_exception_whose_str_raises_is_one_error_and_its_worker_goes_on(

@@ -37,9 +37,7 @@ def wide(cluster: Any, t: Any, k: int) -> bytes:
         return np.asarray(ctx.gradient(t).fetch()).tobytes()
 
 
-@pytest.mark.parametrize(
-    "k", [*(pytest.param(k, marks=pytest.mark.second) for k in (2, 4, 8)), 3, 24]
-)
+@pytest.mark.parametrize("k", [pytest.param(3, marks=pytest.mark.second), 24])
 def test_k_parallel_calls_on_one_leaf_have_one_bit_pattern_in_100_runs(
     driver: Any, k: int
 ):
@@ -145,19 +143,6 @@ def test_two_losses_one_at_a_time_are_stuck_under_fast_on_the_other_ones_sends(
             assert [(send.worker, send.destination) for send in sends] == owed
         ctx.backward(first, second, mode="fast")
         for leaf, wanted in zip(leaves, wanted_of(functions.two_losses), strict=True):
-            np.testing.assert_allclose(ctx.gradient(leaf).fetch(), wanted, rtol=1e-13)
-
-
-def test_after_a_stuck_fast_pass_that_retained_a_smart_one_is_right(cluster: Any):
-    leaves = on_two_workers(cluster)
-    with cluster.context() as ctx:
-        roots = functions.dropped_reply(ctx, *leaves)
-        with pytest.raises(jdag.errors.UnusedSendError):
-            ctx.backward(*roots, mode="fast", retain_graph=True)
-        ctx.backward(*roots)
-        for leaf, wanted in zip(
-            leaves, wanted_of(functions.dropped_reply), strict=True
-        ):
             np.testing.assert_allclose(ctx.gradient(leaf).fetch(), wanted, rtol=1e-13)
 
 

@@ -30,11 +30,6 @@ def test_200_contexts_have_200_ids_with_the_workers_number_on_top(cluster: Any):
     assert counters == sorted(counters)
 
 
-def test_contexts_that_are_open_at_once_have_ids_of_their_own(cluster: Any):
-    with cluster.context() as one, cluster.context() as two, cluster.context() as three:
-        assert len({one.id, two.id, three.id}) == 3
-
-
 def test_the_counter_ends_at_2_to_the_48_less_1_and_then_refuses(
     cluster: Any, monkeypatch: pytest.MonkeyPatch
 ):

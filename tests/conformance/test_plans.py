@@ -26,9 +26,10 @@ from tests.plan_cases import (
 )
 from tests.random_programs import draw
 from tests.random_source import source_of
+from tests.tiers import sized
 
 
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("number", range(sized(3, 6)))
 def test_random_programs_have_eagers_bits_and_fused_its_numbers(
     driver: Any, cluster: Any, number: int
 ):
