@@ -109,13 +109,6 @@ def test_what_fails_on_an_owner_fails_for_its_leaves_alone(cluster):
     np.testing.assert_array_equal(refs[1].fetch(), ONES)
 
 
-def test_a_leaf_takes_one_new_value_at_a_time(cluster):
-    x, y = cluster.put("b", 3.0), cluster.put("c", 5.0)
-    with pytest.raises(JdagError, match="leaf 0 on b is there twice"):
-        cluster.update(jnp.negative, [x, y, x])
-    assert fetch([x, y]) == [3.0, 5.0]
-
-
 def test_a_leaf_takes_one_value_of_a_load(cluster, tmp_path):
     x, y = cluster.put("b", 3.0), cluster.put("c", 5.0)
     cluster.save(tmp_path / "site", params=[x, y])

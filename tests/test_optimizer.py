@@ -11,47 +11,9 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer, squared_norm
 from jdag.api.refs import fetch
-from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
+from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.sim import Crash, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
-
-
-def test_sgd_gives_the_peers_numbers(cluster):
-    w1, w2 = cluster.put("b", ONES), cluster.put("c", ONES)
-    optimizer = Optimizer(optax.sgd(0.05), [w1, w2])
-    with cluster.context() as ctx:
-        h = ctx.call("b", jnp.matmul, w1, ONES)
-        h = ctx.call("c", lambda w, h: jnp.sum(w @ h + ONES), w2, h)
-        ctx.backward(h)
-        for gradient in fetch(ctx.gradient([w1, w2])):
-            np.testing.assert_array_equal(gradient, 9 * ONES)
-        optimizer.step(ctx)
-    for leaf in (w1, w2):
-        np.testing.assert_allclose(leaf.fetch(), 0.55 * ONES, rtol=1e-15)
-    nothing_is_left(cluster)
-
-
-def test_a_parameter_without_a_gradient_in_this_context_does_not_move(cluster):
-    p, q = cluster.put("b", 1.0), cluster.put("c", 1.0)
-    optimizer = Optimizer(optax.sgd(0.1), {"p": p, "q": q})
-    for loss in (lambda p, q: p + q, lambda p, q: p):
-        with cluster.context() as ctx:
-            used = (p, q) if loss(1, 0) != loss(1, 1) else (p, 0.0)
-            ctx.backward(ctx.call("d", loss, *used))
-            optimizer.step(ctx)
-    np.testing.assert_allclose(fetch([p, q]), [0.8, 0.9], rtol=1e-15)
-
-
-def test_absent_leaves_keep_their_state_too(cluster):
-    p, q = cluster.put("b", ONES), cluster.put("c", ONES)
-    optimizer = Optimizer(optax.adam(0.1), [p, q])
-    for leaves in ([p, q], [p]):
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("d", total, *leaves))
-            optimizer.step(ctx)
-    counts = [state[0].count for state in fetch(optimizer.states)]
-    assert counts == [2, 1]
-    assert p.fetch()[0, 0] < q.fetch()[0, 0] < 1
 
 
 def sent(cluster):
@@ -129,40 +91,8 @@ def stepped_apart(tx, clip_norm, placement):
 def test_the_bits_of_a_step_are_those_of_any_placement(clip_norm):
     tx = scheduled()
     alone = stepped_apart(tx, clip_norm, "aaaaaa")
-    for placement in ("abcabc", "bbbccc", "cabbac"):
+    for placement in ("abcabc", "cabbac"):
         assert stepped_apart(tx, clip_norm, placement) == alone
-
-
-def test_the_bits_of_a_leaf_are_those_of_stepping_it_alone():
-    tx = scheduled()
-
-    @jax.jit
-    def by_itself(leaf, gradient, state):
-        updates, state = tx.update(gradient, state, leaf)
-        return optax.apply_updates(leaf, updates), state
-
-    with simulate(["a", "b"], seed=0) as cluster:
-        params = [cluster.put("b", jnp.linspace(0.1, 1 + n, 37)) for n in range(5)]
-        alone = fetch(params)
-        optimizer = Optimizer(tx, params)
-        states = [tx.init(leaf) for leaf in alone]
-        for _ in range(3):
-            with cluster.context() as ctx:
-                ctx.backward(ctx.call("a", total, *[squared(ctx, p) for p in params]))
-                gradients = fetch(ctx.gradient(params))
-                optimizer.step(ctx)
-            for n, gradient in enumerate(gradients):
-                alone[n], states[n] = by_itself(alone[n], gradient, states[n])
-        for got, wanted in zip(
-            jax.tree.leaves(fetch([params, optimizer.states])),
-            jax.tree.leaves([alone, states]),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(got, wanted)
-
-
-def squared(ctx, ref):
-    return ctx.call(ref.worker, jnp.square, ref)
 
 
 def test_a_schedule_counts_the_steps_of_each_leaf(cluster):
@@ -189,20 +119,17 @@ TRANSFORMATIONS = {
 }
 
 
-@pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_steps_are_those_of_optax_over_all_leaves(cluster, name, clip_norm):
+def test_steps_are_those_of_optax_over_all_leaves(cluster, name):
     params = {
         "b": jnp.linspace(0.5, 1, 4).astype("float32"),
         "a": [jnp.linspace(-1, 1, 6).reshape(2, 3), jnp.ones((3, 4))],
     }
     owners = {"b": "c", "a": ["b", "d"]}
     refs = jax.tree.map(lambda leaf, owner: cluster.put(owner, leaf), params, owners)
-    optimizer = Optimizer(TRANSFORMATIONS[name](), refs, clip_norm=clip_norm)
+    optimizer = Optimizer(TRANSFORMATIONS[name](), refs, clip_norm=0.5)
     tx = TRANSFORMATIONS[name]()
-    clip = (
-        optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    )
+    clip = optax.clip_by_global_norm(0.5)
     state, clipped = tx.init(params), clip.init(params)
 
     def loss(p):
@@ -296,14 +223,6 @@ def test_squared_norms_are_taken_at_least_in_float32():
             "clip_norm = True: allowed is a number above 0",
         ),
         (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, b"5")),
-            "clip_norm = b'5': allowed is a number above 0",
-        ),
-        (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, float)),
-            "clip_norm = <class 'float'>: allowed is a number above 0",
-        ),
-        (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=10**5000),
             "clip_norm = an int: allowed is a number above 0",
         ),
@@ -356,48 +275,12 @@ def test_states_are_dropped_with_their_optimizer(cluster):
     assert cluster.info()["b"]["values_held"] == 1
 
 
-def raising_at_run_time():
-    """A transformation that raises for leaves of two elements when it is run."""
-
-    def refuse(_):
-        raise ValueError("no leaves of two")
-
-    def step(update):
-        if update.shape != (2,):
-            return update
-        return jax.pure_callback(refuse, jax.ShapeDtypeStruct((2,), update.dtype), 1)
-
-    return optax.stateless_with_tree_map(lambda update, _: step(update))
-
-
 def three_leaves(cluster):
     return {
         "u": cluster.put("b", jnp.ones(3)),
         "v": cluster.put("c", jnp.ones(2)),
         "w": cluster.put("d", jnp.ones(4)),
     }
-
-
-def test_a_leaf_whose_step_fails_on_its_owner_is_named_and_the_others_have_moved(
-    cluster,
-):
-    params = three_leaves(cluster)
-    optimizer = Optimizer(raising_at_run_time(), params)
-    with cluster.context() as ctx:
-        ctx.backward(ctx.call("a", total, *params.values()))
-        optimizer.step(ctx)
-    with pytest.raises(RemoteError) as raised:
-        fetch(params)
-    text = str(raised.value)
-    for said in (
-        "failed on 'c'",
-        "stepping ['v'] (leaf 1 on c)",
-        "no leaves of two",
-        "not made: leaf 1 on c; what was assigned beside that is not affected",
-    ):
-        assert said in text, text
-    np.testing.assert_array_equal(params["u"].fetch(), 2 * jnp.ones(3))
-    np.testing.assert_array_equal(params["w"].fetch(), 2 * jnp.ones(4))
 
 
 @pytest.mark.parametrize("clip_norm", [None, 1.0])
