@@ -52,7 +52,9 @@ def steps_of(answer: ScenarioResult) -> list[str]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.second if name == "hybrid" else ())
+        pytest.param(
+            name, marks=pytest.mark.second if name in ("hybrid", "digits") else ()
+        )
         for name in SHORTER
     ],
 )

@@ -15,7 +15,7 @@ from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
 from jdag.api.transform import value_and_grad
-from jdag.errors import ContextError, JdagError, RemoteError, RootError, WorkerLost
+from jdag.errors import ContextError, JdagError, RootError, WorkerLost
 from jdag.schedules import one_f_one_b
 from jdag.sim import Crash, LinkModel
 from tests import pipeline_cases
@@ -69,30 +69,6 @@ def test_value_and_gradients_are_those_of_a_context(cluster, exact):
     assert "2 plans" in repr(step)
 
 
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("clip_norm", [None, 0.05])
-def test_ten_steps_of_an_optimizer_are_those_of_contexts(clip_norm, exact):
-    found = []
-    for compiled in (False, True):
-        with simulate(["a", "b", "c", "d"], seed=0) as cluster:
-            params = placed(cluster)
-            optimizer = Optimizer(optax.adam(0.01), params["stages"], clip_norm)
-            step = compile(loss, cluster, optimizer, exact=exact)
-            values = []
-            for number in range(10):
-                if compiled:
-                    values.append(step(params, X + number, X))
-                    continue
-                with cluster.context() as ctx:
-                    root = loss(ctx, params, X + number, X)
-                    ctx.backward(root)
-                    optimizer.step(ctx)
-                    values.append(root.fetch())
-            after = fetch([params["stages"], optimizer.states])
-            found.append((values, after))
-    assert_equal(found[1], found[0], exact)
-
-
 @pytest.mark.parametrize(
     "schedule", [None, one_f_one_b(stages=3, micro_batches=3)], ids=["none", "1F1B"]
 )
@@ -113,35 +89,6 @@ def test_a_clipped_step_of_a_compiled_pipeline_is_that_of_a_context(schedule):
                     optimizer.step(ctx)
             found.append(fetch(params))
     assert_equal(found[1], found[0])
-
-
-def test_a_context_beside_it_reads_new_versions_after_the_step(cluster):
-    w = cluster.put("b", jnp.ones(4))
-    optimizer = Optimizer(optax.sgd(1.0), w)
-
-    def total(ctx, w):
-        return ctx.call("c", jnp.sum, w)
-
-    step = compile(total, cluster, optimizer)
-    assert step(w) == 4
-    np.testing.assert_array_equal(w.fetch(), jnp.zeros(4))
-    with cluster.context() as ctx:
-        ctx.backward(ctx.call("b", lambda w: jnp.sum(w * 3), w))
-        optimizer.step(ctx)
-    assert step(w) == -12, "and a step what a context has made"
-    np.testing.assert_array_equal(w.fetch(), jnp.full(4, -4.0))
-
-
-def test_several_roots_are_differentiated_as_their_sum(cluster):
-    w = cluster.put("b", jnp.arange(3.0))
-
-    def roots(ctx, w):
-        losses = [ctx.call(c, lambda w: jnp.sum(w**2), w) for c in "bcd"]
-        return {"losses": losses[:2], "last": losses[2]}, ctx.call("c", jnp.max, w)
-
-    (losses, most), gradient = compile(roots, cluster).value_and_grad(w)
-    np.testing.assert_array_equal(gradient, 6 * jnp.arange(3.0))
-    assert (losses["last"], most) == (5, 2)
 
 
 def trained(params, optimizer, exact, cluster):
@@ -253,29 +200,6 @@ def test_recording_in_a_loop_warns_once(cluster):
     with pytest.warns(UserWarning, match="was recorded 32 times"):
         compile(total, cluster)(X)
     compile(total, cluster)(X)
-
-
-@jdag.unjitted(shapes=lambda x: x)
-def fails_at(x):
-    if x[0] > 1:
-        raise ValueError("too much")
-    return np.asarray(x)
-
-
-def test_a_step_that_fails_names_the_call_and_steps_nothing(cluster):
-    w = cluster.put("b", jnp.ones(3))
-    optimizer = Optimizer(optax.sgd(0.5), w)
-
-    def risky(ctx, w, x):
-        x = ctx.call("c", fails_at, x)
-        return ctx.call("b", lambda w, x: jnp.sum(w * x), w, x)
-
-    step = compile(risky, cluster, optimizer)
-    assert step(w, jnp.ones(3)) == 3
-    with pytest.raises(RemoteError, match=r"(?s)fails_at failed on 'c'.*by step 2"):
-        step(w, 2 * jnp.ones(3))
-    np.testing.assert_array_equal(w.fetch(), jnp.full(3, 0.5))
-    assert step(w, jnp.ones(3)) == 1.5
 
 
 def test_a_lost_worker_is_named_with_the_steps_that_were_made():

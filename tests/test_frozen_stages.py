@@ -11,7 +11,7 @@ import pytest
 import jdag
 from jdag import schedules
 from tests.pipeline_cases import batches, layer, simulated, square, weights
-from tests.tiers import FIRST
+from tests.tiers import FIRST, sized
 
 STAGES, COUNT = 4, 4
 BUILT = {
@@ -30,6 +30,7 @@ BUILT = {
     },
 }
 SUBSETS = [frozen for frozen in product((False, True), repeat=STAGES) if any(frozen)]
+SOME = SUBSETS[:: sized(-4, -1)]  # All of them first.
 PIPE = jdag.pipeline([layer] * STAGES, square)
 
 
@@ -89,7 +90,7 @@ def check(found: Any, frozen: Any, losses: Any, gradients: Any) -> None:
 @pytest.mark.parametrize("way", [eager, compiled])
 def test_the_gradients_of_the_rest_are_those_of_jax(name, way):
     schedule, wanted = BUILT[name], of_jax()
-    for frozen in SUBSETS:
+    for frozen in SOME:
         with simulated(schedule, schedule.workers) as cluster:
             found = way(cluster, put(cluster, schedule, frozen), frozen)
             check(found, frozen, *wanted)
@@ -117,7 +118,7 @@ def called_elsewhere(ctx: Any, params: Any, xs: Any) -> Any:
 
 def test_a_program_on_a_worker_may_call_stages_without_gradients():
     schedule, wanted = BUILT["one_f_one_b"], of_jax()
-    for frozen in SUBSETS[:-1]:
+    for frozen in SOME[1:]:
         with simulated(schedule, schedule.workers) as cluster:
             params = put(cluster, schedule, frozen)
             with cluster.context() as ctx:

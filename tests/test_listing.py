@@ -108,7 +108,7 @@ WAYS: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("count", [FEW, COUNT])
+@pytest.mark.parametrize("count", [FEW, pytest.param(COUNT, marks=pytest.mark.second)])
 @pytest.mark.parametrize("name", BUILT)
 def test_the_list_waits_for_nothing_that_cannot_come(name, count):
     schedule, xs = BUILT[name], batches(count)

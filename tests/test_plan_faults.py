@@ -144,7 +144,7 @@ def broken(seed: int, when: str, exact: bool, *, breaks_at: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(sized(2, 20)))
+@pytest.mark.parametrize("seed", range(sized(1, 20)))
 @pytest.mark.parametrize("when", ["forward", "vjp"])
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_segment_that_raises_names_its_calls_and_changes_no_other_step(

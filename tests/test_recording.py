@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from jdag.api.compiling import compile
-from jdag.api.oracle import oracle
 from jdag.compute.pytrees import static
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
@@ -34,11 +33,6 @@ def inner(ctx, x):
 @unjitted
 def unknown(x):
     return x
-
-
-@unjitted(shapes=lambda x: x)
-def doubled(x):
-    return np.asarray(x) * 2
 
 
 def fetches(ctx, w, x):
@@ -168,23 +162,6 @@ def test_arrays_that_a_program_makes_are_constants(cluster):
     step(X)
     each = cluster.info()["a"]["bytes_sent"] - before
     assert each < mask.nbytes + X.nbytes, "constants are sent once"
-
-
-def test_moves_replicas_sums_and_unjitted_calls_are_calls(cluster):
-    def spread(ctx, w, x):
-        names = ["b", "c", "d"]
-        copies = dict(zip(names, ctx.replicate(names, w), strict=True))
-        parts = {c: ctx.call(c, jnp.matmul, x, copies[c]) for c in names}
-        total = ctx.all_reduce(parts)["c"]
-        offset = ctx.call("d", doubled, W)
-        return ctx.call("a", layer, ctx.move("a", offset), ctx.move("a", total))
-
-    for exact in (True, False):
-        w = cluster.put("b", W)
-        value, gradient = compile(spread, cluster, exact=exact).value_and_grad(w, X)
-        wanted = oracle(spread)(w, X)
-        np.testing.assert_allclose(value, wanted[0], rtol=1e-13)
-        np.testing.assert_allclose(gradient, wanted[1], rtol=1e-12)
 
 
 def test_statics_are_part_of_the_recording(cluster):
