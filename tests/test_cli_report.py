@@ -27,25 +27,6 @@ def test_a_report_is_made_again_the_same(place: Path):
     assert [name for name in after if after[name] != before[name]] == []
 
 
-def test_neither_report_nor_run_writes_through_links(place: Path):
-    path = written(place.parent)
-    assert jdag("run", path, "--json")[0] == 0
-    folder, outside = place / "runs" / "mine", place / "outside"
-    outside.mkdir()
-    names = sorted(one.name for one in folder.glob("[!.]*"))
-    for name in names:
-        (folder / name).rename(outside / name)
-        (folder / name).symlink_to(outside / name)
-    before = {name: (outside / name).stat().st_mtime_ns for name in names}
-    assert jdag("report", folder)[0] == 0
-    linked = [name for name in names if (folder / name).is_symlink()]
-    assert linked == ["result.json", "trace.jsonl"]  # What it reads.
-    assert jdag("run", path, "--json")[0] == 0
-    assert not [name for name in names if (folder / name).is_symlink()]
-    after = {name: (outside / name).stat().st_mtime_ns for name in names}
-    assert after == before
-
-
 def test_a_report_of_no_run_is_one_line_and_2(place: Path):
     assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
     (place / "result.json").write_text("{}")

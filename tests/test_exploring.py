@@ -50,7 +50,7 @@ def saved(path: Path, **changes: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [1, pytest.param(2, marks=pytest.mark.second)])
 @pytest.mark.parametrize(
     "what",
     [

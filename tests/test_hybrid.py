@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jdag
 from hybrid import (
     CLASSES,
     FIGURES,
@@ -19,8 +18,7 @@ from hybrid import (
 )
 from jdag.errors import ScenarioError
 from jdag.parallel.routes import HOW
-from tests.rpc_workers import Workers
-from tests.scenario_cases import JITTER, RealStage, Stage
+from tests.scenario_cases import JITTER, Stage
 
 WORKERS = ("main", "ps", "trainer0", "trainer1", "trainer2", "trainer3")
 SMALL: dict[str, Any] = {
@@ -85,30 +83,6 @@ def test_each_row_counts_alike_wherever_it_is():
     assert len(labels) == 3 + 3 + 2 + 1
     each = jax.nn.logsumexp(scores, axis=1) - scores[np.arange(9), labels]
     assert figures["first_loss"] == pytest.approx(float(jnp.mean(each)), rel=1e-12)
-
-
-def test_without_the_sum_replicas_are_not_equal_and_gradients_not_right(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr(jdag.Context, "all_reduce", lambda ctx, own, how: own)
-    figures = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
-    assert figures["replicas_equal"] is False
-    assert figures["gradient_difference"] > 0.1
-
-
-@pytest.mark.second
-def test_on_real_processes_the_bits_are_those_of_virtual_time():
-    right = hybrid(WORKERS, **SMALL).play(Stage(WORKERS))
-    workers = Workers(WORKERS, allow=("hybrid",))
-    try:
-        with workers.connect() as cluster:
-            figures = hybrid(WORKERS, **SMALL).play(RealStage(cluster))
-    finally:
-        workers.close()
-    assert {*figures, "virtual_time_ns", "arrival_orders", "digest"} == set(FIGURES)
-    assert figures["gradient_difference"] <= 1e-12
-    assert figures["replicas_equal"] is True
-    assert figures["gradient_bits"] == right["gradient_bits"]
 
 
 def test_a_trainer_without_a_server_is_refused():

@@ -1,7 +1,5 @@
 """The scenarios that PyTorch's examples have become: their parts, and how they fail."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import pytest
 import jdag
 from cartpole import CartPoles, loss, taken, weighed
 from ddp_with_rpc import ddp_with_rpc
-from remote_embedding import counted, remote_embedding
+from remote_embedding import counted
 from tests.scenario_cases import Stage
 
 
@@ -66,20 +64,6 @@ def test_sequences_count_on_from_window_to_window():
     for of_window in windows:  # A token says nothing of the step.
         pairs = zip(of_window[:, 0].tolist(), steps[:, 0].tolist(), strict=True)
         assert sorted(pairs) == [(n, step) for n in range(12) for step in range(1, 5)]
-
-
-@pytest.mark.second
-def test_without_its_hidden_state_the_net_is_wrong_where_a_window_begins(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    def forget(cluster: jdag.Cluster, ref: jdag.Ref) -> Any:
-        return cluster.put(ref.worker, jnp.zeros(ref.shape), tracked=False)
-
-    monkeypatch.setattr(jdag.Cluster, "keep", forget)
-    workers = ["trainer", "ps"]
-    figures = remote_embedding(workers).play(Stage(workers))
-    assert 0.8 < figures["accuracy"] <= 7 / 8
-    assert figures["gradient_difference"] <= 1e-12
 
 
 def test_without_the_sum_replicas_are_not_equal_and_gradients_not_right(

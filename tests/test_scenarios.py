@@ -12,8 +12,11 @@ SHIPPED = sorted(SCENARIOS.glob("*.toml"))
 # It needs several devices: tests/parallel plays it, in a process that has them.
 SINGLE = [path for path in SHIPPED if path.stem != "data_parallel_digits"]
 QUICK = [path for path in SINGLE if path.stem != "digits"]
-# `pipeline` with more micro-batches; what test_hybrid and test_replicas play as well.
-LATER = ("pipeline_256", "hybrid", "replicas_on_workers")
+# `pipeline` with more micro-batches; what other tests play as well, or the like.
+LATER = (
+    *("pipeline_256", "hybrid", "replicas_on_workers", "fan_out_24", "cartpole"),
+    *("parameter_server", "shared_digits"),
+)
 OF_TIERS = [
     pytest.param(path, marks=pytest.mark.second if path.stem in LATER else ())
     for path in QUICK
@@ -30,7 +33,9 @@ def test_all_scenarios_are_there():
 
 @pytest.mark.parametrize("path", OF_TIERS, ids=lambda path: path.stem)
 def test_a_shipped_scenario_is_answered_as_it_expects(path: Path):
-    answer = played(path)
+    scenario = load(path)
+    assert scenario.settings.name == path.stem and "?" in scenario.question
+    answer = run_scenario(scenario, lambda done, total, numbers: None)
     assert [one for one in answer.judged if not one.met] == []
     assert len(answer.judged) >= 4
     answer.cluster.close()

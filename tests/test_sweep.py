@@ -175,14 +175,7 @@ def test_runs_without_a_fixed_order_are_run_though_re_timing_was_asked_for(tmp_p
     assert sweep(path, values, jobs=1, out=tmp_path / "found", retime=True) == ran
 
 
-def test_each_result_is_in_the_files_before_the_next_run_begins(tmp_path: Path):
-    def look(done: int, total: int, row: Any) -> None:
-        assert len(table(tmp_path / "out")) == done
-        assert len((tmp_path / "out" / RUNS).read_text().splitlines()) == 1 + done
-
-    sweep(written(tmp_path), VALUES, jobs=1, out=tmp_path / "out", show=look)
-
-
+@pytest.mark.second
 def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path):
     # The first run takes the longest, so that others end before it.
     path, values = written(tmp_path), {"settings.length": [200, 2, 3, 4]}
