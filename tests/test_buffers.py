@@ -33,7 +33,7 @@ LARGE = ALIASED_MIN_BYTES
 FIRST = ("bool", "int8", "bfloat16", "float32", "complex128")
 PLAIN = [name for name in DTYPES if not name.startswith("key<")]
 IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-SHAPES = ((), (2, 0, 3), (4, 5), (257, 263))
+SHAPES = ((), (2, 0, 3), (257, 263))
 
 
 def address(view: memoryview) -> int:
@@ -76,15 +76,10 @@ def drawn(dtype: str, shape: tuple[int, ...]) -> Any:
 @pytest.mark.parametrize("dtype", PLAIN)
 def test_arrays_of_every_dtype_come_with_their_type_and_bits(dtype: str):
     for shape in SHAPES:
-        array = jnp.asarray(drawn(dtype, shape))
+        drawn_here = drawn(dtype, shape)
+        array = jnp.asarray(drawn_here)
         assert bits(delivered(carried(array))) == bits(array), shape
-
-
-@pytest.mark.parametrize("dtype", PLAIN)
-def test_numpy_arrays_of_every_dtype_are_to_jax_what_they_were(dtype: str):
-    for shape in SHAPES:
-        array = drawn(dtype, shape)
-        assert bits(jnp.asarray(carried(array))) == bits(jnp.asarray(array)), shape
+        assert bits(jnp.asarray(carried(drawn_here))) == bits(array), shape
 
 
 @jax.jit

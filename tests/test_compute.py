@@ -297,20 +297,3 @@ def test_one_value_has_one_fingerprint_whoever_holds_it() -> None:
     one, other = jax.random.key(1), jax.random.key(2)
     assert fingerprint(one) == fingerprint(jax.random.key(1)) != fingerprint(other)
     assert fingerprint(aval_of(x)) == fingerprint(jax.ShapeDtypeStruct((3, 4), x.dtype))
-
-
-def test_what_changed_in_a_closure_between_calls_counts() -> None:
-    held, rates = np.ones(3), [1.0]
-    x = array(3)
-
-    def times() -> Any:
-        return lambda x: x * held * rates[0]
-
-    before = pair_of(times(), x)
-    assert pair_of(times(), x) is before
-    held[:] = 5
-    (five,), _ = pair_of(times(), x).forward([x])
-    rates[0] = 3.0
-    (fifteen,), _ = pair_of(times(), x).forward([x])
-    assert five.tolist() == (x * 5).tolist()
-    assert fifteen.tolist() == (x * 15).tolist()

@@ -424,12 +424,6 @@ def test_who_contradicts_what_was_told_of_a_name_has_its_pairs_made_again() -> N
     assert bound_of(shape, functions) is not bound
 
 
-def test_numpy_arrays_of_no_bytes_come_as_they_were() -> None:
-    empty = np.zeros((0, 3), np.float32)
-    found = arrived(Run(CONTEXT, (1,), secret, ((empty,), {}), "x:1")).arguments[0][0]
-    assert (found.shape, found.dtype) == (empty.shape, empty.dtype)
-
-
 def test_a_key_of_a_dict_that_cannot_be_one_fails_the_program_alone() -> None:
     data = {Raw(ArrayType((), "int8", False), b"\3", "numpy"): 1}
     found = arrived(Run(CONTEXT, (1,), secret, ((data,), {}), "x:1"))

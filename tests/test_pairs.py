@@ -34,16 +34,6 @@ def test_the_vjp_of_a_layer_is_that_of_jax() -> None:
     assert_same(call.vjp([cotangent]), vjp(cotangent))
 
 
-def test_addends_of_a_cotangent_are_summed_before_the_vjp() -> None:
-    w, b, x = array(4, 3), array(3, seed=1), array(5, 4, seed=2)
-    call = Call(layer, Leaf(w), Leaf(b), x)
-    _, vjp = jax.vjp(lambda w, b: layer(w, b, x), w, b)
-    addends = [array(5, 3, seed=seed) for seed in range(8)]
-    for count in (1, 3, 8):
-        total = functools.reduce(operator.add, addends[:count])
-        assert_same(call.vjp(addends[:count]), vjp(total))
-
-
 def test_an_output_that_got_no_cotangent_counts_as_zero() -> None:
     def several(x: Any) -> dict[str, Any]:
         return {"sum": jnp.sum(x), "more": (x * x, jnp.sin(x) * 2.0)}
@@ -165,24 +155,6 @@ def test_a_call_without_tracked_inputs_or_outputs_keeps_no_residuals() -> None:
     integers = Call(lambda x: jnp.argmax(jnp.sin(x)), Leaf(array(3)))
     assert integers.kept is None
     assert integers.pair.out_tracked == (False,)
-
-
-def test_residuals_may_be_used_again() -> None:
-    call = Call(lambda x: jnp.sin(x) * x, Leaf(array(3)))
-    first, second = call.vjp([jnp.ones(3)]), call.vjp([jnp.ones(3)])
-    assert (first[0] == second[0]).all()
-
-
-def test_jax_grad_of_a_custom_vjp_is_used_as_written() -> None:
-    @jax.custom_vjp
-    def clipped(x: Any) -> Any:
-        return x
-
-    clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
-    call = Call(clipped, Leaf(array(3)))
-    assert_same(
-        call.vjp([jnp.array([5.0, 0.05, -5.0])]), [jnp.array([0.1, 0.05, -0.1])]
-    )
 
 
 # Residuals

@@ -132,14 +132,3 @@ def test_a_buffer_counts_until_the_abstract_value_and_all_who_keep_it_are_gone()
     assert values.bytes_held == 128
     values.drop(["y"])
     assert (values.bytes_held, values.bytes_peak) == (0, 3 * 128)
-
-
-def test_equal_abstract_values_count_each() -> None:
-    values = Values()
-    aval = aval_of(jnp.ones((4, 8), jnp.float32))
-    for key in range(3):
-        values.put(key, aval)
-    assert values.bytes_held == 3 * 128
-    for key in range(3):
-        values.drop([key])
-        assert values.bytes_held == (2 - key) * 128
