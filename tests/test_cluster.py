@@ -44,15 +44,6 @@ def test_a_value_that_is_put_is_a_copy(cluster):
     np.testing.assert_array_equal(ref.fetch(), np.ones(3))
 
 
-def test_prng_keys_are_kept(cluster):
-    key = cluster.put("b", jax.random.key(3))
-    with cluster.context() as ctx:
-        drawn = ctx.call("b", lambda key: jax.random.normal(key, (3,)), key)
-        wanted = jax.random.normal(jax.random.key(3), (3,))
-        np.testing.assert_array_equal(drawn.fetch(), wanted)
-    assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and not key.tracked
-
-
 def test_an_array_that_was_made_with_x64_is_as_wide_as_arrays_are_now():
     wide = jnp.ones(3, jnp.float64)
     with jax.enable_x64(False), simulate(["a"], seed=0) as cluster:
@@ -183,36 +174,6 @@ def test_dropped_leaves_go_and_are_refused(cluster):
     np.testing.assert_array_equal(v.fetch(), ONES)
 
 
-def test_what_is_held_after_contexts_are_the_leaves(cluster):
-    w = cluster.put("b", ONES)
-    for _ in range(5):
-        with cluster.context() as ctx:
-            h = ctx.call("c", jnp.sin, w)
-            ctx.backward(ctx.call("d", total, h, ONES))
-            fetch(ctx.gradients())
-    nothing_is_left(cluster)
-    held = {name: info["values_held"] for name, info in cluster.info().items()}
-    assert held == {"a": 0, "b": 1, "c": 0, "d": 0}
-
-
-def test_ids_are_all_different_and_hold_the_owners_number():
-    with simulate(["a", "b"], seed=0, home="b") as cluster:
-        assert cluster.here == "b" and cluster.workers == ("a", "b")
-        ids = []
-        for _ in range(200):
-            with cluster.context() as ctx:
-                ids.append(ctx.id)
-    assert len(dict.fromkeys(ids)) == 200 and {id >> 48 for id in ids} == {1}
-
-
-def test_the_last_context_number_is_refused(cluster, monkeypatch):
-    monkeypatch.setattr("jdag.api.cluster.CONTEXTS_MAX", 2)
-    cluster.context()
-    cluster.context()
-    with pytest.raises(ContextError, match="there are no more numbers"):
-        cluster.context()
-
-
 def test_a_closed_cluster_is_refused(cluster):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
@@ -223,18 +184,6 @@ def test_a_closed_cluster_is_refused(cluster):
     for use in (cluster.context, w.fetch, lambda: cluster.put("b", 1.0)):
         with pytest.raises(ContextError, match="which is closed"):
             use()
-
-
-def test_one_seed_is_one_digest():
-    digests = []
-    for seed in (1, 1, 2):
-        with simulate(["a", "b"], seed=seed) as cluster:
-            w = cluster.put("b", ONES)
-            with cluster.context() as ctx:
-                ctx.backward(ctx.call("a", total, w))
-            digests.append(cluster.trace.digest)
-        assert cluster.now_ns >= 0
-    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from jdag.api.drivers import simulate
 from jdag.api.hessian import hvp
 from jdag.api.oracle import oracle
 from jdag.api.refs import fetch, stop_gradient
-from jdag.api.transform import value_and_grad
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
 from tests import random_runs, tiers
@@ -141,11 +140,6 @@ def assert_close(got: Any, wanted: Any, relative_max: float = 1e-10) -> None:
         assert off <= relative_max * np.max(np.abs(theirs), initial=0), (ours, theirs)
 
 
-def inner(one: Any, other: Any) -> Any:
-    products = jax.tree.map(lambda a, b: jnp.sum(a * b), one, other)
-    return sum(jax.tree.leaves(products))
-
-
 def bits(tree: Any) -> list[bytes]:
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
 
@@ -162,34 +156,15 @@ def test_it_is_the_jvp_of_the_oracles_gradient(cluster, fn):
     assert not any(info["values_held"] for info in cluster.info().values())
 
 
-@pytest.mark.parametrize("fn", [chain, nested])
-def test_leaves_on_workers_give_the_same_bits_and_stay(cluster, fn):
+def test_leaves_on_workers_give_the_same_bits_and_stay(cluster):
     refs, vectors = placed(cluster), placed(cluster, V)
-    got = hvp(fn, cluster)(refs, V, X)
-    assert_close(got, truth(fn, PARAMS, V, X))
-    assert bits(hvp(fn, cluster)(refs, vectors, X)) == bits(got)
+    got = hvp(chain, cluster)(refs, V, X)
+    assert_close(got, truth(chain, PARAMS, V, X))
+    assert bits(hvp(chain, cluster)(refs, vectors, X)) == bits(got)
     assert bits(fetch((refs, vectors))) == bits((PARAMS, V))
     nothing_is_left(cluster)
     held = [info["values_held"] for info in cluster.info().values()]
     assert held == [0, 4, 2, 2], "two of each leaf: parameters and vectors"
-
-
-def test_the_hessian_is_symmetric_and_the_product_linear(cluster):
-    product = hvp(fans, cluster)
-    h_v, h_u = product(PARAMS, V, X), product(PARAMS, U, X)
-    np.testing.assert_allclose(inner(U, h_v), inner(V, h_u), rtol=1e-12)
-    both = product(PARAMS, jax.tree.map(lambda u, v: 2 * u - 3 * v, U, V), X)
-    assert_close(both, jax.tree.map(lambda u, v: 2 * u - 3 * v, h_u, h_v))
-
-
-def test_differences_of_gradients_come_near_it(cluster):
-    step = 1e-6
-    ends = []
-    for way in (step, -step):
-        moved = jax.tree.map(lambda p, v, way=way: p + way * v, PARAMS, V)
-        ends.append(value_and_grad(chain, cluster)(moved, X)[1])
-    slope = jax.tree.map(lambda up, down: (up - down) / (2 * step), *ends)
-    assert_close(slope, hvp(chain, cluster)(PARAMS, V, X), 1e-7)
 
 
 def test_complex_parameters_follow_jaxs_convention(cluster):
@@ -279,7 +254,7 @@ def test_the_gradient_is_of_the_version_that_was_read(cluster):
 
 @pytest.mark.parametrize("chunk", range(5))
 def test_random_programs_have_the_oracles_products_whatever_the_seed(chunk: int):
-    for number in range(chunk, tiers.sized(10, 50), 5):
+    for number in range(chunk, tiers.sized(5, 50), 5):
         plan = draw(Random(number))
         source = source_of(plan)
         rng = np.random.default_rng(number)
@@ -296,19 +271,6 @@ def test_random_programs_have_the_oracles_products_whatever_the_seed(chunk: int)
                 found.append(hvp(fn, made)(smooth, vector))
         assert_close(found[0], wanted)
         assert bits(found[0]) == bits(found[1]) == bits(found[2]), source.text
-
-
-def test_no_seed_jitter_or_fault_changes_a_bit_or_the_digest_of_a_seed():
-    found: dict[int, list[bytes]] = {}
-    digests: dict[int, str] = {}
-    for seed in (0, 1, 2, 3, 3):
-        options = random_runs.settings(seed, WORKERS)
-        with simulate(WORKERS, **options) as made:
-            found[seed] = bits(hvp(fans, made)(placed(made), V, X))
-            digests.setdefault(seed, made.trace.digest)
-            assert digests[seed] == made.trace.digest
-    assert found[0] == found[1] == found[2] == found[3]
-    assert len(set(digests.values())) == 4
 
 
 # ------------------------------------------------------------------ what it costs
@@ -367,13 +329,6 @@ def test_constants_and_cotangents_of_a_sum_travel_once(cluster):
     _, found = cost(lambda: hvp(summed, cluster)(w, vector), cluster)
     h, x = PARAMS["w"].nbytes, X.nbytes
     assert found == 2 * h + x + h + 2 * h, "h twice, x, its cotangent, the product"
-
-
-def test_a_gradients_run_beside_it_is_as_it_was(cluster):
-    refs = placed(cluster)
-    before = bits(value_and_grad(fans, cluster)(refs, X))
-    hvp(fans, cluster)(refs, V, X)
-    assert bits(value_and_grad(fans, cluster)(refs, X)) == before
 
 
 # ---------------------------------------------------------------- what it refuses

@@ -40,19 +40,6 @@ def affine(**fields: Any) -> Affine:
     return Affine(array(3, 2, seed=1), array(2, seed=2), **fields)
 
 
-class Scaled(eqx.Module):
-    """A module without arrays: what it is, is static."""
-
-    scale: Any = eqx.field(static=True)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return times(x, self.scale)
-
-
-def times(x: jax.Array, scale: Any) -> jax.Array:
-    return x * 100 if scale is True else x * scale
-
-
 # ---- modules: callable pytrees
 
 
@@ -106,18 +93,6 @@ def test_a_method_of_a_module_and_a_partial_of_jax_hold_refs_as_well(cluster):
         assert_same(jdag.fetch(found), wanted)
 
 
-def test_a_module_goes_through_programs_and_back(cluster):
-    @jdag.program
-    def forward(ctx: Any, module: Any, x: Any) -> Any:
-        return module, ctx.call(ctx.here, module, x)
-
-    module = cluster.put("b", affine())
-    with cluster.context() as ctx:
-        same, out = ctx.call("c", forward, module, X)
-        assert same.act is jnp.tanh and same.w == module.w
-        assert_same(out.fetch(), affine()(X))
-
-
 def test_a_module_that_is_a_program_takes_the_context_first(cluster):
     class Deep(eqx.Module):
         layers: list[Affine]
@@ -139,35 +114,6 @@ def test_a_module_that_is_a_program_takes_the_context_first(cluster):
         curried = ctx.call("c", partial, x=X)
         wanted = Affine(array(2, 3, seed=5), X[0]).linear(affine().linear(X))
         assert_same((direct.fetch(), curried.fetch()), (wanted, wanted))
-
-
-def test_an_optimizer_steps_the_arrays_of_a_module(cluster):
-    module = cluster.put("b", eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0)))
-    stepped = jdag.Optimizer(optax.sgd(0.5), module)
-    before = jdag.fetch(module)
-    with cluster.context() as ctx:
-        ctx.backward(ctx.call("b", lambda m, x: squares(jax.vmap(m)(x)), module, X))
-        stepped.step(ctx)
-    wanted = eqx.filter_grad(lambda m: squares(jax.vmap(m)(X)))(before)
-    moved = eqx.apply_updates(before, jax.tree.map(lambda g: -0.5 * g, wanted))
-    assert_same(*map(eqx.filter, (jdag.fetch(module), moved), [eqx.is_array] * 2))
-
-
-@pytest.mark.parametrize("field", [True, False])
-def test_statics_that_python_calls_equal_are_different_functions(cluster, field):
-    ones = np.ones(3, np.int32)
-    found = []
-    with cluster.context() as ctx:
-        for scale in (1, True, 1.0, 0.0, -0.0):
-            if field:
-                out = ctx.call("b", Scaled(scale), ones)
-            else:
-                out = ctx.call("b", times, ones, jdag.static(scale))
-            found.append(out.fetch())
-    kinds = [value.dtype.name for value in found]
-    assert kinds == ["int32", "int32", "float64", "float64", "float64"]
-    assert [value[0] for value in found] == [1, 100, 1, 0, 0]
-    assert [np.signbit(value[0]) for value in found[3:]] == [False, True]
 
 
 def test_what_a_module_holds_that_no_call_takes_is_named(cluster):
@@ -313,20 +259,6 @@ def test_the_first_number_inside_a_pytree_warns(
     assert [one.filename for one in found] == [__file__]
     use()  # It would raise: warnings are errors here.
     cluster.put("b", [X, 1.0])
-
-
-def test_a_number_among_the_arguments_of_a_call_is_traced(cluster: Any) -> None:
-    traces = []
-
-    def stepped(w: Any, settings: Any) -> Any:
-        traces.append(w)
-        return w - settings["rate"] * w
-
-    with cluster.context() as ctx:
-        for rate in (0.5, 0.25, 0.125):
-            out = ctx.call("b", stepped, X, {"rate": rate})
-            assert_same(out.fetch(), X - rate * X)
-    assert len(traces) == 1
 
 
 # ---- sparse arrays

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.refs import fetch, stop_gradient
+from jdag.api.refs import stop_gradient
 from jdag.compute.pytrees import static
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
@@ -81,19 +81,6 @@ def test_the_kinds_of_arguments_are_what_section_4_says(cluster):
         assert best.fetch() == 5
 
 
-def test_an_unjitted_function_sees_its_values(cluster):
-    seen = []
-
-    @unjitted
-    def keep(a):
-        seen.append(float(a.sum()))
-        return a * 2
-
-    with cluster.context() as ctx:
-        ctx.call("b", keep, ONES).fetch()
-    assert seen == [9.0]
-
-
 # ---- programs
 
 
@@ -131,24 +118,6 @@ def test_programs_call_each_other_as_deep_as_the_cluster_allows():
         with pytest.raises(JdagError, match=said), cluster.context() as ctx:
             ctx.call("b", power, w, ONES, n=3)
         nothing_is_left(cluster)
-
-
-@program
-def halve_while_large(ctx, x):
-    steps = 0
-    while fetch(ctx.call(ctx.here, jnp.max, x)) > 1:
-        x = ctx.call(ctx.here, jnp.multiply, x, 0.5)
-        steps += 1
-    return x, steps
-
-
-def test_a_program_branches_on_what_it_fetches(cluster):
-    w = cluster.put("c", 5 * ONES)
-    with cluster.context() as ctx:
-        x, steps = ctx.call("b", halve_while_large, w)
-        ctx.backward(ctx.call("c", total, x))
-        assert steps == 3
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES / 8)
 
 
 def test_a_program_gets_and_returns_refs_and_plain_data(cluster):
@@ -310,18 +279,6 @@ def test_an_error_at_run_time_is_a_value_until_somebody_looks(cluster):
             ctx.backward(worse)
 
 
-def test_an_error_at_run_time_shows_the_users_lines(cluster):
-    with cluster.context() as ctx:
-        with pytest.raises(RemoteError) as caught:
-            ctx.call("c", raises_at_run_time, ONES).fetch()
-        said = str(caught.value)
-        assert "RuntimeError: only at run time" in said
-        assert 'raise RuntimeError("only at run time")' in said
-        assert "site-packages" not in said and "jdag/compute" not in said
-        assert isinstance(caught.value.__cause__, RuntimeError)
-    nothing_is_left(cluster)
-
-
 def test_leaving_raises_an_error_that_nobody_has_seen(cluster):
     said = "raises_at_run_time failed on 'c'"
     with pytest.raises(RemoteError, match=said), cluster.context() as ctx:
@@ -369,17 +326,6 @@ def test_a_ref_of_another_context_is_refused_naming_both(cluster, use):
             uses[use]()
 
 
-def test_a_ref_of_a_context_that_ended_is_refused(cluster):
-    w = cluster.put("b", ONES)
-    with cluster.context() as one:
-        ref = one.call("c", total, w)
-    with pytest.raises(ContextError, match=r"context 0\.1, which is over"):
-        ref.fetch()
-    said = r"context 0\.1, which is over.* 0\.2"
-    with cluster.context() as two, pytest.raises(ContextError, match=said):
-        two.call("c", total, ref)
-
-
 def test_a_ref_of_another_cluster_is_refused_naming_both(cluster):
     with simulate(["x", "y"], seed=0) as other:
         theirs = other.put("y", ONES)
@@ -414,17 +360,9 @@ def test_a_context_is_used_between_entering_and_leaving(cluster):
     with pytest.raises(ContextError, match="not entered yet: write `with cluster"):
         ctx.call("b", total, w)
     with ctx:
-        loss = ctx.call("b", total, w)
-    uses = (
-        lambda: ctx.call("b", total, w),
-        lambda: ctx.move("b", w),
-        lambda: ctx.backward(loss),
-        lambda: ctx.gradient(w),
-        ctx.gradients,
-    )
-    for use in uses:
-        with pytest.raises(ContextError, match=r"context 0\.1.* is over"):
-            use()
+        pass
+    with pytest.raises(ContextError, match=r"context 0\.1.* is over"):
+        ctx.call("b", total, w)
     with pytest.raises(ContextError, match="entered before"), ctx:
         pass
 
@@ -439,20 +377,6 @@ def test_an_unknown_worker_is_named_with_the_closest(cluster):
                 ctx.call("zzz", total, ONES)
             with pytest.raises(JdagError, match="takes the name of a worker first"):
                 ctx.call(*swapped)
-
-
-def test_a_tracer_as_an_argument_is_refused(cluster):
-    leaked = []
-
-    @jax.jit
-    def leak(x):
-        leaked.append(x)
-        return x
-
-    leak(1.0)
-    said = "a tracer as argument 0"
-    with cluster.context() as ctx, pytest.raises(ContextError, match=said):
-        ctx.call("b", total, leaked[0])
 
 
 TRANSFORMS: dict[str, Any] = {"jit": jax.jit, "vmap": jax.vmap, "grad": jax.grad}
@@ -488,9 +412,3 @@ def test_jdag_inside_of_a_function_that_is_called_is_refused(cluster):
     said = r"inside of jax\.jit"
     with cluster.context() as ctx, pytest.raises(ContextError, match=said):
         ctx.call("b", lambda x: x * ctx.call("b", total, w).fetch(), w)
-
-
-def test_what_a_call_does_not_take_is_named(cluster):
-    said = r"argument 0\['x'\] is an object"
-    with cluster.context() as ctx, pytest.raises(JdagError, match=said):
-        ctx.call("b", total, {"x": object()})

@@ -49,17 +49,6 @@ def test_keys_split_travel_and_draw_the_same_everywhere(cluster):
         assert not halves.tracked and drawn.dtype == np.float64
 
 
-def test_an_array_without_elements_has_a_gradient_without_elements(cluster):
-    def loss(ctx: Any, tree: Any) -> Any:
-        both = ctx.call("b", lambda t: jnp.concatenate(t, axis=0) * 2.0, tree)
-        return ctx.call("c", squares, ctx.move("d", both))
-
-    tree = [array(0, 3), array(2, 3), array(0, 3)]
-    value, found = jdag.value_and_grad(loss, cluster)(tree)
-    assert_same((value, found), jdag.oracle(loss)(tree))
-    assert [part.shape for part in found] == [(0, 3), (2, 3), (0, 3)]
-
-
 def test_an_integer_beyond_those_of_jax_is_named_where_it_is_given(cluster):
     huge = 2**70
     with cluster.context() as ctx:
