@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tests.tiers import sized
+
 FILE = Path(__file__).parent.parent / "scenarios" / "engine_in_300_lines.py"
 _spec = importlib.util.spec_from_file_location("engine_in_300_lines", FILE)
 assert _spec is not None and _spec.loader is not None
@@ -50,7 +52,7 @@ def leaf(number: int) -> Any:
     return jnp.linspace(-1.0, 1.0, 5) * (number + 0.7)
 
 
-@pytest.mark.parametrize("program", range(10))
+@pytest.mark.parametrize("program", range(sized(4, 10)))
 def test_gradients_equal_the_oracle_and_their_bits_do_not_depend_on_the_order(program):
     def plain(leaves):
         return play(program, lambda _, fn, *args: fn(*args), leaves)

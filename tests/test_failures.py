@@ -26,7 +26,7 @@ from tests.tiers import sized
 
 PROGRAMS = sized(12, 60)
 FEW = sized(1, 15)  # So many of them meet what is to happen.
-STEP = sized(11, 1)  # Between indexes of a trace at which a worker crashes.
+STEP = sized(17, 1)  # Between indexes of a trace at which a worker crashes.
 
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -26,6 +26,7 @@ def script(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.second
 def test_without_a_gpu_it_says_so_in_one_line_and_exits_with_2():
     done = script()
     assert done.returncode == 2

@@ -23,9 +23,8 @@ LONG_S = 60.0
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("seed", range(2))
-def test_after_a_hundred_interrupts_the_cluster_is_as_it_was(seed: int) -> None:
-    run = f"from tests.interrupt_cases import main; main({seed}, 100)"
+def test_after_a_hundred_interrupts_the_cluster_is_as_it_was() -> None:
+    run = "from tests.interrupt_cases import main; main(0, 100)"
     ran = subprocess.run(
         [sys.executable, "-c", run],
         cwd=ROOT,

@@ -222,6 +222,7 @@ def test_stale_and_broken_entries_fail_the_run_and_retired_ones_do_not(tree, cap
     assert "1 retired" in capsys.readouterr().out
 
 
+@pytest.mark.second
 def test_tests_that_fail_without_a_fault_end_the_run(tiers, capsys):
     text = (tiers / "test_halves.py").read_text()
     (tiers / "test_halves.py").write_text(text.replace("== 4", "== 5"))

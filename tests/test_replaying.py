@@ -121,21 +121,6 @@ def test_a_run_under_a_schedule_is_repeated(tmp_path: Path):
     assert found == wanted
 
 
-def loses(c: Any) -> tuple[bytes, str]:
-    before = np.asarray(gradient(c)).tobytes()
-    if hasattr(c, "nodes"):
-        c.nodes["c"].close()
-    with pytest.raises(JdagError) as caught:
-        gradient(c)
-    return before, type(caught.value).__name__
-
-
-def test_the_loss_of_a_worker_is_repeated(tmp_path: Path):
-    wanted = recorded(tmp_path, loses)
-    found, _ = replayed(read_journals(tmp_path, WORKERS, NAME), loses)
-    assert found == wanted
-
-
 def again(c: Any, name: str, incarnation: int) -> bool:
     """Let a new node take the place of a lost one."""
     numbers = {**dict.fromkeys(WORKERS, 0), name: incarnation}

@@ -88,6 +88,7 @@ def ran(tmp_path: Path, path: Path, capfd: pytest.CaptureFixture[str]) -> Ran:
     return run
 
 
+@pytest.mark.second
 def test_a_run_in_which_all_pass_says_what_it_took(ran: Ran):
     code, lines, run = ran("--tier", "first", test_passing=PASSING)
     assert (code, lines[-2]) == (0, "unstable in the last ten runs: none")
@@ -130,6 +131,7 @@ def test_the_rest_of_a_group_runs_after_crashes_and_a_second_crash_is_named(ran:
     assert [failure.test for failure in run.unstable] == [unstable]
 
 
+@pytest.mark.second
 def test_a_second_try_has_a_limit(ran: Ran, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(suite, "AGAIN_LIMIT_S", 0.5)
     code, lines, _ = ran(test_hanging=HANGING.replace("FAILS", "True"))
@@ -137,6 +139,7 @@ def test_a_second_try_has_a_limit(ran: Ran, monkeypatch: pytest.MonkeyPatch):
     assert lines[-3] == "hangs (stopped after 0.5 s): test_hanging.py::test_it"
 
 
+@pytest.mark.second
 def test_many_failures_are_not_run_again(ran: Ran, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(suite, "AGAIN_MAX", 1)
     code, lines, run = ran(test_failing=FAILING, test_flaky=FLAKY)
@@ -153,6 +156,7 @@ def test_a_file_that_cannot_be_collected_fails_the_run_as_it_is(ran: Ran):
     assert run.failed[0] == Failure("test_broken.py", said)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize(
     ("lint", "line"), [(0, "lint passed"), (1, "lint failed: its output is above")]
 )
@@ -167,6 +171,7 @@ def test_a_failed_lint_fails_the_run_after_the_tests(
     assert any(line.startswith("1 passed") for line in lines)
 
 
+@pytest.mark.second
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_tests_as_well(number: int, tmp_path: Path, path: Path):
     (tmp_path / "test_hanging.py").write_text(HANGING.replace("FAILS", "False"))
