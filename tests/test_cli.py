@@ -252,11 +252,6 @@ def test_a_scenario_may_begin_with_a_byte_order_mark(place: Path):
     assert "Is it so?" in out
 
 
-def test_a_loss_that_is_no_scalar_is_one_line_and_2(place: Path):
-    said = refused(place, "run", scenario_of(place.parent, "no_scalar"), "--json")
-    assert "of size 3; without a cotangent its size has to be 1" in said
-
-
 def test_a_folder_that_cannot_be_written_is_one_line_and_2(place: Path):
     path = written(place.parent)
     (place / "file").write_text("")

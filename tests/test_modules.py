@@ -386,19 +386,6 @@ def test_containers_of_all_kinds_go_there_and_back_and_have_gradients(cluster):
     assert_same(found[1], plain(tree))
 
 
-def test_the_order_of_a_dict_is_that_of_its_keys_and_changes_no_bit(cluster):
-    parts = {name: array(5, seed=n) for n, name in enumerate("cab")}
-
-    def loss(ctx: Any, params: Any) -> Any:
-        return ctx.call("b", lambda p: squares(p["a"] * p["b"], p["c"]), params)
-
-    there = jdag.value_and_grad(loss, cluster)(parts)
-    again = jdag.value_and_grad(loss, cluster)(dict(sorted(parts.items())))
-    assert list(again[1]) == ["a", "b", "c"]
-    for name in parts:
-        np.testing.assert_array_equal(there[1][name], again[1][name])
-
-
 @pytest.mark.parametrize("empty", [{}, (), [], None, {"a": (None, [])}])
 def test_an_empty_container_is_put_moved_and_fetched(cluster, empty):
     assert cluster.put("b", empty) == empty

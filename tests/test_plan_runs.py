@@ -34,10 +34,10 @@ from tests.tiers import sized
 
 WORKERS = ("a", "b", "c", "d")
 ROUGH = random_runs.settings(1, WORKERS)  # A network that jitters and loses.
-CHUNKS = sized(5, 10)  # For tests to run side by side.
-PROGRAMS = sized(5, 100)
+CHUNKS = 10  # For tests to run side by side.
+PROGRAMS = sized(10, 100)
 FUSED = sized(1, 4)  # Of so many of them one, since each is compiled.
-SEEDS = sized(3, 20)
+SEEDS = sized(1, 20)
 
 
 def as_plan(number: int, exact: bool | None, **options: Any) -> Any:

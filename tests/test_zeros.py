@@ -59,18 +59,6 @@ def test_what_is_not_tracked_would_not_have_come_and_is_not_counted(
     assert saved(cluster) == {}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_where_all_slots_have_cotangents_nothing_is_saved(cluster: Any, mode: Any):
-    leaves = [cluster.put("b", ONES) for _ in range(3)]
-    with cluster.context() as ctx:
-        parts = [ctx.call(to, total, *leaves) for to in ("c", "d", "a")]
-        unused = ctx.call("c", first, *leaves)  # Others use what it does not.
-        ctx.backward(*parts, unused, mode=mode)
-        np.testing.assert_array_equal(ctx.gradient(leaves[0]).fetch(), 4 * ONES)
-        np.testing.assert_array_equal(ctx.gradient(leaves[2]).fetch(), 3 * ONES)
-    assert saved(cluster) == {}
-
-
 def test_of_a_transfer_of_zeros_alone_all_is_saved_and_smart_passes_send_none():
     found = {}
     mode: Any
