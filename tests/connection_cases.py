@@ -17,6 +17,7 @@ from jdag.engine.protocol import (
     Primal,
     landing,
 )
+from jdag.rpc import bulk, connection, loop, receiving
 from jdag.rpc.bulk import Delivery
 from jdag.rpc.connection import Connection
 from jdag.rpc.loop import Loop, clock_ns
@@ -35,6 +36,15 @@ from tests.certificates import Issuer
 
 PATIENCE_NS = 60_000_000_000
 ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
+
+
+class Clock:
+    """Time that leaps ahead when it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ahead_ns = 0
+        for module in (bulk, connection, loop, receiving):
+            monkeypatch.setattr(module, "clock_ns", lambda: clock_ns() + self.ahead_ns)
 
 
 class Side:

@@ -20,11 +20,10 @@ from jdag.rpc.loop import clock_ns
 from jdag.rpc.pulse import Helper, Pulse, helper_at
 from jdag.rpc.pulse_helper import KEY_BYTES, NONCE_BYTES, TAG_BYTES, answer, question
 from tests import pulse_cases as cases
-from tests.connection_cases import Sides
+from tests.connection_cases import Clock, Sides
 from tests.rpc_nodes import cluster
 from tests.rpc_workers import ALLOWED
 from tests.stream_cases import soon
-from tests.test_silence import Clock
 
 HERE = Address("127.0.0.1")
 KEY, OTHER_KEY = b"k" * KEY_BYTES, b"o" * KEY_BYTES
