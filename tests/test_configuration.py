@@ -127,9 +127,15 @@ def test_each_thread_computes_under_the_context_managers_the_cluster_was_made_in
 
 
 @pytest.mark.parametrize("make", [jdag.launch, jdag.connect])
-@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
-def test_a_guard_of_transfers_is_refused_where_values_come_from_others(make, guard):
+@pytest.mark.parametrize(
+    ("under", "value", "said"),
+    [
+        (jax.transfer_guard, "disallow", "host_to_device is 'disallow', and values t"),
+        (jax.transfer_guard, "disallow_explicit", "is 'disallow_explicit', and values"),
+        (jax.disable_jit, True, r"jax_disable_jit is True, .* debug by jdag.simulate"),
+    ],
+)
+def test_what_processes_cannot_compute_under_is_refused(make, under, value, said):
     given: Any = ["a", "b"] if make is jdag.launch else "file"
-    said = f"jax_transfer_guard_host_to_device is '{guard}', and values that come"
-    with jax.transfer_guard(guard), pytest.raises(JdagError, match=said):
+    with under(value), pytest.raises(JdagError, match=said):
         make(given) if make is jdag.launch else make(given, name="a")

@@ -15,7 +15,7 @@ from jdag.api.recovery import Recovery
 from jdag.api.replays import REPLAY, replayed
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JoinError, ScenarioError, meant, unusable
-from jdag.rpc.device import refuse_guards, settings_of, share_gpu
+from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.handshake import ours
@@ -228,7 +228,7 @@ def launch(  # noqa: PLR0913 - keyword options.
             last lines that it printed. Nothing is left running then.
     """
     refuse_import("jdag.launch")
-    refuse_guards("jdag.launch")
+    refuse_unusable("jdag.launch")
     return _launched(checked(_Launch, {**locals(), "workers": _kept(workers)}))
 
 
@@ -332,7 +332,7 @@ def connect(
             refuses, or differs in versions or configuration: both are named.
     """
     refuse_import("jdag.connect")
-    refuse_guards("jdag.connect")
+    refuse_unusable("jdag.connect")
     if not is_path(path):
         raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
     asked = {"trace": trace, "events_max": events_max, "recover": recover}

@@ -45,9 +45,18 @@ def configure(settings: Mapping[str, Any]) -> None:
             config.update(name, value)
 
 
-def refuse_guards(what: str) -> None:
-    """Raise JdagError where JAX forbids what `what` does: to move values to others."""
+def refuse_unusable(what: str) -> None:
+    """Raise JdagError under settings of JAX that processes cannot compute under.
+
+    These forbid to move values to others, or to compile what goes to them.
+    """
     config: Any = jax.config
+    if config.jax_disable_jit:
+        raise JdagError(
+            f"{what}: jax_disable_jit is True, and functions go to other workers "
+            "compiled, so bits would be others than here: debug by jdag.simulate, or "
+            "make the cluster, and use it, under jax.disable_jit(False)"
+        )
     for name in _GUARDS:
         guard = getattr(config, name)
         if guard in ("disallow", "disallow_explicit"):
