@@ -301,6 +301,10 @@ def test_a_retained_graph_is_used_again_beside_the_list():
             lambda ctx, w: [called(ctx, w, 0, 0, x) for x in batches(2)],
             "layer is a second call of stage 0 and micro-batch 0, after .*layer",
         ),
+        (
+            lambda ctx, w: [losses_of(ctx, w) for _ in range(2)],
+            "a context holds one run of a pipeline: .* in another context, `with clus",
+        ),
     ],
 )
 def test_a_mark_that_the_schedule_does_not_have_is_one_clear_error(use, message):

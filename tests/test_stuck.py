@@ -23,6 +23,10 @@ LIST = (
     "ready behind it: 0F2; worker w1 waits for 1B0, which is next in its list; ready "
     "behind it: 1F1"
 )
+SUM = (
+    "if the pass is from a sum of losses, which waits for all of them, make it from "
+    "the losses: ctx.backward(*losses)"
+)
 
 
 def simulated() -> Any:
@@ -64,7 +68,7 @@ def test_a_pass_that_a_list_holds_up_is_told_with_action_worker_and_line(cluster
         with pytest.raises(JdagError) as caught:
             in_a_pass(cluster)
         said = str(caught.value)
-        assert said.endswith(LIST), said
+        assert said.endswith(f"{LIST}; {SUM}"), said
         assert "these still wait: 'w0' for a backward pass at test_stuck.py:" in said
         assert "in in_a_pass; the schedule" in said
 
@@ -145,6 +149,7 @@ def test_a_wait_that_a_list_holds_up_is_told_wherever_it_is(
     assert said in told, told
     assert "w0 waits for 0F0, which is next in its list; ready behind it: 0F2" in told
     assert wait is in_a_fetch or "'w1' for values that it fetches at test_" in told
+    assert SUM not in told
 
 
 def test_a_context_that_is_left_while_a_list_waits_ends(cluster: Any):
@@ -188,6 +193,6 @@ def test_a_wait_with_an_alarm_is_not_taken_for_stuck_and_its_actions_are_known(
     waits = LIST.removeprefix("the schedule cannot go on: ")
     with cluster.context() as ctx:
         total_loss = ctx.call("w1", total, *losses_of(cluster, ctx))
-        with pytest.raises(PassTimeout, match=f"timeout_s=1; {waits}"):
+        with pytest.raises(PassTimeout, match=re.escape(f"timeout_s=1; {waits}; {SUM}")):
             ctx.backward(total_loss, timeout_s=1)
     assert waits.startswith(cluster.info()["w0"]["waits_for"] + "; worker w1")

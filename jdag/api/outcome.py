@@ -9,6 +9,7 @@ from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost, repr_of
 from jdag.runtime.tables import positive
+from jdag.runtime.waiters import LOSSES_INSTEAD
 
 TIMEOUT_S_MAX = 1e15
 
@@ -73,7 +74,7 @@ def expired(result: PassResult, timeout_s: float | None, state: Any = None) -> s
     info = {} if state is None or state.schedule is None else state.driver.info()
     waits = [one["waits_for"] for one in info.values() if one["waits_for"]]
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
-    text = "; ".join([text, *waits])
+    text = "; ".join([text, *waits, *([LOSSES_INSTEAD] if waits else [])])
     if result.failure.message:
         return f"{text}; it had not begun: it waited for {result.failure.message}"
     if not result.owed:

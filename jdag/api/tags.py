@@ -95,8 +95,10 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
     if forward in frame.acted:
         raise ScheduleError(
             f"{name_of(fn)} is a second call of stage {stage} and micro-batch "
-            f"{tag.micro_batch}, after {frame.acted[forward]}: a stage is one "
-            "function; make one of both, or call the other one outside of ctx.tag"
+            f"{tag.micro_batch}, after {frame.acted[forward]}: under a schedule a "
+            "context holds one run of a pipeline: make another run in another context, "
+            "`with cluster.context() as other:`. Of two functions of a stage make one, "
+            "or call one outside of ctx.tag"
         )
     frame.acted[forward] = name_of(fn)
     frame.batches[(*frame.prefix, frame.calls + 1)] = tag.micro_batch

@@ -19,6 +19,10 @@ _WORDS = {
     "Left": "the end of a context",
     "Stepping": "a step of a plan",
 }
+LOSSES_INSTEAD = (
+    "if the pass is from a sum of losses, which waits for all of them, make it from the "
+    "losses: ctx.backward(*losses)"
+)
 
 
 class Waiters:
@@ -75,4 +79,6 @@ def stuck(waits: Sequence[str], lists: Sequence[str]) -> str:
     why = "no engine will ever resume them"
     if lists:
         why = f"the schedule cannot go on: {'; '.join(lists)}"
+        if any(_WORDS["Differentiated"] in wait for wait in waits):
+            why += f"; {LOSSES_INSTEAD}"
     return f"these still wait: {', '.join(waits) or 'nobody'}; {why}"
