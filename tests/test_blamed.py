@@ -32,6 +32,10 @@ bad.defvjp(lambda x: (jnp.sum(x), x), no_way_back)
 called_back.defvjp(lambda x: (jnp.sum(x), x), asks_python)
 
 
+def loops(x):
+    return jnp.sum(jax.lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: y + 1, x))
+
+
 def not_a_number(x):
     return jnp.sum(jnp.sqrt(x) * 0.0)
 
@@ -61,6 +65,7 @@ def test_an_error_in_a_backward_says_so_and_shows_no_frame_of_jdag(driver, exact
             for fn, kind, line in (
                 (bad, "ValueError: there is no way back", "no_way_back"),
                 (called_back, "CpuCallback error", "no_way_back"),
+                (loops, "ValueError: Reverse-mode differentiation does not w", ""),
                 (not_a_number, "FloatingPointError: invalid value (nan)", ""),
             ):
                 with pytest.raises(RemoteError) as caught:

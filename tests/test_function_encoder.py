@@ -34,7 +34,7 @@ from jdag.engine.protocol import (
     OutputKey,
     Run,
 )
-from jdag.errors import JdagError
+from jdag.errors import JdagError, RemoteError
 from jdag.rpc import function_decoder as functions_module
 from jdag.rpc.code_fingerprint import are_fingerprints
 from jdag.rpc.function_decoder import FunctionDecoder
@@ -410,6 +410,15 @@ def test_what_a_program_tells_is_prepared_or_refused() -> None:
             with pytest.raises(JdagError, match=said):
                 exports.prepare(event, "home", allowed)
     exports.prepare(Discarded(CONTEXT, (), ()), "home", allowed)
+    lost = made(lambda x: jax.lax.while_loop(jnp.any, jnp.sin, x), X)
+    part = Assignment((1,), lost, (leaf,), (leaf,), lost.out_avals, "x:1")
+    given: Any = (([PairData(lost)], 2.0), {})
+    program = Launched(CONTEXT, (1,), LEAF.worker, names_cases.program, given, "x:1")
+    for one in (issued(lost, LEAF.worker), Assigned((1,), (part,)), program):
+        says = f" failed on '{LEAF.worker}', called at x:1: ValueError: Reverse-mode"
+        with pytest.raises(RemoteError, match=f"the backward of .*{says}") as caught:
+            exports.prepare(one, "home", lambda _: ("tests.names_cases",))
+        assert "Traceback" not in str(caught.value)
 
 
 def test_bound_pairs_of_equal_names_are_told_apart_by_their_digests() -> None:

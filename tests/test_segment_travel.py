@@ -18,7 +18,7 @@ from jdag.engine.protocol import (
     Stepped,
     Worker,
 )
-from jdag.errors import JdagError, ProtocolError
+from jdag.errors import JdagError, ProtocolError, RemoteError
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import NAMING, FunctionEncoder
 from jdag.wire.messages import Codec, size
@@ -138,6 +138,11 @@ def test_a_plan_is_refused_where_a_function_cannot_travel() -> None:
             continue
         with pytest.raises(JdagError, match="called_back cannot be called on another"):
             FunctionEncoder().prepare(event, "home", allowed)
+    tape = Tape(array(6))
+    looped = tape.call(lambda x: jax.lax.while_loop(jnp.any, jnp.sin, x), 0)
+    event = Planned(PLAN, (("a", prepare_of(tape.segment([looped]))),), ())
+    with pytest.raises(RemoteError, match=r"backward of .* failed on 'a', called"):
+        FunctionEncoder().prepare(event, "home", allowed)
 
 
 def test_a_segment_that_its_spec_contradicts_is_refused() -> None:

@@ -13,7 +13,7 @@ Outputs: messages with specs in place of functions, and definitions to send befo
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from types import FunctionType, MethodType
@@ -42,12 +42,13 @@ from jdag.engine.protocol import (
     Run,
     Worker,
 )
-from jdag.errors import JdagError, PortabilityWarning, ProtocolError, RemoteError
+from jdag.engine.segments import NodeKind
+from jdag.errors import JdagError, PortabilityWarning, ProtocolError
 from jdag.rpc.allowed import AllImported, Allowed
 from jdag.rpc.code_fingerprint import fingerprints_of
 from jdag.rpc.script import MAIN
 from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.runtime.failures import said, user_traceback
+from jdag.runtime.failures import blamed
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (
     DevicePlacement,
@@ -87,11 +88,14 @@ class FunctionEncoder:
         # What `prepare` has just found, `outgoing` asks for next.
         self._last: tuple[Any, Modules, Known] = (None, (), (b"", ()))
 
-    def spec_for(self, pair: Any, allowed_there: Modules) -> Known:
+    def spec_for(self, pair: Any, allowed_there: Modules, *at: str) -> Known:
         """Return the spec of a pair for a worker, and what is to be defined there.
+
+        `at` has worker and call site, for errors.
 
         Raises:
             JdagError: it can go neither by name nor as StableHLO; says what to do.
+            RemoteError: its backward cannot be traced.
         """
         last, modules, known = self._last
         if last is pair and modules is allowed_there:
@@ -99,7 +103,7 @@ class FunctionEncoder:
         bare = pair.pair
         specs = self._specs.setdefault(bare, {})
         if allowed_there not in specs:
-            specs[allowed_there] = self._spec(bare, allowed_there)
+            specs[allowed_there] = self._spec(bare, allowed_there, at)
         known = specs[allowed_there]
         if bare is not pair:
             places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
@@ -117,23 +121,25 @@ class FunctionEncoder:
         """
         match event:
             case Issued() if event.worker != here:
-                self.spec_for(event.function, allowed_on(event.worker))
+                to, site = event.worker, event.call_site
+                self.spec_for(event.function, allowed_on(to), to, site)
             case Assigned():
                 for part in event.parts:
                     key: Any = part.outputs[0]
-                    to: Worker = key.name.worker
+                    to, site = key.name.worker, part.call_site
                     if part.function is not None and to != here:
-                        self.spec_for(part.function, allowed_on(to))
+                        self.spec_for(part.function, allowed_on(to), to, site)
             case Planned():
-                for pair, to in _planned(event):
+                for pair, to, site in _planned(event):
                     if to != here:
-                        self.spec_for(pair, allowed_on(to))
+                        self.spec_for(pair, allowed_on(to), to, site)
             case Launched() | Attached() if event.worker != here:
                 allowed = _allowed(allowed_on(event.worker), {})
                 for fn, worker in _python_of(event):
                     _check_program(fn, worker, allowed)
                 if isinstance(event, Launched):
-                    self._with_specs(event.arguments, allowed_on(event.worker))
+                    at = event.worker, event.call_site
+                    self._with_specs(event.arguments, allowed_on(at[0]), *at)
                     check_size(event.function, "is given", event.arguments)
             case _:
                 pass
@@ -190,17 +196,19 @@ class FunctionEncoder:
             needed.update(dict.fromkeys(d for _, needs in known for d in needs))
         return replace(message, segments=tuple(segments)), tuple(needed)
 
-    def _with_specs(self, arguments: Any, modules: Modules) -> tuple[Any, Definitions]:
+    def _with_specs(
+        self, arguments: Any, modules: Modules, *at: str
+    ) -> tuple[Any, Definitions]:
         leaves, treedef = flatten(arguments)
         needed: list[Definition] = []
         for index, leaf in enumerate(leaves):
             if type(leaf) is PairData:
-                spec, definitions = self.spec_for(leaf.pair, modules)
+                spec, definitions = self.spec_for(leaf.pair, modules, *at)
                 leaves[index] = PairData(leaf.pair, spec)
                 needed.extend(definitions)
         return unflatten(treedef, leaves), tuple(dict.fromkeys(needed))
 
-    def _spec(self, pair: Any, modules: Modules) -> Known:
+    def _spec(self, pair: Any, modules: Modules, at: Sequence[str]) -> Known:
         spec = spec_of(pair)
         if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
             return spec, (pair.source.definition,)
@@ -220,11 +228,8 @@ class FunctionEncoder:
                 f"StableHLO: {error}"
             ) from error
         except Exception as error:  # Forward was traced before.
-            lines = user_traceback(error)
-            raise RemoteError(
-                f"the backward of {pair.name} failed where it was exported for another "
-                f"worker: {said(error)}\n\n{lines}"
-            ) from error
+            to, site = at or ("another worker", "its program")
+            raise blamed(error, f"the backward of {pair.name}", to, site) from error
         self._exported[pair] = definition
         return exported_spec(pair, definition.digest), (definition,)
 
@@ -311,7 +316,7 @@ def _pairs_of(event: Event) -> Iterator[tuple[Any, Worker]]:
                 if part.function is not None:
                     yield part.function, part.worker
         case Planned():
-            yield from _planned(event)
+            yield from [(pair, to) for pair, to, _ in _planned(event)]
         case _:
             pass
 
@@ -341,11 +346,14 @@ def differentiating_twice() -> Iterator[None]:
         _twice.pop()
 
 
-def _planned(event: Planned) -> Iterator[tuple[Any, Worker]]:
+def _planned(event: Planned) -> Iterator[tuple[Any, Worker, str]]:
+    """Yield the pairs of a plan, where they run and where they are called."""
     for to, message in event.parts:
         for segment in message.segments:
-            for pair in segment.function.pairs:
-                yield pair, to
+            fn = segment.function
+            for (_, site), node in zip(fn.calls, fn.nodes, strict=True):
+                if node.kind not in (NodeKind.SUM, NodeKind.FILL):
+                    yield fn.pairs[node.pair], to, site
 
 
 def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:

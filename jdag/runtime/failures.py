@@ -62,10 +62,15 @@ def remote_error(
 
     Errors of jdag keep their class and get no traceback.
     """
-    where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
     if is_own(error):
+        where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
         return type(error)(f"{where}: {text_of(error)}")
-    said = named_text(error)
+    return blamed(error, name_of(fn), worker, site)
+
+
+def blamed(error: Exception, name: str, worker: str, site: object) -> RemoteError:
+    """Return an error that names what failed, with the user's own traceback."""
+    where, said = f"{name} failed on {worker!r}, called at {site}", named_text(error)
     lines = user_traceback(error)
     return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
 
@@ -103,13 +108,16 @@ def user_traceback(error: BaseException) -> str:
 
     Where there are no others all are shown: the error is then jdag's or JAX's own. But
     none are if it is a JdagError, which says all by itself; a TypeError: then the
-    user's function could not be called with these arguments; or of compiled code, such
-    as that of `jax_debug_nans` and of callbacks, whose text has their frames.
+    user's function could not be called with these arguments; of compiled code, such as
+    that of `jax_debug_nans` and of callbacks, whose text has their frames; or of JAX,
+    as of a function without a backward.
     """
     frames = traceback.extract_tb(error.__traceback__)
     others = [frame for frame in frames if not is_ours(frame.filename)]
     kept = [frame for frame in others if not frame.filename.startswith(_THEIRS)]
-    if not kept and isinstance(error, (JdagError, TypeError, *_OF_COMPILED)):
+    if not kept and (
+        isinstance(error, (JdagError, TypeError, *_OF_COMPILED)) or _of_jax(error)
+    ):
         return ""
     lines = traceback.format_list(kept or frames)
     text = "".join(["Traceback (most recent call last):\n", *lines])
@@ -118,6 +126,14 @@ def user_traceback(error: BaseException) -> str:
         own = text_of(error)
         told = told.replace(own, own.partition("\n")[0], 1)
     return cut(text, SAID_MAX) + told
+
+
+def _of_jax(error: BaseException) -> bool:
+    """Whether JAX raised it, and removed its frames; asserts there are jdag's own."""
+    with contextlib.suppress(Exception):
+        is_noted = any(_JAX_NOTE in note for note in error.__notes__)
+        return is_noted and not isinstance(error, AssertionError)
+    return False
 
 
 def said(error: BaseException) -> str:
