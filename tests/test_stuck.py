@@ -193,6 +193,8 @@ def test_a_wait_with_an_alarm_is_not_taken_for_stuck_and_its_actions_are_known(
     waits = LIST.removeprefix("the schedule cannot go on: ")
     with cluster.context() as ctx:
         total_loss = ctx.call("w1", total, *losses_of(cluster, ctx))
-        with pytest.raises(PassTimeout, match=re.escape(f"timeout_s=1; {waits}; {SUM}")):
+        with pytest.raises(
+            PassTimeout, match=re.escape(f"timeout_s=1; {waits}; {SUM}")
+        ):
             ctx.backward(total_loss, timeout_s=1)
     assert waits.startswith(cluster.info()["w0"]["waits_for"] + "; worker w1")

@@ -20,8 +20,8 @@ _WORDS = {
     "Stepping": "a step of a plan",
 }
 LOSSES_INSTEAD = (
-    "if the pass is from a sum of losses, which waits for all of them, make it from the "
-    "losses: ctx.backward(*losses)"
+    "if the pass is from a sum of losses, which waits for all of them, make it from "
+    "the losses: ctx.backward(*losses)"
 )
 
 
