@@ -97,6 +97,23 @@ def within_another(cluster: Any, params: Any, xs: Any) -> Any:
         return jdag.fetch(ctx.gradient(params))
 
 
+def two_open(cluster: Any, params: Any, xs: Any, order: Any) -> Any:
+    """Two contexts have been called; then, in this order, passes and a fetch."""
+    wanted = of_jax(range(len(xs)), xs)
+    with cluster.context() as one, cluster.context() as other:
+        losses, others = program(one, params, xs), program(other, params, xs)
+        for does in order:
+            if does == "fetch":
+                close(jdag.fetch(others), [loss(weights(STAGES), x) for x in xs])
+            elif does == "one":
+                one.backward(*losses)
+            else:
+                other.backward(*others)
+                close(jdag.fetch(other.gradient(params)), wanted)
+        return jdag.fetch(one.gradient(params))
+
+
+ORDERS = (("one", "fetch"), ("fetch", "one"), ("one", "other"), ("other", "one"))
 WAYS: list[Any] = [
     fetched_first,
     trained,
@@ -105,6 +122,7 @@ WAYS: list[Any] = [
     one_by_one,
     compiled,
     within_another,
+    *[partial(two_open, order=order) for order in ORDERS],
 ]
 
 

@@ -14,9 +14,9 @@ that begins. An action that comes nevertheless takes its place in the list.
 Inputs:  `add(job, item)`; `skip(...)` for what will not come.
 Outputs: `take()`: the items of the jobs to run now, as one.
 
-Invariants: the list is followed by one context at a time, or by one step of a plan: by
-the first, in the order in which they came, that has something to come. A job that no
-list has never waits for one that a list has. The list never stops at
+Invariants: each context, and each step of a plan, follows the list by itself, and waits
+for no other; of several whose next action is ready, the one that came first goes first.
+A job that no list has never waits for one that a list has. The list never stops at
 an action that is skipped.
 """
 
@@ -158,20 +158,21 @@ class ReadyJobs:
     @property
     def stalled(self) -> str:
         """What a list waits for while other jobs of it are ready; "" if none are."""
-        held = [str(action) for run in self._runs.values() for action in run.ready]
-        for run in self._runs.values() if held else ():
-            if not (following := run.following(self._steps)):
+        stalled = ""
+        for run in self._runs.values():
+            if not run.ready:
                 continue
+            following = run.following(self._steps)
             wanted = [str(action) for action in following if action not in run.ready]
             if not wanted:  # The device has not come to it yet.
                 return ""
-            behind = ", ".join([one for one in held if one not in wanted][:4])
-            more = f" and {len(held) - 4} more" if len(held) > 4 else ""
-            return (
+            behind = ", ".join([str(action) for action in run.ready][:4])
+            more = f" and {len(run.ready) - 4} more" if len(run.ready) > 4 else ""
+            stalled = stalled or (
                 f"worker {self._worker} waits for {' and '.join(wanted)}, which is "
                 f"next in its list; ready behind it: {behind}{more}"
             )
-        return ""
+        return stalled
 
     @property
     def waits_for(self) -> str:
@@ -192,10 +193,8 @@ class ReadyJobs:
         """The items of the next step, which is taken; or else its jobs."""
         for of, run in self._runs.items():
             step = run.following(self._steps)
-            if not step:
+            if not step or not all(action in run.ready for action in step):
                 continue
-            if not all(action in run.ready for action in step):
-                return []
             if not take:
                 return [run.ready[action][0] for action in step]
             items = [run.ready.pop(action)[1] for action in step]
