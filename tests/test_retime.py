@@ -302,6 +302,23 @@ def test_a_run_whose_order_depends_on_time_is_refused_by_name(settings, said):
     assert said in str(raised.value)
 
 
+def test_contexts_that_take_turns_on_a_device_are_refused():
+    pipe = jdag.pipeline([layer] * SCHEDULE.stages, square)
+    with simulated(
+        SCHEDULE, SCHEDULE.workers, network=LANES, devices=DEVICES
+    ) as cluster:
+        params = [
+            cluster.put(w, x) for w, x in zip(SCHEDULE.workers, weights(3), strict=True)
+        ]
+        xs = batches(SCHEDULE.micro_batches)
+        with cluster.context() as one, cluster.context() as other:
+            losses, others = pipe(one, params, xs, xs), pipe(other, params, xs, xs)
+            one.backward(*losses)
+            other.backward(*others)
+        with pytest.raises(JdagError, match=r"contexts 0\.\d and 0\.\d are comp"):
+            jdag.retime(cluster.trace)
+
+
 def test_a_topology_is_refused_by_name():
     ring = jdag.sim.topologies.ring(SCHEDULE.workers, LINK)
     network = Network(LINK, {}, None, True, ring.routed, ring.route)

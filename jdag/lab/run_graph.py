@@ -100,6 +100,8 @@ class RunGraph:
         # By link, the nodes of its messages in their order, with their records.
         self.sent: dict[Link, list[tuple[int, int]]] = {}
         self._since: dict[str, int] = {}  # By worker, jobs since the last pass ended.
+        # The same by context: whether one of them was of a pass.
+        self._followed: dict[str, dict[str, bool]] = {}
         for record in trace:
             self._records.append(record)
             if record.kind in _TROUBLE:
@@ -135,6 +137,7 @@ class RunGraph:
             waits += [(node, FREE) for node in self._pass_ends]
             self._pass_ends.clear()
             self._since.clear()
+            self._followed.clear()
         elif record.named["event"] == "Fetched":
             waits += [(node, FREE) for node in self._readings]
             self._readings.clear()
@@ -228,6 +231,7 @@ class RunGraph:
         waits += [(node, FREE) for node in self._asked.get(of, ())]
         if not said["action"]:
             return self._unlisted(record, waits)
+        self._check_turn(record)
         self._since[worker] = self._since.get(worker, 0) + 1
         if said["number"]:
             self._running[_pass(said)] = None
@@ -249,6 +253,19 @@ class RunGraph:
                 "job of a function must take the same time"
             )
         return node
+
+    def _check_turn(self, record: Record) -> None:
+        """Refuse contexts whose jobs go as they are ready, those of either first."""
+        context, in_pass = record.named["context"], bool(record.named["number"])
+        followed = self._followed.setdefault(record.worker, {})
+        last = next(reversed(followed), context)
+        if last != context and (followed[last] or context in followed):
+            raise refusal(
+                f"contexts {last} and {context} are computed at once on "
+                f"{record.worker} (record {record.index}); call one when the pass of "
+                "the other has ended"
+            )
+        followed[context] = followed.get(context, False) or in_pass
 
     def _is_within(self, start: Record) -> bool:
         first_ns, last_ns = self._window_ns or (0, start.time_ns)
