@@ -124,6 +124,8 @@ def test_what_is_computed_from_inputs_between_calls_is_recorded(cluster):
 
     w = cluster.put("c", W)
     step = compile(own, cluster)
+    with jax.checking_leaks():
+        step(w, X, 2.0)
     for x, rate in ((X, 2.0), (-X, 0.5)):
         value, rest = step(w, x, rate)
         np.testing.assert_allclose(value, layer(W, x[::-1] * rate), rtol=1e-14)

@@ -232,7 +232,9 @@ def record(
         finally:
             frame.state.recording = None
             frame.phase = FramePhase.LEFT
-        return frame.tracers[len(tracers) :]
+            # Not kept, or jax.checking_leaks finds them.
+            made, frame.tracers, frame.trace = frame.tracers, [], None
+        return made[len(tracers) :]
 
     try:
         own = jax.make_jaxpr(body)(*[aval.struct() for aval in avals.values()])
