@@ -43,6 +43,7 @@ def test_a_name_is_module_and_qualname_of_what_runs() -> None:
     assert name_of(scaler) == f"{module}:Scaler"
     assert name_of(functools.partial(plain, 1)) == f"partial({module}:plain)"
     assert name_of(len) == "builtins:len"
+    assert (name_of([].append), name_of(str.upper)) == ("list.append", "str.upper")
     assert name_of(jnp.add) == "jax.numpy:add"
 
 

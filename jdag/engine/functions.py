@@ -64,7 +64,8 @@ def name_of(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     if name is None:
         return f"{type(fn).__module__}:{type(fn).__qualname__}"
-    return f"{fn.__module__}:{name}"
+    module = getattr(fn, "__module__", None)  # None of methods in C, as [].append.
+    return f"{module}:{name}" if module else name
 
 
 def name_on(pair: Any) -> str:
