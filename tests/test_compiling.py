@@ -155,6 +155,43 @@ def test_a_plan_that_nobody_names_is_dropped(cluster):
     assert [cluster.info()[one]["values_held"] for one in "ab"] == held
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_loss_that_depends_on_nothing_has_zero_gradients(cluster, exact):
+    def constant(ctx, w):
+        return ctx.call("b", jnp.sum, jdag.stop_gradient(w))
+
+    def both(ctx, w):
+        return [constant(ctx, w), ctx.call("c", jnp.sum, w)]
+
+    w = cluster.put("b", jnp.arange(4.0))
+    found = compile(constant, cluster, exact=exact).value_and_grad(w)
+    assert_equal(found, value_and_grad(constant, cluster)(w))
+    assert_equal(compile(both, cluster, exact=exact).value_and_grad(w)[1], jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (
+            lambda ctx, w, x: jnp.sum(x),
+            "root 0 is an input of the program, or computed",
+        ),
+        (lambda ctx, w, x: (x, ctx.call("b", jnp.sum, w)), "root 0 is an input of"),
+        (lambda ctx, w, x: [ctx.call("b", jnp.sum, w), x], "root 1 is an input of"),
+        (lambda ctx, w, x: None, "first result of .* is None, without a ref"),
+    ],
+)
+def test_a_first_result_that_no_call_gives_is_named(cluster, program, text):
+    w = cluster.put("b", jnp.ones(4))
+    optimizer = Optimizer(optax.sgd(0.1), w)
+    for step in (
+        compile(program, cluster).value_and_grad,
+        compile(program, cluster, optimizer),
+    ):
+        with pytest.raises(RootError, match=text):
+            step(w, X)
+
+
 def test_wrong_use_is_one_error_each(cluster):
     w = cluster.put("b", jnp.ones(4))
 

@@ -158,6 +158,17 @@ def test_abstract_programs_give_shapes():
         assert isinstance(gradients["w"], jax.ShapeDtypeStruct)
 
 
+@pytest.mark.parametrize("transform", [value_and_grad, hvp])
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_what_returns_more_than_a_loss_is_told_of_has_aux(cluster, transform, has_aux):
+    def several(ctx, w, *_):
+        return [ctx.call("b", jnp.sum, w)] * 3
+
+    texts = r"sum several .* has_aux=True", r"\(loss, aux\), and this one \[Ref"
+    with pytest.raises(RootError, match=texts[has_aux]):
+        transform(several, cluster, has_aux=has_aux)(ONES, ONES)
+
+
 def test_an_argument_that_is_named_twice_is_refused(cluster):
     makers: Any = (partial(value_and_grad, cluster=cluster), oracle)
     for make in (*makers, partial(hvp, cluster=cluster)):

@@ -27,9 +27,9 @@ from jdag.api.recording import (
     RecordingFrame,
     check_same,
     record,
+    roots_of,
 )
 from jdag.api.refs import Hold, Ref
-from jdag.api.roots import checked_roots
 from jdag.api.tags import check_steps
 from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
@@ -37,7 +37,7 @@ from jdag.compute.buffers import delivered
 from jdag.compute.cutting import Cut, cut
 from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
-from jdag.compute.pytrees import Split, flatten, flatten_refs, split, unflatten
+from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import call_site, code_of, name_of
 from jdag.engine.protocol import (
@@ -53,7 +53,6 @@ from jdag.engine.protocol import (
 from jdag.errors import (
     JdagError,
     RemoteError,
-    RootError,
     WorkerLost,
     kind_of,
     no_arrays,
@@ -267,7 +266,9 @@ class CompiledStep:
         drawn = Drawn(first)
         gradients: dict[LeafId, int] = {}
         if differentiated or self._optimizer is not None:
-            gradients = drawn.graph.differentiate(_roots(first, drawn))
+            gradients = drawn.graph.differentiate(
+                roots_of(first, drawn, differentiated)
+            )
         stepped: tuple[Ref, ...] = ()
         stages: list[tuple[LeafId, int]] = []
         scale: list[int] = []
@@ -428,28 +429,6 @@ def _checked(result: Any) -> Any:
     if isinstance(result, Failure):
         raise exception_of(result)
     return result
-
-
-def _roots(recording: Recording, drawn: Drawn) -> list[int]:
-    """The values of the first result, which a step differentiates."""
-    result = unflatten(recording.treedef, recording.leaves)
-    first = result[0] if isinstance(result, tuple) and result else result
-    for root in jax.tree.leaves(first, is_leaf=is_tuple):
-        if is_tuple(root):  # Such as (loss, metrics), of each micro-batch.
-            raise RootError(
-                f"the first result of {recording.frame.program} has a tuple in it, of "
-                f"{len(root)}, and all in it would be differentiated: return the "
-                "losses first, and what is not differentiated after them, such as "
-                "(losses, metrics)"
-            )
-    roots = tuple(flatten(first)[0])
-    checked_roots(roots, None)
-    return [drawn.value(root.key, root.owner, root.aval) for root in roots]
-
-
-def is_tuple(value: object) -> bool:
-    """Whether it is a tuple, by itself, not one with names."""
-    return type(value) is tuple
 
 
 def _stepping(

@@ -22,6 +22,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
 from jdag.api.program_frame import FramePhase, ProgramFrame
 from jdag.api.refs import Ref
+from jdag.api.roots import checked_roots
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.dataflow import Graph
 from jdag.compute.pairs import pair
@@ -46,7 +47,7 @@ from jdag.engine.protocol import (
     SlotKey,
     Worker,
 )
-from jdag.errors import ContextError, JdagError, kind_of
+from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.runtime.failures import user_traceback
 
 _EAGER = "a plan has no hooks; contexts and jdag.value_and_grad run such a program"
@@ -368,3 +369,35 @@ def _own_pair(recording: Recording) -> Any:
     structs = tuple([aval.struct() for aval in recording.inputs])
     template = split(structs, {}, lambda _: True).template
     return pair(between, template, recording.inputs, (False,) * len(structs))
+
+
+def roots_of(recording: Recording, drawn: Drawn, of_loss: bool) -> list[int]:
+    """Return the values of the first result that a step differentiates.
+
+    Raises:
+        RootError: something in it cannot be differentiated, or there is nothing in it.
+    """
+    result = unflatten(recording.treedef, recording.leaves)
+    first = result[0] if isinstance(result, tuple) and result else result
+    for root in jax.tree.leaves(first, is_leaf=is_tuple):
+        if is_tuple(root):  # Such as (loss, metrics), of each micro-batch.
+            raise RootError(
+                f"the first result of {recording.frame.program} has a tuple in it, of "
+                f"{len(root)}, and all in it would be differentiated: return the "
+                "losses first, and what is not differentiated after them, such as "
+                "(losses, metrics)"
+            )
+    roots = tuple(flatten(first)[0])
+    if not roots:
+        raise RootError(
+            f"the first result of {recording.frame.program} is {first!r}, without a "
+            "ref, as ctx.call gives: does the program return its loss?"
+        )
+    checked_roots(roots, None, of_loss=of_loss)
+    tracked = [root for root in roots if root.tracked]
+    return [drawn.value(root.key, root.owner, root.aval) for root in tracked]
+
+
+def is_tuple(value: object) -> bool:
+    """Whether it is a tuple, by itself, not one with names."""
+    return type(value) is tuple

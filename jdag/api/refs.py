@@ -223,6 +223,8 @@ class Ref(RefBase):
             return str(key.name)
         if key.kind == "gradient":
             return f"the gradient of {key.name}"
+        if key.kind == "slot":
+            return "an input of the program, or computed from inputs outside of calls"
         path = ".".join(map(str, key.name))
         return f"output {key.index} of call {path} on {self.owner}"
 

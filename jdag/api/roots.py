@@ -13,8 +13,12 @@ from jdag.engine.protocol import LEAF_KINDS, Key, Root, SeedKey
 from jdag.errors import ContextError, GraphError, JdagError, RootError, kind_of
 
 
-def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
+def checked_roots(
+    roots: tuple[Any, ...], cotangents: Any, *, of_loss: bool = False
+) -> list[Any]:
     """Return the cotangent of each root, None where that is ones.
+
+    With `of_loss` no one wrote ctx.backward, and a root may be a constant.
 
     Raises:
         RootError: there are no roots; one is no ref, a leaf, a constant, an integer;
@@ -28,26 +32,31 @@ def checked_roots(roots: tuple[Any, ...], cotangents: Any) -> list[Any]:
             "loss, as ctx.backward(loss)"
         )
     for number, root in enumerate(roots):
-        _check_root(root, number)
+        _check_root(root, number, of_loss)
     seeds = [None] * len(roots) if cotangents is None else _listed(cotangents, roots)
     return [_seed(root, seeds[number], number) for number, root in enumerate(roots)]
 
 
-def _check_root(root: Any, number: int) -> None:
+def _check_root(root: Any, number: int, of_loss: bool) -> None:
     if root is None:
         raise RootError(
             f"root {number} is None; it has to be a ref: does the function that made "
             "it return something?"
         )
-    if not is_ref(root):
+    if not is_ref(root) or root.key.kind == "slot":
         hint = ""
-        if isinstance(root, list | tuple | dict):
+        if of_loss and isinstance(root, list | tuple | dict):
+            hint = (
+                "; sum several losses in a call, and return what is not differentiated "
+                "beside the loss: (loss, aux), with has_aux=True"
+            )
+        elif isinstance(root, list | tuple | dict):
             hint = "; of several write ctx.backward(*roots)"
-        elif hasattr(root, "dtype"):
-            hint = "; a value that was fetched is cut off from the graph"
+        elif hasattr(root, "dtype") and not is_ref(root):
+            hint = "; what was fetched, or computed here, is cut off from the graph"
+        what = root.described if is_ref(root) else kind_of(root)
         raise RootError(
-            f"root {number} is {kind_of(root)}; it has to be a ref, as ctx.call "
-            f"gives{hint}"
+            f"root {number} is {what}; it has to be a ref, as ctx.call gives{hint}"
         )
     if root.descends is not None:
         raise GraphError(
@@ -65,7 +74,7 @@ def _check_root(root: Any, number: int) -> None:
             f"root {number}, {root!r}, is not differentiable: its dtype is "
             f"{root.dtype}, and only float and complex values have cotangents"
         )
-    if not root.tracked:
+    if not (root.tracked or of_loss):
         raise RootError(
             f"root {number}, {root!r}, is a constant: nothing that it was computed "
             "from is tracked (a float or complex leaf, without jdag.stop_gradient)"
@@ -97,12 +106,12 @@ def _seed(root: Ref, seed: Any, number: int) -> Any:
     if seed is None and size != 1:
         raise RootError(
             f"{wanted}, of size {size}; without a cotangent its size has to "
-            "be 1: sum it in a call, or give cotangents="
+            "be 1: sum it in a call, or give ctx.backward cotangents="
         )
     if seed is None:
         raise RootError(
-            f"{wanted}, complex, which needs a cotangent: give cotangents=, or "
-            "take its real part in a call"
+            f"{wanted}, complex, which needs a cotangent: take its real part in a "
+            "call, or give ctx.backward cotangents="
         )
     if is_ref(seed):
         raise RootError(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jdag.api.cluster import Cluster
 from jdag.api.context import Context
 from jdag.api.refs import Ref, read
+from jdag.api.roots import checked_roots
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import (
     argument_numbers,
@@ -20,7 +21,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
-from jdag.errors import JdagError, RootError, no_arrays
+from jdag.errors import JdagError, RootError, no_arrays, repr_of
 
 
 def value_and_grad(
@@ -153,11 +154,12 @@ def run_pass(
         Loss, aux, and gradients by leaf.
     """
     result = program(ctx, *(dict(enumerate(args)) | dict(bound)).values())
+    if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
+        what = f"(loss, aux), and this one {repr_of(result)}"
+        raise RootError(f"with has_aux=True a program returns {what}")
     loss, aux = result if has_aux else (result, ())
-    independent = is_ref(loss) and not loss.tracked and loss.aval.inexact
-    if independent and loss.leaf is None and loss.descends is None:
-        if loss.size != 1:
-            raise RootError(f"the loss is {loss.aval}; its size has to be 1")
+    checked_roots((loss,), None, of_loss=True)
+    if not loss.tracked:
         return loss, aux, {}
     ctx.backward(loss)
     return loss, aux, ctx.gradients()
