@@ -155,6 +155,19 @@ def test_a_plan_that_nobody_names_is_dropped(cluster):
     assert [cluster.info()[one]["values_held"] for one in "ab"] == held
 
 
+def test_what_has_no_gradient_is_allowed_by_allow_int_alone(cluster):
+    def indexed(ctx, p):
+        return ctx.call("b", lambda p: jnp.sum(p["w"][p["i"]]), p)
+
+    p = cluster.put("b", {"i": jnp.arange(3), "k": jax.random.key(0), "w": jnp.ones(4)})
+    step = compile(indexed, cluster)
+    for _ in range(2):
+        found = step.value_and_grad(p, allow_int=True)
+        assert_equal(found, value_and_grad(indexed, cluster, allow_int=True)(p))
+        with pytest.raises(JdagError, match=r"int\d+\[3\] has no gradient.*allow_int"):
+            step.value_and_grad(p)
+
+
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_loss_that_depends_on_nothing_has_zero_gradients(cluster, exact):
     def constant(ctx, w):

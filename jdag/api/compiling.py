@@ -147,7 +147,7 @@ class CompiledStep:
         """Run a step; return what the program returns, fetched."""
         optimizer = self._optimizer
         try:
-            plan, inputs = self._planned(args, differentiated=False)
+            plan, inputs = self._planned(args, False)
             value, _ = plan.run(inputs)
             recovery = self._cluster.state.recovery
             if recovery is not None and plan.staged:
@@ -162,14 +162,14 @@ class CompiledStep:
             self._cluster._reassigned()
         return value
 
-    def value_and_grad(self, *args: Any) -> tuple[Any, Any]:
+    def value_and_grad(self, *args: Any, allow_int: bool = False) -> tuple[Any, Any]:
         """Return what a step returns, and gradients; no leaf is stepped.
 
         Gradients are those of the first result by the leaves in the first argument, in
         its structure, as `jdag.value_and_grad` gives them: zeros where the result does
-        not depend on a leaf, None for statics and numbers.
+        not depend on a leaf, None for statics and numbers; `allow_int` is as there.
         """
-        plan, inputs = self._planned(args, differentiated=True)
+        plan, inputs = self._planned(args, True, allow_int)
         value, gradients = plan.run(inputs)
         leaves, form = plan.leaves
         found = [filled(gradients.get(ref.key.name), ref) for ref in leaves]
@@ -188,14 +188,14 @@ class CompiledStep:
             )
         return self._last
 
-    def _leaves(self, args: Sequence[Any]) -> tuple[list[Ref], Any]:
+    def _leaves(self, args: Sequence[Any], allow_int: bool) -> tuple[list[Ref], Any]:
         what = "argument 0 of value_and_grad"
         try:
             leaves, form = flatten_refs(args[0] if args else (), is_ref)
             if not leaves:
                 raise no_arrays("it")
             for ref in leaves:
-                check_leaf(ref, allow_int=False)
+                check_leaf(ref, allow_int)
         except JdagError as error:
             raise type(error)(
                 f"{what}: {error}; a plan differentiates by leaves, such as "
@@ -204,7 +204,7 @@ class CompiledStep:
         return leaves, form.bare
 
     def _planned(
-        self, args: tuple[Any, ...], *, differentiated: bool
+        self, args: tuple[Any, ...], differentiated: bool, allow_int: bool = False
     ) -> tuple["Plan", list[Any]]:
         """Return the plan for these arguments, and its inputs among them.
 
@@ -218,12 +218,12 @@ class CompiledStep:
         now = (*state.driver.incarnations.items(), again)
         flat, treedef = jax.tree.flatten(args)
         types = list(map(_type_of, flat, repeat(state)))
-        known = (treedef, *types, now, differentiated)
+        known = (treedef, *types, now, differentiated, allow_int)
         found = None if None in types else self._known.get(known)
         if found is not None:
             self._last, places = found
             return self._last, list(map(flat.__getitem__, places))
-        first = self._leaves(args) if differentiated else ([], None)
+        first = self._leaves(args, allow_int) if differentiated else ([], None)
         given = split(args, {}, state.is_named)
         inputs, leaves = dict(given.constants), []
         for place, ref in given.refs:
