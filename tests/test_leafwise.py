@@ -53,7 +53,7 @@ def test_the_leaves_that_are_mixed_are_named(cluster):
             lambda: optax.MultiSteps(
                 optax.sgd(0.1), 2, should_skip_update_fn=optax.skip_not_finite
             ).gradient_transformation(),
-            "mixes leaves",
+            "mixes leaves.*of apply_if_finite and .* it has skip_not_finite=True",
         ),
         (
             lambda: optax.masked(

@@ -172,8 +172,9 @@ class Whole:
                     f"the transformation mixes leaves, in {self._mixer()}: {what} of "
                     f"{names[own.bit_length() - 1]} depends on the gradient or value "
                     f"of {other}, and leaves may be on different workers. Leave out "
-                    "what takes them all together, such as optax.clip_by_global_norm: "
-                    "clip_norm= clips here"
+                    "what takes them all together; in place of "
+                    "optax.clip_by_global_norm jdag.Optimizer has clip_norm=, and of "
+                    "apply_if_finite and skip_not_finite it has skip_not_finite=True"
                 )
 
     def _mixer(self) -> str:
