@@ -203,6 +203,9 @@ def test_squared_norms_are_taken_at_least_in_float32():
 @pytest.mark.parametrize(
     ("make", "text"),
     [
+        (lambda c: Optimizer(cast(Any, optax.sgd), []), r"tx = <fun.*sgd\("),
+        (lambda c: Optimizer(cast(Any, None), []), r"tx = None: .*sgd\("),
+        (lambda c: Optimizer(cast(Any, optax.MultiSteps), []), "tx = <class"),
         (lambda c: Optimizer(optax.sgd(0.1), []), "there are none"),
         (lambda c: Optimizer(optax.sgd(0.1), [1.0]), "takes a ref"),
         (lambda c: Optimizer(optax.sgd(0.1), c.put("b", 3)), "float or complex leaves"),

@@ -67,6 +67,10 @@ class Optimizer:
         *,
         skip_not_finite: bool = False,
     ) -> None:
+        methods = [getattr(tx, name, None) for name in ("init", "update")]
+        if isinstance(tx, type) or not all(map(callable, methods)):
+            allowed = "an optax.GradientTransformation, such as optax.sgd(0.1)"
+            raise JdagError(unusable("tx", tx, allowed))
         leaves = flatten_refs(refs, is_ref)[0]
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
