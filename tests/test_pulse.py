@@ -70,17 +70,6 @@ def has_ended(pid: int) -> bool:
     return True
 
 
-def helpers_of(owner: int) -> list[int]:
-    """The helper processes of a process."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            if pulse_helper.__file__ in words and str(owner) in words:
-                found.append(int(pid))
-    return found
-
-
 # ----------------------------------------------------------------- what a helper sees
 
 
@@ -345,40 +334,8 @@ def test_a_worker_and_the_caller_may_compute_for_two_deadlines_in_one_call() -> 
 
 
 @pytest.mark.second
-@pytest.mark.parametrize("carrier", ["socket", "grpc"])
-def test_a_caller_that_waits_does_not_lose_a_worker_that_computes(carrier: str) -> None:
-    with launched(carrier=carrier) as cluster:
-        with cluster.context() as ctx:
-            assert ctx.call("b", cases.busy, 3.0).fetch() == 6.0
-        assert_all_work(cluster)
-
-
-@pytest.mark.second
 def test_a_worker_that_hangs_in_one_call_is_lost() -> None:
     with launched() as cluster, cluster.context() as ctx:
         with pytest.raises(WorkerLost, match="it gave no sign of life for"):
             ctx.call("b", cases.hung, 3.0).fetch()
         assert not is_lost(cluster, "c")
-
-
-@pytest.mark.second
-def test_a_worker_whose_helper_was_killed_is_lost_as_it_computes() -> None:
-    with launched() as cluster, cluster.context() as ctx:
-        (helper,) = helpers_of(cluster.driver.launch.pids["b"])
-        os.kill(helper, signal.SIGKILL)
-        with pytest.raises(WorkerLost, match="it gave no sign of life for"):
-            ctx.call("b", cases.busy, 3.0).fetch()
-
-
-@pytest.mark.second
-def test_helpers_end_with_workers_that_are_killed_and_with_the_cluster() -> None:
-    before = helpers_of(os.getpid())
-    with jdag.launch(["a", "b", "c"], allow=ALLOWED) as cluster:
-        pids = cluster.driver.launch.pids
-        (killed,), (other,) = helpers_of(pids["b"]), helpers_of(pids["c"])
-        (mine,) = {*helpers_of(os.getpid())} - {*before}
-        os.kill(pids["b"], signal.SIGKILL)
-        soon(lambda: has_ended(killed))
-        assert not has_ended(other)
-    soon(lambda: has_ended(other))
-    assert not Path(f"/proc/{mine}").exists()
