@@ -13,15 +13,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
 from jdag.api.refs import stop_gradient
 from jdag.engine.functions import program
-from jdag.errors import GraphError, RemoteError, UnusedSendError
 from jdag.sim.network import LinkModel, Network
-from tests.face_cases import (
-    ONES,
-    fails_backward,
-    fails_forward,
-    nothing_is_left,
-    total,
-)
 
 WIDTH = 1000
 LAYER = 8 * WIDTH  # Bytes of what one layer gives.
@@ -219,26 +211,6 @@ def test_the_last_ref_counts_while_another_thread_looks_for_cycles(cluster):
         gc.enable()
 
 
-def test_when_python_looks_for_cycles_does_not_change_the_trace():
-    def digest(threshold: int) -> str:
-        with simulate(("a", "b"), seed=0) as cluster, cluster.context() as ctx:
-            gc.set_threshold(threshold)
-            h = ctx.call("b", first)
-            for number in range(30):
-                cycle: list[Any] = [h]
-                cycle.append(cycle)
-                h = ctx.call("ab"[number % 2], layer, h)
-                if number % 7 == 0:
-                    h.fetch()
-            return str(cluster.trace.digest)
-
-    before = gc.get_threshold()
-    try:
-        assert len({digest(threshold) for threshold in (0, 1, 2, 50)}) == 1
-    finally:
-        gc.set_threshold(*before)
-
-
 # -------------------------------------------------------------------------- programs
 
 
@@ -380,102 +352,3 @@ def test_a_gradient_lives_while_it_is_the_newest_or_a_ref_names_it(cluster):
 
 
 # ------------------------------------------------------------------------ many contexts
-
-
-def forward(cluster: Cluster, ctx: Any, leaf: Any) -> Any:
-    del cluster
-    h = ctx.call("b", jnp.multiply, leaf, ONES)
-    return ctx.call("d", total, ctx.call("c", jnp.sin, h))
-
-
-def finishes(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    ctx.backward(forward(cluster, ctx, leaf))
-    ctx.gradient(leaf).fetch()
-
-
-def gets_stuck(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    loss = forward(cluster, ctx, leaf)
-    ctx.call("c", jnp.sin, ctx.call("b", jnp.cos, leaf))
-    with pytest.raises(UnusedSendError):
-        ctx.backward(loss, mode="fast")
-
-
-def fails(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    h = ctx.call("c", fails_forward, ctx.call("b", jnp.sin, leaf))
-    with pytest.raises(RemoteError):
-        h.fetch()
-
-
-def fails_in_a_pass(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    h = ctx.call("c", fails_backward, ctx.call("b", jnp.sin, leaf))
-    with pytest.raises(RemoteError):
-        ctx.backward(ctx.call("d", total, h))
-
-
-def is_spent(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    loss = forward(cluster, ctx, leaf)
-    ctx.backward(loss)
-    with pytest.raises(GraphError):
-        ctx.backward(loss)
-
-
-def is_left_in_the_middle(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    forward(cluster, ctx, leaf)
-    raise KeyError("left")
-
-
-def calls_programs(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    h = ctx.call("d", two_layers, ctx.call("b", jnp.sin, leaf))
-    ctx.backward(ctx.call("a", total, h))
-
-
-def calls_a_program_that_raises(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    @program
-    def raises(ctx: Any, h: Any) -> None:
-        ctx.call("c", jnp.sin, ctx.call("b", jnp.cos, h))
-        raise KeyError("raised")
-
-    with pytest.raises(RemoteError):
-        ctx.call("d", raises, ctx.call("b", jnp.sin, leaf))
-
-
-def opens_another(cluster: Cluster, ctx: Any, leaf: Any) -> None:
-    h = ctx.call("b", jnp.sin, leaf)
-    with cluster.context() as inner:
-        finishes(cluster, inner, leaf)
-    ctx.backward(ctx.call("c", total, h))
-
-
-WAYS = (
-    finishes, gets_stuck, fails, fails_in_a_pass, is_spent, is_left_in_the_middle,
-    calls_programs, calls_a_program_that_raises, opens_another,
-)  # fmt: skip
-
-
-@pytest.mark.second
-def test_a_thousand_contexts_leave_each_worker_as_it_was(cluster):
-    """However they end; what is counted is all that an engine remembers as well."""
-    leaf = cluster.put("b", ONES)
-
-    def live(way: Any) -> None:
-        try:
-            with cluster.context() as ctx:
-                way(cluster, ctx, leaf)
-        except (KeyError, RemoteError):
-            pass
-
-    def state() -> list[Any]:
-        nothing_is_left(cluster)
-        info = cluster.info()
-        return [
-            {name: of[name] for name in ("values_held", "bytes_held", "bytes_peak")}
-            for of in info.values()
-        ]
-
-    for way in WAYS:
-        live(way)
-    before = state()
-    for number in range(1000):
-        live(WAYS[number % len(WAYS)])
-    assert state() == before
-    assert (leaf.fetch() == 1).all()
