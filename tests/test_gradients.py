@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.protocol import Apply, End, Failure, Mode, Outcome
+from jdag.engine.protocol import End, Failure, Mode, Outcome
 from tests.engine_cases import (
     SEEDS,
     begun,
@@ -14,12 +14,11 @@ from tests.engine_cases import (
     net_of,
     pausing,
 )
-from tests.engine_net import Net, Scope, stopped
+from tests.engine_net import Net, Scope
 from tests.engine_values import (
     ADD,
     DOUBLE,
     SAME,
-    SPLIT,
     TRIPLE,
     Affine,
     Fuse,
@@ -95,20 +94,6 @@ def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
     assert net.fetch("a", scope.gradient(x))[0] == (1, "late(early(same/0(1)))")
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_where_nothing_came_a_hook_is_given_a_zero_and_what_it_makes_goes_on(
-    mode: Mode,
-):
-    _, scope, x = begun(2, "b", first=5)
-    used, unused = scope.call("b", SPLIT, x)
-    hook = Affine("h", 1, 7)
-    scope.attach(unused, hook)
-    (root,) = scope.call("a", SAME, used)
-    finished(scope, root, mode=mode)
-    assert hook.given == [(0, "0")]
-    assert scope.gradients(x) == [1 + 3 * 7]
-
-
 def test_a_fast_pass_hands_zeros_to_the_hooks_of_what_was_sent_along():
     for mode, given in ((Mode.FAST, [(0, "0")]), (Mode.SMART, [])):
         net = net_of(2)
@@ -120,36 +105,6 @@ def test_a_fast_pass_hands_zeros_to_the_hooks_of_what_was_sent_along():
         (root,) = scope.call("b", SAME, x)
         finished(scope, root, mode=mode)
         assert hook.given == given
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_each_pass_applies_a_hook_once_more_and_those_before_it_was_there_do_not(
-    seed: int,
-):
-    _, scope, x = begun(3, "b", seed, first=5)
-    (y,) = scope.call("b", SAME, x)
-    (root,) = scope.call("c", TRIPLE, y)
-    finished(scope, root, retain=True)
-    assert scope.gradients(x) == [3]
-    hook = Affine("h", 100)
-    scope.attach(y, hook)
-    finished(scope, root, retain=True)
-    finished(scope, root)
-    assert [number for number, _ in hook.given] == [3, 3]
-    assert scope.gradients(x) == [603]
-
-
-def test_a_pass_is_not_over_while_a_hook_runs():
-    net, scope, x = begun(3, "b", first=5)
-    (y,) = scope.call("b", SAME, x)
-    scope.attach(y, Affine("slow"))
-    (root,) = scope.call("c", TRIPLE, y)
-    net.pauses = pausing("slow")
-    waiter = scope.start_backward(root)
-    net.drain()
-    assert waiter not in net.places["a"].resumed
-    net.let_go()
-    assert net.until("a", waiter).outcome is Outcome.FINISHED
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -168,25 +123,6 @@ def test_a_hook_that_raises_fails_the_pass_with_its_name_place_and_route(seed: i
     assert scope.gradients(x) == [3]
 
 
-def test_what_no_pass_reaches_is_not_hooked():
-    net, scope, x, y = begun(2, "bb", first=5)
-    hook = Affine("h")
-    scope.attach(y, hook)
-    (root,) = scope.call("b", ADD, x, stopped(y))
-    finished(scope, root)
-    assert hook.given == [] and not [job for job in net.ran if type(job) is Apply]
-
-
-def test_a_root_gives_its_hook_what_the_pass_starts_with():
-    _, scope, x = begun(2, "b", first=5)
-    (root,) = scope.call("b", TRIPLE, x)
-    hook = Affine("h", 2)
-    scope.attach(root, hook)
-    finished(scope, root, root, seeds=[None, 4])
-    assert hook.given == [(5, "(1+4)")]
-    assert scope.gradients(x) == [30]
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_pass_is_summed_by_itself_then_hooked_then_added_to_those_before(seed: int):
     net, scope, x = begun(4, "b", seed, first=5)
@@ -201,22 +137,6 @@ def test_a_pass_is_summed_by_itself_then_hooked_then_added_to_those_before(seed:
     wanted = [(6, whole), (12, twice), (72, short(f"({twice}+h({whole}))"))]
     given = [scope.gradient(x, number) for number in (1, 2, 3)]
     assert net.fetch("a", *given) == wanted
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_who_sees_a_gradient_sees_what_its_pass_added_after_the_hooks_that_replace(
-    seed: int,
-):
-    _, scope, x = begun(3, "b", seed, first=5)
-    (root,) = scope.call("c", TRIPLE, x)
-    sees = Affine("sees", 0)
-    scope.attach(x, sees, replaces=False)
-    scope.attach(x, Affine("h", 10))
-    finished(scope, root, retain=True)
-    finished(scope, root)
-    assert [number for number, _ in sees.given] == [30, 30]
-    assert scope.gradients(x) == [60]  # What it gives back is of no use.
-    leaves_nothing(scope)
 
 
 def test_who_sees_a_gradient_sees_it_after_it_has_been_committed():

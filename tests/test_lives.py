@@ -13,7 +13,6 @@ from jdag.engine.protocol import (
     Failure,
     Key,
     Lost,
-    Outcome,
     Primal,
     Ship,
 )
@@ -21,7 +20,6 @@ from tests.engine_cases import (
     SEEDS,
     begun,
     finished,
-    holding,
     kept,
     leaves_nothing,
     net_of,
@@ -85,29 +83,6 @@ def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
     assert {kind: len(keys) for kind, keys in ridden.items()} == {Ship: 1, Call: 1}
     assert net.messages(Discard) == []
     leaves_nothing(scope)
-
-
-@pytest.mark.parametrize("held_back", [Primal, Call, Ship])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_value_named_no_more_while_it_is_under_way_arrives_and_is_used(
-    seed: int, held_back: type
-):
-    net = net_of(3, seed)
-    scope = net.open("a")
-    net.holds = holding(held_back)
-    (x,) = scope.call("b", DOUBLE, 3)
-    made = [scope.call("c", function, x)[0] for function in (DOUBLE, TRIPLE)]
-    scope.discard(x)
-    (total,) = scope.call("c", ADD, *made)
-    scope.discard(*made)
-    scope.tell_discarded()
-    net.some()
-    net.let_go()
-    assert net.fetch("a", total)[0][0] == 30
-    net.drain()
-    assert outputs(net) == [total.key]
-    assert scope.leave() == ()
-    nothing_left(net)
 
 
 def test_a_result_that_nobody_names_is_made_and_goes_at_once():
@@ -298,36 +273,6 @@ def test_a_gradient_that_a_pass_left_as_it_was_goes_with_the_last_of_its_names()
     scope.tell_discarded()
     net.drain()
     assert sum(key.kind == "scratch" for key in net.places["b"].values) == 2
-    leaves_nothing(scope)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_context_that_fails_leaves_nothing_whatever_was_dropped_in_it(seed: int):
-    net, scope, x = begun(3, "b", seed)
-    (y,) = scope.call("b", DOUBLE, x)
-    (z,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp")), y)
-    scope.discard(y)
-    net.some()
-    result = scope.backward(z)
-    assert result.outcome is Outcome.FAILED
-    scope.discard(z)
-    scope.tell_discarded()
-    net.some()
-    leaves_nothing(scope)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_what_was_dropped_on_a_worker_that_crashed_is_gone_with_it(seed: int):
-    net = net_of(3, seed)
-    scope = net.open("a")
-    (x,) = scope.call("b", DOUBLE, 3)
-    (y,) = scope.call("c", TRIPLE, x)
-    scope.discard(x)
-    net.some()
-    net.crash("b")
-    net.some()
-    scope.tell_discarded()
-    net.fetch("a", y)
     leaves_nothing(scope)
 
 

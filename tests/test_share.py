@@ -1,7 +1,6 @@
 """What a pass says and when: who begins, who holds credit, how its end is known."""
 
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from jdag.engine.protocol import (
     Ship,
     Start,
 )
-from jdag.engine.share import Outgoing, Pass
+from jdag.engine.share import Pass
 from tests.engine_cases import SEEDS, begun, holding, leaves_nothing, net_of, pausing
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes
@@ -109,22 +108,6 @@ def test_all_roots_are_heard_of_before_any_cotangent_flows(seed: int, mode: Mode
     assert order[first : first + 3] == [Go] * 3 and order.count(Go) == 3
     assert Cotangent not in order[:first] and Mark not in order[first:]
     assert not [m for _, _, m in net.sent if type(m) is Start and m.go]
-
-
-@MODES
-def test_a_root_that_comes_late_would_be_counted_too_late(mode: Mode):
-    """C's root is behind b's: told first, b must wait for what c's root brings."""
-    net, scope, x = begun(3, "b")
-    (one,) = scope.call("b", DOUBLE, x)
-    (two,) = scope.call("b", TRIPLE, one)
-    (three,) = scope.call("c", SAME, two)
-    net.holds = holding(Start, receiver="c")
-    waiter = scope.start_backward(two, three, mode=mode)
-    net.drain()
-    assert net.messages(Go) == []
-    net.let_go()
-    assert net.until("a", waiter).outcome is Outcome.FINISHED
-    assert scope.gradients(x) == [12]
 
 
 def test_go_is_said_only_when_no_mark_is_under_way():
@@ -277,31 +260,6 @@ def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
         assert scope.gradients(x) == [2 ** (count - 1)]
 
 
-def _held(credit: Credit, owed: int = 0, busy: int = 0, *, to: str) -> Any:
-    """A pass that holds this, with an answer to each of these workers to be sent."""
-    fragment: Any = None
-    live = Pass(fragment, 1, Mode.FAST, retain=False, parent="a")
-    live.credit, live.unreported, live.busy = credit, owed, busy
-    live.outbox = [Outgoing(each, partial(Answer, CONTEXT, 1)) for each in to]
-    return live
-
-
-def test_messages_of_one_moment_share_what_is_held():
-    live = _held(WHOLE, to="bcd")
-    sent = live.parcel()
-    assert [outgoing.to for outgoing, _ in sent] == list("bcd")
-    parts = [message.credit for _, message in sent]
-    assert added(added(parts[0], parts[1]), parts[2]) == WHOLE
-    assert live.credit == NOTHING and not live.outbox
-
-
-def test_who_has_more_to_do_keeps_a_part():
-    live = _held(WHOLE, busy=1, to="b")
-    ((_, message),) = live.parcel()
-    assert live.credit.units and live.credit != WHOLE
-    assert added(live.credit, message.credit) == WHOLE
-
-
 # -------------------------------------------------------------------------------- owed
 
 
@@ -323,26 +281,6 @@ def test_the_changes_that_reach_the_owner_add_up_to_what_is_owed(seed: int, mode
     told = [m.owed for _, to, m in net.sent if type(m) in WEIGHED and to == "a"]
     said = [m.owed for by, _, m in net.sent if type(m) in WEIGHED and by == "a"]
     assert sum(told) - sum(said) == len(result.owed)
-
-
-def test_a_pass_gives_each_change_away_once():
-    live = _held(WHOLE, 2, to="bc")
-    assert [message.owed for _, message in live.parcel()] == [2, 0]
-    assert live.unreported == 0
-
-
-def test_a_stuck_fast_pass_is_known_without_any_timer():
-    net, scope, x = begun(3, "b")
-    scope.call("c", DOUBLE, x)
-    (y,) = scope.call("b", TRIPLE, x)
-    net.drain()
-    waiter = scope.start_backward(y)
-    net.drain()
-    result = net.places["a"].resumed.pop(waiter)
-    assert result.outcome is Outcome.STUCK
-    assert [(o.worker, o.destination, o.function) for o in result.owed] == [
-        ("b", "c", "double")
-    ]
 
 
 @MODES
