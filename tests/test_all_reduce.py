@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jdag
-from jdag import sim
 from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
 from jdag.errors import JdagError
@@ -21,7 +20,6 @@ from tests.replica_cases import (
     SHAPES,
     WORKERS,
     bits,
-    expected,
     factors,
     one_part,
     sent,
@@ -44,78 +42,6 @@ def reduced(cluster, how, workers=REPLICAS):
             worker for worker in workers for _ in SHAPES
         ]
         return [one_part(tree, NAMES) for tree in jdag.fetch(sums).values()], links
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_all_get_one_sum_in_the_order_that_is_told(how):
-    trees = [factors(number, SHAPES) for number in range(len(REPLICAS))]
-    right = expected(how, trees, NAMES, among=True)
-    assert bits(right) != bits(expected(how, trees[::-1], NAMES, among=True))
-    with jdag.simulate(WORKERS, seed=0) as cluster:
-        got, _ = reduced(cluster, how)
-    assert [bits(one) for one in got] == [bits(right)] * 4
-
-
-def stacked(cluster, how, count, size):
-    names = [f"w{number}" for number in range(count)]
-    shape = jax.ShapeDtypeStruct((size,), jnp.float32)
-    refs = {name: cluster.put(name, shape) for name in names}
-    with cluster.context() as ctx:
-        ctx.all_reduce(refs, how)
-        cluster.driver.settle()
-    return sent(cluster).get("Primal", {})
-
-
-@pytest.mark.parametrize("count", [2, 3, 4, 8, 16])
-def test_around_a_ring_each_link_has_2_n_minus_1_nths_of_the_bytes(count):
-    names = [f"w{number}" for number in range(count)]
-    size = 60 * count
-    with jdag.simulate(names, seed=0, values="abstract") as cluster:
-        links = stacked(cluster, "ring", count, size)
-    assert links == {
-        (name, names[(number + 1) % count]): 2 * (count - 1) * 60 * 4
-        for number, name in enumerate(names)
-    }
-
-
-@pytest.mark.parametrize(
-    ("how", "above"), [("owner", (0, 0, 0, 0)), ("tree", (0, 0, 1, 1))]
-)
-def test_to_the_owner_and_along_a_tree_all_goes_up_and_down_each_link(how, above):
-    with jdag.simulate(
-        [f"w{n}" for n in range(5)], seed=0, values="abstract"
-    ) as cluster:
-        links = stacked(cluster, how, 5, 100)
-    pairs = [(f"w{n}", f"w{up}") for n, up in enumerate(above, 1)]
-    assert sorted(links) == sorted([*pairs, *((up, n) for n, up in pairs)])
-    assert set(links.values()) == {400}
-
-
-@pytest.mark.parametrize("count", [2, 3, 8])
-def test_reduce_add_around_a_ring_is_reduce_scatter_then_a_gather_at_the_owner(count):
-    names = [f"w{number}" for number in range(count)]
-    with jdag.simulate(["m", *names], seed=0, values="abstract") as cluster:
-        params = cluster.put("m", jax.ShapeDtypeStruct((60 * count,), jnp.float32))
-        with cluster.context() as ctx:
-            replicas = ctx.replicate(names, params, "ring")
-            losses = [
-                ctx.call(name, total_of, replica)
-                for name, replica in zip(names, replicas, strict=True)
-            ]
-            ctx.backward(*losses)
-    part = 60 * 4
-    ring = {
-        (name, names[number - 1]): (count - 1) * part
-        for number, name in enumerate(names)
-    }
-    assert sent(cluster)["Cotangent"] == {
-        **ring,
-        **{(name, "m"): part for name in names},
-    }
-
-
-def total_of(x):
-    return jnp.sum(x)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -142,30 +68,6 @@ def test_an_all_reduce_of_tracked_arrays_has_the_gradient_of_the_oracle(how):
     np.testing.assert_allclose(got[0], value, rtol=1e-13)
     for worker in REPLICAS:
         np.testing.assert_allclose(got[1][worker], right[worker], rtol=1e-13)
-
-
-def test_replicas_that_an_optimizer_steps_by_one_sum_stay_equal(cluster):
-    def trained(workers):
-        leaves = {worker: cluster.put(worker, ONES) for worker in workers}
-        optimizer = Optimizer(optax.adam(0.1), leaves)
-        for _ in range(3):
-            with cluster.context() as ctx:
-                losses = [
-                    ctx.call(worker, lambda w, k: jnp.sum(w * w * k), leaf, 2.0)
-                    for worker, leaf in leaves.items()
-                ]
-                ctx.backward(*losses)
-                gradients = ctx.gradient(leaves)
-                several = len(workers) > 1
-                sums = ctx.all_reduce(gradients, "ring") if several else None
-                optimizer.step(ctx, sums)
-        return fetch(leaves)
-
-    # Three gradients are three times one: Adam's steps are the same, but for its eps.
-    found = trained(["b", "c", "d"])
-    for worker in "cd":
-        np.testing.assert_array_equal(found["b"], found[worker])
-    np.testing.assert_allclose(found["b"], trained(["a"])["a"], rtol=1e-6)
 
 
 def test_gradients_that_are_not_those_of_the_leaves_are_refused(cluster):
@@ -249,34 +151,6 @@ def test_what_cannot_be_added_or_is_not_by_worker_is_refused():
                 JdagError, match=r"ctx.all_reduce: there is no worker 'x'"
             ):
                 ctx.all_reduce({"x": flags["a"]})
-
-
-def took_ns(how, network):
-    names = [f"w{number}" for number in range(8)]
-    megabyte = jax.ShapeDtypeStruct((250_000,), jnp.float32)
-    with jdag.simulate(names, seed=0, values="abstract", network=network) as cluster:
-        refs = {name: cluster.put(name, megabyte) for name in names}
-        cluster.driver.settle()
-        begun_ns = cluster.now_ns
-        with cluster.context() as ctx:
-            ctx.all_reduce(refs, how)
-            cluster.driver.settle()
-        assert not list(cluster.trace.of_kind("resend"))
-        came = cluster.trace.of_kind("deliver")
-        last = [one.time_ns for one in came if one.named["message"] == "Primal"][-1]
-        return last - begun_ns
-
-
-def test_through_ports_a_ring_takes_less_time_than_the_owner_and_without_more():
-    gigabyte = 1_000_000_000
-    model = sim.LinkModel(latency_ns=1_000, bandwidth_bytes_per_s=gigabyte)
-    links = sim.Network(model)
-    ports = sim.Network(model, port_bandwidth_bytes_per_s=gigabyte)
-    # Seven megabytes into one port and seven out of it; then 2 (n - 1) / n of one.
-    assert 14_000_000 < took_ns("owner", ports) < 14_100_000
-    assert 7_000_000 < took_ns("tree", ports) < 12_000_000
-    assert 1_750_000 < took_ns("ring", ports) < 2_000_000
-    assert 2_000_000 < took_ns("owner", links) < 2_100_000
 
 
 def test_what_is_no_array_stays_that_of_each_worker():
