@@ -339,31 +339,6 @@ def test_an_unusable_setting_is_refused_by_name(workers: Any, settings: Any, sai
         Simulation(SimSettings(**made), no_program)
 
 
-def test_a_chooser_may_pick_among_what_happens_at_one_time(monkeypatch):
-    seen = []
-
-    class Last(Chooser):
-        picks_events = True
-
-        def pick_event(self, tied):
-            seen.append(tied)
-            return len(tied) - 1
-
-    def react(engine, event):
-        if isinstance(event, Left):
-            return [send("b", 1), send("c", 1)]
-        return [resume_when_both(engine)] if engine.worker == "a" else [send("a", 1)]
-
-    def resume_when_both(engine):
-        return Resume(1, None) if len(engine.heard) == 2 else Drop(())
-
-    played = play(monkeypatch, react, chooser=Last(), network=SLOW_LINKS)
-    played.run()
-    assert seen[0] == (("frame", "b"), ("frame", "c"))
-    assert [worker for _, _, worker in played.kinds("deliver")] == ["c", "b", "a", "a"]
-    assert [sender for _, sender, _ in played.engines["a"].heard] == ["b", "c"]
-
-
 # -------------------------------------------------------------------- life and death
 
 
