@@ -95,19 +95,6 @@ def power(ctx, w, x, n):
     return {"result": out["result"], "workers": [ctx.here, *out["workers"]]}
 
 
-def test_programs_nest_recurse_and_call_back_to_the_caller(cluster):
-    w = cluster.put("c", 2 * ONES)
-    with cluster.context() as ctx:
-        out = ctx.call("b", power, w, ONES, n=5)
-        assert out["workers"] == ["b", "c", "d", "a", "b", "c"]
-        assert out["result"].worker == "b" and out["result"].tracked
-        loss = ctx.call("a", total, out["result"])
-        ctx.backward(loss)
-        assert loss.fetch() == 9 * 32
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 5 * 16 * ONES)
-    nothing_is_left(cluster)
-
-
 def test_programs_call_each_other_as_deep_as_the_cluster_allows():
     with simulate(["a", "b", "c"], seed=0, nesting_max=3) as cluster:
         w = cluster.put("c", 2 * ONES)

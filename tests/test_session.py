@@ -329,14 +329,6 @@ def test_a_worker_on_another_kind_of_cpu_is_warned_of(three):
         pass
 
 
-def test_over_grpc_streams_come_through_the_control_server():
-    with ExitStack() as stack:
-        workers = {name: stack.enter_context(seated(name, grpc=True)) for name in "ab"}
-        with Session(plan_of(controls(workers))) as session:
-            assert plain(session).ask("a", b"hi") == b"answer hi from a\n"
-            assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
-
-
 @pytest.mark.parametrize(
     ("request_kind", "answer", "words"),
     [

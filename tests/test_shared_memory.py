@@ -5,8 +5,6 @@ import gc
 import os
 import queue
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from jdag.rpc.shared_memory import (
     Segment,
     SharedMemoryPool,
 )
-from tests.stream_cases import descriptors, receive, streams
+from tests.stream_cases import descriptors
 
 MIB = 1 << 20
 LARGE = 4 * MIB
@@ -352,41 +350,6 @@ def test_nothing_is_said_after_the_end(pair: Pair):
     assert bytes(view) == b"abc"
     del view
     assert pair.words.empty()
-
-
-CHILD = """
-import fcntl, mmap, os, socket, sys
-end = socket.socket(fileno=int(sys.argv[1]))
-made = os.memfd_create("jdag", os.MFD_ALLOW_SEALING)
-os.ftruncate(made, 1 << 22)
-fcntl.fcntl(made, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-mmap.mmap(made, 1 << 22)[:] = b"7" * (1 << 22)
-socket.send_fds(end, [b"offer"], [made])
-end.recv(1)
-"""
-
-
-def test_a_writer_that_is_killed_leaves_the_array_and_then_nothing():
-    before, mapped = set(os.listdir("/dev/shm")), maps()
-    words: list[int] = []
-    reader = BorrowedMemory("trainer", words.append)
-    with streams("unix") as (near, far):
-        with subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(far.fileno())], pass_fds=[far.fileno()]
-        ) as child:
-            assert receive(near, 5) == b"offer"
-            reader.offered(1, 1 << 22, near.take_segment())
-            view = reader.borrow(1, 1 << 22)
-            child.kill()
-        far.close()
-        with pytest.raises(ConnectionError):
-            receive(near, 1)
-    assert bytes(view) == b"7" * (1 << 22)
-    assert set(os.listdir("/dev/shm")) <= before
-    assert maps() - mapped
-    reader.close()
-    del view
-    assert maps() <= mapped
 
 
 def test_threads_that_let_go_at_once_free_each_segment_once(pair: Pair):
