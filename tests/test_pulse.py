@@ -22,7 +22,7 @@ from jdag.rpc.pulse_helper import KEY_BYTES, NONCE_BYTES, TAG_BYTES, answer, que
 from tests import pulse_cases as cases
 from tests.connection_cases import Clock, Sides
 from tests.rpc_nodes import cluster
-from tests.rpc_workers import ALLOWED
+from tests.rpc_workers import ALLOWED, kept
 from tests.stream_cases import soon
 
 HERE = Address("127.0.0.1")
@@ -321,6 +321,27 @@ def assert_all_work(cluster: Any) -> None:
         x = ctx.call("b", cases.doubled, ctx.call("c", cases.doubled, jnp.ones(3)))
         assert x.fetch().tolist() == [4.0, 4.0, 4.0]
     assert not is_lost(cluster, "b") and not is_lost(cluster, "c")
+
+
+def helpers_of(owner: int) -> set[int]:
+    """The helper processes that a process has started."""
+    children = Path(f"/proc/{owner}/task").glob("*/children")
+    found = {int(pid) for each in children for pid in each.read_text().split()}
+    file = pulse_helper.__file__.encode()
+    return {pid for pid in found if file in Path(f"/proc/{pid}/cmdline").read_bytes()}
+
+
+def test_main_has_a_helper_for_a_session_and_a_worker_one_for_all() -> None:
+    pool = kept()
+    pids = [pool._launches[name].pids[name] for name in pool.names[1:]]
+    found = []
+    for _ in range(2):
+        before = helpers_of(os.getpid())
+        with pool.connect():
+            assert len(helpers_of(os.getpid()) - before) == 1
+            found.append([*map(helpers_of, pids)])
+        assert helpers_of(os.getpid()) == before
+    assert found[0] == found[1] and [len(each) for each in found[0]] == [1, 1, 1]
 
 
 @pytest.mark.second
