@@ -16,15 +16,77 @@ import pytest
 
 import jdag
 from paper import figures
-from paper.compare import costs, ours, plans, rows, run
-from paper.compare.bounds import bound
+from paper.compare import costs, ours, pinning, plans, rows, run
+from tests.compare_cases import made_up_costs, system
 
 
 @pytest.fixture
 def side():
-    workers = [ours.CALLER, *rows.WORKERS]
+    workers = [pinning.CALLER, *rows.WORKERS]
     with jdag.simulate(workers, seed=0, trace=False) as cluster:
         yield ours.Ours(cluster, "fast")
+
+
+def factors(count: int) -> list[np.ndarray]:
+    return [rows.factor(number).astype(np.float64) for number in range(count)]
+
+
+def losses_by_numpy(width: int, steps: int) -> tuple[list[float], list[np.ndarray]]:
+    """The losses of some steps, and the gradients of the weights before the first."""
+    stages = [
+        (w.astype(np.float64), b.astype(np.float64)) for w, b in rows.weights(width)
+    ]
+    x, y = (array.astype(np.float64) for array in rows.batch(width))
+    losses: list[float] = []
+    first: list[np.ndarray] = []
+    for _ in range(steps):
+        values = [x]
+        for w, b in stages:
+            values.append(np.tanh(values[-1] @ w + b))
+        losses.append(float(np.mean((values[-1] - y) ** 2)))
+        cotangent = 2 * (values[-1] - y) / y.size
+        found = []
+        for (w, _), out, into in zip(
+            stages[::-1], values[:0:-1], values[-2::-1], strict=True
+        ):
+            cotangent = cotangent * (1 - out**2)
+            found.append((into.T @ cotangent, cotangent.sum(axis=0)))
+            cotangent = cotangent @ w.T
+        found.reverse()
+        first = first or [gradient for gradient, _ in found]
+        stages = [
+            (w - rows.LEARNING_RATE * dw, b - rows.LEARNING_RATE * db)
+            for (w, b), (dw, db) in zip(stages, found, strict=True)
+        ]
+    return losses, first
+
+
+def test_a_chain_and_its_gradient_are_the_product_of_its_factors(side: ours.Ours):
+    _, loss, gradient = side.chain(5)
+    product = np.prod(factors(5), axis=0)
+    assert loss == pytest.approx(np.sum(rows.leaf() * product))
+    assert np.asarray(gradient) == pytest.approx(product)
+
+
+def test_a_fan_out_and_its_gradient_are_the_sum_of_its_factors(side: ours.Ours):
+    _, loss, gradient = side.fan_out(5)
+    total = np.sum(factors(5), axis=0)
+    assert loss == pytest.approx(np.sum(rows.leaf() * total))
+    assert np.asarray(gradient) == pytest.approx(total)
+
+
+def test_each_retained_pass_adds_its_gradient(side: ours.Ours):
+    _, gradient = side.retained(3)
+    assert np.asarray(gradient) == pytest.approx(3 * factors(1)[0])
+
+
+def test_steps_lose_what_numpy_says(side: ours.Ours):
+    losses, gradients = losses_by_numpy(8, 4)
+    side.prepare(8)
+    for found, truth in zip(side.gradients(8), gradients, strict=True):
+        assert found == pytest.approx(truth, rel=1e-3, abs=1e-6)
+    assert [side.step(8) for _ in range(4)] == pytest.approx(losses, rel=1e-5)
+    assert losses[0] > losses[1] > losses[2] > losses[3]
 
 
 def always(value: Any) -> Callable[[int], Any]:
@@ -37,11 +99,11 @@ class Small(ours.Ours):
     def identity(self, value: Any) -> Any:
         return value if value.size > 100_000 else super().identity(value)
 
-    def retained(self, passes: int) -> rows.Phases:
-        return super().retained(passes // 100)
-
     def memory(self) -> list[int]:
         return [rows.peak_bytes("self")]
+
+    def cores(self) -> dict[str, list[int]]:
+        return {}
 
 
 class SmallPlans(Small, plans.Plans):
@@ -49,50 +111,89 @@ class SmallPlans(Small, plans.Plans):
 
 
 ONCE = rows.Repeats(1, 1, 1, 1)
+LONG = [row for row in rows.TARGETS if "MLP" in row or row == rows.MEMORY]
 
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MLP is 8 wide."""
+    """The MLP is 8 wide; few passes are done in a row."""
+    monkeypatch.setattr(rows, "PASSES", 10)
     monkeypatch.setattr(rows, "weights", always(rows.weights(8)))
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
 
 
-@pytest.mark.second
 @pytest.mark.usefixtures("narrow")
 def test_every_row_has_a_target_and_every_target_a_row(side: ours.Ours):
-    small = Small(side.cluster, "smart")
-    told = [list(found["rows"]) for found in rows.measure(small, ONCE)]
-    names = list(rows.TARGETS)
+    small, names = Small(side.cluster, "smart"), rows.of(rows.JUDGED)
+    told = [list(found["rows"]) for found in rows.measure(small, ONCE, names)]
     assert told[-1] == names and all(names[: len(one)] == one for one in told)
-    assert len(told) == len(names) - 4  # A chain, and a fan-out, has two rows.
+    assert len(told) == len(names) - 8 + 1  # Phases of a row at once; the cores alone.
+    assert {*names, *rows.of(rows.PLAN), *rows.of(rows.RAY)} == set(rows.TARGETS)
 
 
-@pytest.mark.second
-@pytest.mark.usefixtures("narrow")
-def test_plans_compute_what_calls_one_by_one_do_and_each_row_has_a_target(
+def test_on_one_core_rows_have_names_of_their_own_and_arithmetic_has_none(
     side: ours.Ours,
 ):
-    planned = SmallPlans(side.cluster)
-    *_, eager = rows.measure(Small(side.cluster, "fast"), ONCE)
-    *_, found = rows.measure(planned, ONCE)
-    assert run.difference(eager, found) == ""
-    assert set(found["numbers"]) == set(eager["numbers"])
-    list(rows.measure_graphs(planned, ONCE, found))
-    assert list(found["rows"]) == [*rows.PLANS, *rows.GRAPHS]
-    product = np.prod([float(rows.factor(n)[0, 0]) for n in range(10)])
-    truth = np.linspace(0.5, 1.5, 9) * product
-    assert found["numbers"]["graph: chain of 10"] == pytest.approx(truth, rel=1e-5)
+    small, wanted = Small(side.cluster, "fast"), ["add 3x3, reply fetched", *LONG]
+    *_, found = rows.measure(small, ONCE, wanted, pinning.ONE)
+    assert list(found["rows"]) == ["add 3x3, reply fetched, one core"]
+    assert list(found["numbers"]) == ["add, one core"]
+    assert list(found["cores"]) == ["one"]
+    both = rows.of_both()
+    assert both[:2] == ["add 3x3, reply fetched", "add 3x3, reply fetched, one core"]
+    assert len(both) == 2 * len(rows.TARGETS) - len(LONG)
 
 
-@pytest.mark.second
+def test_both_ways_take_as_long_as_forward_and_backward_of_the_same_run():
+    clock = mock.Mock(**{"perf_counter_ns.return_value": 0})
+    runs = iter([(9, 9), (9, 9), (5, 0), (0, 7), (4, 4)])  # Two do not count.
+
+    def takes() -> rows.Phases:
+        yield None
+        for seconds in next(runs):
+            clock.perf_counter_ns.return_value += int(seconds * 1e9)
+            yield seconds
+
+    with mock.patch.object(rows, "time", clock):
+        assert rows.timed_phases(takes, 3) == ([4, 4, 7], [None, 4, 4])
+
+
+@pytest.mark.usefixtures("narrow")
+def test_plans_compute_what_calls_one_by_one_do(side: ours.Ours):
+    planned, wanted = SmallPlans(side.cluster), rows.of(rows.PLAN)
+    eager = Small(side.cluster, "fast")
+    *_, truth = rows.measure(eager, ONCE, rows.of(rows.JUDGED))
+    *_, found = rows.measure(planned, ONCE, wanted)
+    assert run.difference(truth, found) == ""
+    assert set(found["numbers"]) ^ set(truth["numbers"]) == {
+        rows.RETAINED,
+        *rows.GRAPHS,
+    }
+    assert sorted(found["rows"]) == sorted(wanted)
+    product = np.prod([factor[0, 0] for factor in factors(10)])
+    expected = np.linspace(0.5, 1.5, 9) * product
+    assert found["numbers"]["graph: chain of 10"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_plans_peer_goes_forward_and_backward_as_the_plan_does(side: ours.Ours):
+    for each in (side, plans.Plans(side.cluster)):
+        started = mock.patch.object(each, "chain", wraps=each.chain)
+        with started as chain:
+            _, total = rows.repeated(each, 3)
+        assert chain.mock_calls == [mock.call(1)] * 3
+        assert total == pytest.approx(3 * factors(1)[0])
+    assert rows.RETAINED not in rows.of(rows.PLAN)
+    assert not any(row.endswith("ward") for row in rows.of(rows.PLAN))
+
+
+@pytest.mark.usefixtures("narrow")
 def test_a_part_that_raises_loses_no_row_before_it(side: ours.Ours):
     told, broken = [], mock.Mock(side_effect=RuntimeError("no such step"))
     small = Small(side.cluster, "fast")
     with mock.patch.object(small, "prepare", broken), pytest.raises(RuntimeError):
-        for found in rows.measure(small, ONCE):
+        for found in rows.measure(small, ONCE, rows.of(rows.JUDGED)):
             told.append(list(found["rows"]))
-    assert told[-1][-1] == "1,000 retained passes"
+    assert told[-1][-1] == rows.REPEATED
 
 
 def test_other_numbers_than_the_peers_do_not_count():
@@ -111,20 +212,6 @@ def test_other_numbers_than_the_peers_do_not_count():
 # ------------------------------------------------ whatever fails, what there is is kept
 
 
-def system(name: str) -> dict[str, Any]:
-    """What a system prints last: the peer takes twice as long as ours."""
-    unit = 2e-3 if name in (run.PEER, run.RAY) else 1e-3
-    graphs = {row: unit for row in rows.GRAPHS}
-    if name == run.RAY:
-        return {"rows": graphs, "numbers": {}, "settings": {"ray": "2.60.0"}}
-    more = {**dict.fromkeys(rows.PLANS, unit), **graphs} if name == run.PLAN else {}
-    return {
-        "rows": more or {row: unit * at for at, row in enumerate(rows.TARGETS, 1)},
-        "numbers": {"add": [1.0, 2.0, 3.0]},
-        "settings": {"torch": "2.13.0"},
-    }
-
-
 class Faulty:
     """Runs of systems in place of processes; one of the later ones meets a fault."""
 
@@ -136,8 +223,9 @@ class Faulty:
     def __call__(self, command: Any, *, stdout: Any, stderr: Any, **given: Any) -> int:
         name = command[0]
         self.runs += 1
-        found = system(name) if name != "costs" else made_up_costs()
-        if self.runs <= len(run.SYSTEMS) or name != self.name:
+        found = system(name, command[-1]) if name != "costs" else made_up_costs()
+        begins = self.runs <= 2 * len(rows.SYSTEMS) or command[-1] == pinning.ONE
+        if begins or name != self.name:
             stdout.write(f"to be ignored\n{json.dumps(found)}\n")
             return 0
         stderr.write("Traceback\nRuntimeError: it is broken\n")
@@ -164,6 +252,12 @@ def computes_something_else(stdout: Any, found: dict[str, Any]) -> int:
     return 0
 
 
+def runs_elsewhere(stdout: Any, found: dict[str, Any]) -> int:
+    found["cores"]["apart"]["w1"] = [0, 1]
+    stdout.write(json.dumps(found))
+    return 0
+
+
 def is_interrupted(stdout: Any, found: dict[str, Any]) -> int:
     stops_after_some_rows(stdout, found)
     raise KeyboardInterrupt
@@ -173,14 +267,15 @@ def is_no_system(stdout: Any, found: dict[str, Any]) -> int:
     raise OSError("no such program")
 
 
-JUDGED = run.JUDGED
+JUDGED = rows.JUDGED
 
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Where `run` writes now; its systems are those of `Faulty`."""
-    started = {key: [key] for key in run.SYSTEMS}
+    started = {key: [key] for key in rows.SYSTEMS}
     monkeypatch.setattr(run, "RESULTS", tmp_path)
+    monkeypatch.setattr(run, "draw", lambda written: b"a picture")  # It takes a second.
     monkeypatch.setattr(run, "check", lambda option, python: None)
     monkeypatch.setattr(run, "commands", lambda peer, ray, more: started)
     monkeypatch.setattr(run, "COSTS", ["costs"])
@@ -190,17 +285,23 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("fault", "code", "said", "judged"),
     [
-        ((JUDGED, stops_after_some_rows), 1, "RuntimeError: it is broken", [18, 7, 7]),
-        ((JUDGED, hangs), 1, "not done within 900 s", [18, 7, 7]),
-        ((JUDGED, prints_nothing), 1, "it printed no figures", [18, 0, 0]),
-        ((JUDGED, computes_something_else), 1, "not counted: add is", [18, 0, 0]),
-        ((JUDGED, is_interrupted), 130, "the rest: it was interrupted", [18, 7]),
-        ((JUDGED, is_no_system), None, "the rest: OSError: no such program", [18, 0]),
-        ((run.PEER, prints_nothing), 1, "it printed no figures", [18, 18, 18]),
-        ((run.PLAN, stops_after_some_rows), 1, "2, plan: exit code 1", [18, 18, 18]),
-        ((run.RAY, prints_nothing), 1, "2, Ray: it printed no", [18, 18, 18]),
-        (("costs", stops_after_some_rows), 1, "costs: exit code 1", [18, 18, 18]),
-        (("costs", is_interrupted), 130, "the rest: it was interrupted", [18, 18, 18]),
+        (
+            (JUDGED, stops_after_some_rows),
+            1,
+            "RuntimeError: it is broken",
+            [44, 27, 27],
+        ),
+        ((JUDGED, hangs), 1, "FAST, apart: not done within 900 s", [44, 27, 27]),
+        ((JUDGED, prints_nothing), 1, "it printed no figures", [44, 20, 20]),
+        ((JUDGED, computes_something_else), 1, "not counted: add is", [44, 0, 0]),
+        ((JUDGED, runs_elsewhere), 1, "apart, w1 ran on cores [0, 1], not", [44, 0, 0]),
+        ((JUDGED, is_interrupted), 130, "the rest: it was interrupted", [44, 7]),
+        ((JUDGED, is_no_system), None, "the rest: OSError: no such program", [44, 0]),
+        ((rows.PEER, prints_nothing), 1, "it printed no figures", [44, 44, 44]),
+        ((rows.PLAN, stops_after_some_rows), 1, "2, plan, apart: exit", [44, 44, 44]),
+        ((rows.RAY, prints_nothing), 1, "2, Ray, apart: it printed no", [44, 44, 44]),
+        (("costs", stops_after_some_rows), 1, "costs: exit code 1", [44, 44, 44]),
+        (("costs", is_interrupted), 130, "the rest: it was interrupted", [44, 44, 44]),
     ],
 )
 def test_whatever_fails_all_that_was_measured_is_written_and_the_rest_is_named(
@@ -217,7 +318,9 @@ def test_whatever_fails_all_that_was_measured_is_written_and_the_rest_is_named(
     text = (results / "compare.md").read_text()
     assert "## What is missing" in text and said in text
     assert "| **0.50** (0.50 to 0.50) |" in text  # From the rounds that have both.
-    assert len(list(results.iterdir())) == 2  # No file that is half written.
+    assert "![The ratios of the rows apart.](compare.png)" in text
+    assert (results / "compare.png").read_bytes() == b"a picture"
+    assert len(list(results.iterdir())) == 3  # No file that is half written.
 
 
 def test_a_round_that_was_measured_is_written_before_the_next_one_begins(
@@ -229,31 +332,35 @@ def test_a_round_that_was_measured_is_written_before_the_next_one_begins(
         seen.append(json.loads((results / "compare.json").read_text()))
         return stops_after_some_rows(stdout, found)
 
-    systems = mock.patch.object(subprocess, "call", Faulty(run.PEER, looks))
+    systems = mock.patch.object(subprocess, "call", Faulty(rows.PEER, looks))
     with systems, pytest.raises(SystemExit):
         run.main(["--peer", "python", "--rounds", "3"])
     assert [one["rounds"] for one in seen] == [1, 2]
     assert "rounds: 1 of 3 were begun" in seen[0]["missing"]
 
 
+def test_a_run_without_any_figure_leaves_former_results_as_they_are(results: Path):
+    made = run.Comparison({"machine": {}, "settings": {}}, 3)
+    made.rounds.append({"load": 0.0, rows.PEER: {}})
+    made.write()
+    assert list(results.iterdir()) == []
+
+
+def test_figures_are_written_before_the_page_is_made(results: Path):
+    systems = mock.patch.object(subprocess, "call", Faulty("", prints_nothing))
+    no_page = mock.patch.object(run, "page", side_effect=KeyError("a row"))
+    with systems, no_page, pytest.raises(KeyError, match="a row"):
+        run.main(["--peer", "python", "--rounds", "3"])
+    written = json.loads((results / "compare.json").read_text())
+    assert written["missing"][0] == "the rest: KeyError: 'a row'"
+    assert all(one[rows.JUDGED]["ratio"] == 0.5 for one in written["rows"][:39])
+
+
 def test_what_a_process_printed_before_it_failed_is_found():
     lines = 'print("{\\"rows\\": {\\"add\\": 1.5}}", flush=True); raise KeyError("add")'
     found: dict[str, Any] = {}
-    why = run.taken([sys.executable, "-c", lines], 2, found)
+    why = run.taken([sys.executable, "-c", lines], found)
     assert (found, why) == ({"rows": {"add": 1.5}}, "exit code 1: KeyError: 'add'")
-
-
-def test_threads_that_end_while_they_are_counted_are_no_error(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    listed = Path.iterdir
-    monkeypatch.setattr(Path, "iterdir", lambda self: [self / "0", *listed(self)])
-    found = costs.switches(os.getpid())
-    assert str(os.getpid()) in found and "0" not in found
-
-
-def test_switches_are_those_of_the_threads_that_are_still_there():
-    assert costs.grown({"1": 5, "2": 40}, {"1": 7, "3": 4}) == 2 + 4
 
 
 def test_the_time_of_a_process_is_that_of_all_its_threads_also_those_that_ended():
@@ -273,40 +380,6 @@ def test_the_time_of_a_process_is_that_of_all_its_threads_also_those_that_ended(
     assert costs.ran_ns(os.getpid()) - before >= sum(spun)
 
 
-def one_round(peer: float, mine: float) -> dict[str, Any]:
-    missed = {"1,000 retained passes": 0.8 * mine}
-    return {
-        "load": 0.0,
-        run.PEER: {"rows": dict.fromkeys(rows.TARGETS, peer) | missed},
-        **{name: {"rows": dict.fromkeys(rows.TARGETS, mine)} for name in run.OURS},
-        run.PLAN: {"rows": dict.fromkeys([*rows.PLANS, *rows.GRAPHS], 0.2 * mine)},
-        run.RAY: {"rows": dict.fromkeys(rows.GRAPHS, peer)},
-    }
-
-
-def made_up_costs() -> dict[str, Any]:
-    """As `costs` prints them: of all that rows are made of."""
-    shares = {**dict.fromkeys(costs.PARTS, 0.1), "engine": 0.3, "the rest": 0.1}
-    one = {**dict.fromkeys(costs.COLUMNS, 1234.0), "shares": shares}
-    names = ["add", "retained pass", "round trip of a chain of 100, both ways"]
-    names += ["call of a fan-out of 64, both ways"]
-    names += [f"identity {size}" for size in rows.BYTES]
-    names += [f"step of MLP {width} wide" for width in rows.WIDTHS]
-    held = {"peak": 1150e6, "start": 250e6, "values": 671e6, "shared": 96e6}
-    return {"rows": dict.fromkeys(names, one), "memory": held}
-
-
-def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
-    found = made_up_costs()
-    said = [bound(row, found) for row in rows.TARGETS]
-    assert all("1,234 calls of Python" in one for one in said[:-1])
-    assert "engine 30%" in said[0] and "add: 1,234 us" in said[0]
-    assert "Of 1150 MB" in said[-1] and "values took at most 671," in said[-1]
-    assert "| add | 1,234 us |" in costs.table(found["rows"])
-    assert bound("identity 64 KiB", {}).endswith("again. Its costs were not measured.")
-    assert bound("peak memory of a worker", {}).endswith("Its costs were not measured.")
-
-
 @pytest.mark.second
 def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
     one, other = side.array(rows.leaf()), side.array(rows.factor(1))
@@ -319,42 +392,6 @@ def test_a_profile_tells_the_parts_of_the_callers_time_apart(side: ours.Ours):
     assert min(found["shares"][part] for part in ("engine", "face", "values")) > 0.01
 
 
-@pytest.mark.second
-def test_the_memory_is_that_of_the_worker_that_had_most():
-    starts = {name: number for number, name in enumerate(rows.WORKERS, 1)}
-    with jdag.launch([ours.CALLER, *rows.WORKERS]) as cluster:
-        leaf = cluster.put(rows.WORKERS[1], np.ones(1 << 24))
-        assert leaf.fetch().nbytes == 1 << 27
-        found = costs.memory(cluster, starts)
-    assert found["start"] == starts[rows.WORKERS[1]]
-    assert found["values"] == 1 << 27 < found["peak"] < 1 << 32
-    assert 0 <= found["shared"] < found["peak"]
-
-
-def test_the_ratio_is_the_median_of_those_of_the_rounds():
-    rounds = [one_round(1e-3, 1e-4), one_round(2e-3, 1e-3), one_round(4e-3, 1.2e-3)]
-    found = {row["row"]: row for row in run.summary(rounds)}
-    row = found["chain of 100, forward"]
-    judged = row[run.JUDGED]
-    assert (judged["ratio_min"], judged["ratio_max"]) == pytest.approx((0.1, 0.5))
-    assert judged["ratio"] == pytest.approx(0.3)
-    assert row["met"] and not found["1,000 retained passes"]["met"]
-    assert (row[run.PEER], judged["median"]) == (2e-3, 1e-3)
-    missed = run.misses(list(found.values()), made_up_costs())
-    assert "1,000 retained passes" in missed and "chain of 100" not in missed
-    lines = run.table(list(found.values())).splitlines()
-    assert "| **0.30** (0.10 to 0.50) | 1.0 | yes | - | - | - | - |" in lines[11]
-    # A plan does both ways, which the peer's are added up for, and is not judged.
-    assert "| 1.0 | yes | 200 us | **0.03** (0.01 to 0.05) | 0.3 | yes |" in lines[12]
-    assert "| 200 us | **0.06** (0.02 to 0.10) | - | - |" in lines[4]  # No target.
-    row = found["1,000 retained passes"]
-    assert (row["met"], row[run.PLAN]["met"]) == (False, True)
-    (_, _, *graphs) = run.table_of_graphs(run.beside_ray(rounds)).splitlines()
-    assert len(graphs) == len(rows.GRAPHS)
-    assert "| 2 ms | 200 us | **0.06** (0.02 to 0.10) | 0.5 | yes |" in graphs[0]
-
-
-@pytest.mark.second
 def test_a_step_is_timed_call_by_call_and_as_a_plan_beside_one_jit(
     monkeypatch: pytest.MonkeyPatch,
 ):

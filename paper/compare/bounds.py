@@ -8,6 +8,8 @@ beside these numbers is here.
 from collections.abc import Mapping
 from typing import Any
 
+from paper.compare.rows import ON_ONE
+
 _CALL = (
     "Plain Python, one step after the other: the caller until bytes leave, the worker, "
     "the caller again."
@@ -26,51 +28,25 @@ _PASS = (
 )
 _LARGE = "Copies into and out of shared memory, and its pages while there is none."
 _STEP = "Messages, as in a chain; from 1,024 wide on what XLA computes on the workers."
-_MEMORY = (
-    "JAX's own memory before the first call, then weights and gradients, XLA's "
-    "temporaries, and memory that is kept to be received into again."
-)
-
-# For each row why, and what of `costs` it is made of.
-_WHY = {
-    "add 3x3, reply fetched": (_CALL, "add"),
-    "identity 64 KiB": (_CALL, "identity 64 KiB"),
-    "identity 1 MiB": (f"{_CALL} {_LARGE}", "identity 1 MiB"),
-    "identity 16 MiB": (_LARGE, "identity 16 MiB"),
-    "identity 64 MiB": (_LARGE, "identity 64 MiB"),
-    **{
-        f"chain of {trips}, {way}": (_HOP, "round trip of a chain of 100, both ways")
-        for trips in (1, 10, 100)
-        for way in ("forward", "backward")
-    },
-    **{
-        f"fan-out of 64, {way}": (_FAN_OUT, "call of a fan-out of 64, both ways")
-        for way in ("forward", "backward")
-    },
-    "1,000 retained passes": (_PASS, "retained pass"),
-    **{
-        f"step of MLP {width} wide": (_STEP, f"step of MLP {width} wide")
-        for width in (256, 1024, 4096)
-    },
-    "peak memory of a worker": (_MEMORY, None),
+# By how rows that have targets begin: why, and what of `costs` they are made of, if it
+# has not their own name.
+_WHY: dict[str, tuple[str, str]] = {
+    "add": (_CALL, "add"),
+    "identity": (_LARGE, ""),
+    "chain": (_HOP, "round trip of a chain of 100, both ways"),
+    "fan-out": (_FAN_OUT, "call of a fan-out of 64, both ways"),
+    "1,000 retained": (_PASS, "retained pass"),
+    "step": (_STEP, ""),
 }
 
 
 def bound(row: str, costs: Mapping[str, Mapping[str, Any]]) -> str:
     """Say what bounds a row, with what was measured of it: what `costs` prints."""
-    why, name = _WHY[row]
-    if ("memory" not in costs) if name is None else (name not in costs.get("rows", ())):
+    row = row.removesuffix(ON_ONE)
+    why, name = next(said for begins, said in _WHY.items() if row.startswith(begins))
+    name = name or row
+    if name not in costs.get("rows", ()):
         return f"{why} Its costs were not measured."
-    if name is None:
-        peak, start, values, shared = (
-            costs["memory"][kind] / 1e6
-            for kind in ("peak", "start", "values", "shared")
-        )
-        return (
-            f"{why} Of {peak:.0f} MB in the run that measures costs {start:.0f} were "
-            f"there before the first call, values took at most {values:.0f}, and "
-            f"{shared:.0f} were shared memory."
-        )
     cost = costs["rows"][name]
     parts = sorted(cost["shares"].items(), key=lambda part: -part[1])
     most = ", ".join(f"{part} {share:.0%}" for part, share in parts[:4])

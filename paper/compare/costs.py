@@ -1,11 +1,11 @@
-"""What a row costs our side: processor time, calls of Python, messages, switches.
+"""What a row costs our side: processor time, calls of Python, messages.
 
-    python -m paper.compare.costs
+    python -m paper.compare.costs [--pin one]
 
 Beside the time that passes it counts, for the caller and for the worker w0: how long
-their threads ran (spinning included), how often they were switched from, how many calls
-of Python functions the caller made, and what all workers sent. Counts do not depend on
-who else uses the machine; times do. A profile of the caller says which parts of jdag
+their threads ran (spinning included), how many calls of Python functions the caller
+made, and what all workers sent. Counts do not depend on who else uses the machine;
+times do. A profile of the caller says which parts of jdag
 its own time went to. `paper.compare.run` has this measured too, after its rounds, and
 writes it to `paper/results/`.
 """
@@ -16,9 +16,7 @@ import pstats
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +44,6 @@ COLUMNS = {
     "calls": "Python calls of the caller",
     "messages": "messages",
     "bytes": "bytes",
-    "switches": "switches of both",
 }
 
 
@@ -59,23 +56,6 @@ def ran_ns(pid: int) -> int:
     return time.clock_gettime_ns(~pid << 3 | 2)
 
 
-def switches(pid: int) -> dict[str, int]:
-    """How often each thread of a process gave way, by itself or not."""
-    found = {}
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError):  # It has ended since.
-            lines = (task / "status").read_text().splitlines()
-            found[task.name] = sum(
-                int(line.split()[1]) for line in lines if "ctxt_switches" in line
-            )
-    return found
-
-
-def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
-    """By how much the counts have grown of those threads that are still there."""
-    return sum(count - before.get(thread, 0) for thread, count in after.items())
-
-
 def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
     """What `work` costs, for each of the units that it says it has done."""
     pids = (os.getpid(), cluster.driver.launch.pids[rows.WORKERS[0]])
@@ -83,12 +63,11 @@ def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
     best: dict[str, float] = {}
     for _ in range(ROUNDS):
         before = cluster.info()
-        switched, ran = list(map(switches, pids)), list(map(ran_ns, pids))
+        ran = list(map(ran_ns, pids))
         start_ns = time.perf_counter_ns()
         units = work()
         wall_ns = time.perf_counter_ns() - start_ns
         caller, worker = (ran_ns(pid) - was for pid, was in zip(pids, ran, strict=True))
-        given_way = sum(map(grown, switched, map(switches, pids)))
         counted = _counted(before, cluster.info())
         found = {
             "wall_us": wall_ns / 1e3,
@@ -97,7 +76,6 @@ def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
             "jobs_us": counted["busy_ns"] / 1e3,
             "messages": counted["messages_sent"],
             "bytes": counted["bytes_sent"],
-            "switches": given_way,
         }
         each = {key: value / units for key, value in found.items()}
         best = {key: min(value, best.get(key, value)) for key, value in each.items()}
@@ -138,28 +116,6 @@ def _counted(before: Any, after: Any) -> dict[str, float]:
     }
 
 
-def resident(cluster: jdag.Cluster, kind: str) -> dict[str, int]:
-    """The memory of a kind of each worker's process, in bytes."""
-    pids = cluster.driver.launch.pids
-    return {name: rows.memory_of(pids[name], kind) for name in rows.WORKERS}
-
-
-def memory(cluster: jdag.Cluster, start: Mapping[str, int]) -> dict[str, int]:
-    """What the memory of the worker that had most was made of, in bytes.
-
-    `start` is what each had before the first call; `values` the most that arrays took
-    at one time; `shared` what of shared memory is mapped at the end.
-    """
-    peaks = resident(cluster, "VmHWM")
-    most = max(peaks, key=lambda name: peaks[name])
-    return {
-        "peak": peaks[most],
-        "start": start[most],
-        "values": cluster.info()[most]["bytes_peak"],
-        "shared": resident(cluster, "RssShmem")[most],
-    }
-
-
 def repeated(work: Callable[[], Any], times: int) -> int:
     """Do it so often."""
     for _ in range(times):
@@ -189,7 +145,9 @@ def works(side: ours.Ours) -> dict[str, Callable[[], int]]:
     found["call of a fan-out of 64, both ways"] = partial(
         through, partial(side.fan_out, rows.CALLS), rows.CALLS
     )
-    found["retained pass"] = partial(through, partial(side.retained, 300), 300)
+    if not isinstance(side, plans.Plans):
+        found["retained pass"] = partial(through, partial(side.retained, 300), 300)
+    found["pass, both ways"] = partial(through, partial(rows.repeated, side, 100), 100)
     for width in rows.WIDTHS:
         side.prepare(width)
         step = partial(side.step, width)
@@ -216,20 +174,18 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 def main() -> None:
     """Measure; print a JSON object after each row, a table, and all as the last one."""
-    workers = [ours.CALLER, *rows.WORKERS]
-    with jdag.launch(workers, allow=ours.ALLOWED) as cluster:
+    rows.asked(__doc__)
+    with ours.launched() as cluster:
         side = ours.Ours(cluster, "fast")
-        start = resident(cluster, "VmRSS")
         found: dict[str, Any] = {}
         for name, work in works(side).items():
             found[name] = cost(cluster, work)
             rows.tell({"rows": found})
-        held = memory(cluster, start)
         for name, work in works(plans.Plans(cluster)).items():
             found[f"{name}, plan"] = cost(cluster, work)
-            rows.tell({"rows": found, "memory": held})
+            rows.tell({"rows": found})
     sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
-    rows.tell({"rows": found, "memory": held})
+    rows.tell({"rows": found})
 
 
 if __name__ == "__main__":

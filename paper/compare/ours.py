@@ -1,13 +1,11 @@
 """Our side of the comparison: jdag's public face over launched workers.
 
-    python -m paper.compare.ours [--quick] [--mode fast] [--carrier grpc]
+    python -m paper.compare.ours [--quick] [--pin one] [--mode fast]
 
 Prints a JSON object after each row, of all so far. The worker processes allow this
 module, so that its functions travel by name, as the peer's do.
 """
 
-import argparse
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -18,9 +16,9 @@ import numpy as np
 import optax
 
 import jdag
-from paper.compare import functions, rows
+from paper.compare import functions, pinning, rows
+from paper.compare.pinning import CALLER
 
-CALLER = "caller"
 ALLOWED = ("paper.compare.functions", "jax", "jdag", "optax")
 
 
@@ -120,9 +118,22 @@ class Ours:
 
     def memory(self) -> list[int]:
         """By the numbers of their processes."""
-        return [
-            rows.peak_bytes(pid) for pid in self.cluster.driver.launch.pids.values()
-        ]
+        return [rows.peak_bytes(pid) for pid in self._pids.values()]
+
+    def cores(self) -> dict[str, list[int]]:
+        """By the same."""
+        return {name: pinning.held(pid) for name, pid in self._pids.items()}
+
+    @property
+    def _pids(self) -> dict[str, int]:
+        return dict(self.cluster.driver.launch.pids)
+
+
+def launched() -> jdag.Cluster:
+    """The caller here, and the workers on cores of theirs."""
+    jax.devices()  # It has as many threads as this process has cores now.
+    with pinning.of_workers():
+        return jdag.launch([CALLER, *rows.WORKERS], allow=ALLOWED)
 
 
 def chained(ctx: jdag.Context, value: Any, factors: Sequence[Any], trips: int) -> Any:
@@ -149,19 +160,14 @@ def loss_of(ctx: jdag.Context, stages: Sequence[Any], value: Any, y: Any) -> Any
     return ctx.call(CALLER, functions.mse, value, y)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Launch the workers and measure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--mode", default="smart", choices=("smart", "fast"))
-    parser.add_argument("--carrier", default="socket", choices=("socket", "grpc"))
-    given = parser.parse_args(arguments)
-    workers = [CALLER, *rows.WORKERS]
-    with jdag.launch(workers, allow=ALLOWED, carrier=given.carrier) as cluster:
-        side = Ours(cluster, given.mode)
-        for found in rows.measure(side, rows.repeats(arguments)):
-            rows.tell({**found, "settings": {"jax": jax.__version__}})
+    given = rows.asked(__doc__)
+    with launched() as cluster:
+        side, settings = Ours(cluster, given.mode), {"jax": jax.__version__}
+        for found in rows.measure(side, given.repeats, rows.of(rows.JUDGED), given.pin):
+            rows.tell({**found, "settings": settings})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,6 @@
 """The peer's side: PyTorch's RPC over TensorPipe and its distributed autograd.
 
-    PYTHON -m paper.compare.peer [--quick]
+    PYTHON -m paper.compare.peer [--quick] [--pin one]
 
 Run by the Python of an environment that has torch; prints a JSON object after each row,
 of all so far. Calls use the fastest way that the peer has for each: its own operators
@@ -20,9 +20,8 @@ import torch
 from torch.distributed import autograd, rpc
 from torch.distributed.optim import DistributedOptimizer
 
-from paper.compare import rows
-
-CALLER = "caller"
+from paper.compare import pinning, rows
+from paper.compare.pinning import CALLER
 
 
 def identity(value: torch.Tensor) -> torch.Tensor:
@@ -173,6 +172,10 @@ class Peer:
             for worker in rows.WORKERS
         ]
 
+    def cores(self) -> dict[str, list[int]]:
+        """By the same."""
+        return {name: rpc.rpc_sync(name, pinning.held) for name in rows.WORKERS}
+
 
 def join(name: str, meeting: str) -> None:
     """Take part under a name, the others of which meet at a file."""
@@ -192,17 +195,21 @@ def main(arguments: Sequence[str]) -> None:
         join(*arguments[1:3])
         rpc.shutdown()
         return
+    given, wanted = rows.asked(__doc__), rows.of(rows.PEER)
     with tempfile.TemporaryDirectory() as folder:
         meeting = (Path(folder) / "meeting").as_uri()
         command = [sys.executable, "-m", "paper.compare.peer", "--worker"]
-        workers = [subprocess.Popen([*command, name, meeting]) for name in rows.WORKERS]
+        with pinning.of_workers():
+            workers = [
+                subprocess.Popen([*command, name, meeting]) for name in rows.WORKERS
+            ]
         try:
             join(CALLER, meeting)
             settings = {
                 "torch": torch.__version__,
                 "threads": torch.get_num_threads(),
             }
-            for found in rows.measure(Peer(), rows.repeats(arguments)):
+            for found in rows.measure(Peer(), given.repeats, wanted, given.pin):
                 rows.tell({**found, "settings": settings})
             rpc.shutdown()
         except BaseException:

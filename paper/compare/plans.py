@@ -1,14 +1,13 @@
 """Our side as plans: the programs of `paper.compare.ours`, by `jdag.compile`.
 
-    python -m paper.compare.plans [--quick]
+    python -m paper.compare.plans [--quick] [--pin one]
 
 Prints a JSON object after each row, of all so far. Factors and batches are inputs of a
 step, as they are arguments of the peer's calls; the factors of graphs are constants, as
 in Ray's.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -44,14 +43,6 @@ class Plans(ours.Ours):
         """One step."""
         yield None
         yield self._passed(ours.fanned_out, calls)
-
-    def retained(self, passes: int) -> rows.Phases:
-        """So many steps, forward included, whose gradients are added up here."""
-        total = np.zeros_like(rows.leaf())
-        yield None
-        for _ in range(passes):
-            total += self._passed(ours.chained, 1)[1]
-        yield total
 
     def _passed(self, program: Any, size: int) -> tuple[float, np.ndarray]:
         step = self.plan(program, size)
@@ -89,16 +80,13 @@ def lined(ctx: jdag.Context, value: Any, calls: int) -> Any:
     return value if calls else ctx.call(rows.WORKERS[0], functions.same, value)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Launch the workers and measure."""
-    repeats, found = rows.repeats(arguments), {}
-    with jdag.launch([ours.CALLER, *rows.WORKERS], allow=ours.ALLOWED) as cluster:
-        side = Plans(cluster)
-        for found in rows.measure(side, repeats):
+    given, wanted = rows.asked(__doc__), rows.of(rows.PLAN)
+    with ours.launched() as cluster:
+        for found in rows.measure(Plans(cluster), given.repeats, wanted, given.pin):
             rows.tell(found)
-        for more in rows.measure_graphs(side, repeats, found):
-            rows.tell(more)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -1,6 +1,6 @@
 """Ray's side of the rows of graphs: its Compiled Graph, an actor for each worker.
 
-    PYTHON -m paper.compare.ray_graphs [--quick]
+    PYTHON -m paper.compare.ray_graphs [--quick] [--pin one]
 
 Run by the Python of an environment that has Ray; prints a JSON object after each row,
 of all so far.
@@ -8,15 +8,14 @@ of all so far.
 
 import logging
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import ray
 from ray.dag import InputNode
 
-from paper.compare import rows
+from paper.compare import pinning, rows
 
 SPARE_BYTES = 1 << 16  # Of a channel, beside the array that passes.
 LOCAL = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
@@ -32,6 +31,10 @@ class Worker:
     def multiply(self, value: np.ndarray, factor: Any) -> Any:
         """One call of a chain."""
         return value * factor
+
+    def cores(self) -> list[int]:
+        """Those of this process."""
+        return pinning.held()
 
 
 class Graphs:
@@ -56,20 +59,31 @@ class Graphs:
         self.compiled = made.experimental_compile(_buffer_size_bytes=size)
         return lambda value: ray.get(self.compiled.execute(value))
 
+    def cores(self) -> dict[str, list[int]]:
+        """Each actor reads its own."""
+        if self.compiled is not None:  # Until then actors do nothing else.
+            self.compiled.teardown()
+        read = [actor.cores.remote() for actor in self.actors]
+        return dict(zip(rows.WORKERS, ray.get(read), strict=True))
 
-def main(arguments: Sequence[str]) -> None:
+
+def main() -> None:
     """Start Ray on this machine and measure."""
+    given, wanted = rows.asked(__doc__), rows.of(rows.RAY)
     os.environ.update(LOCAL)
-    ray.init(
-        num_cpus=len(rows.WORKERS),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
-    for found in rows.measure_graphs(Graphs(), rows.repeats(arguments), {}):
+    with pinning.of_workers():
+        ray.init(
+            num_cpus=len(rows.WORKERS),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        side = Graphs()
+        side.cores()  # So they have started.
+    for found in rows.measure(side, given.repeats, wanted, given.pin):
         rows.tell({**found, "settings": {"ray": ray.__version__}})
     ray.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

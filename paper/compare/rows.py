@@ -1,25 +1,40 @@
 """What both sides measure: the rows, their sizes and targets, and how one is timed.
 
-It knows numpy alone, so that either side's Python can import it. A `Side` does the
-work; `measure` asks the same of each, in the same order, and times it the same way.
-What a side returns or yields is ready. A row with phases is a generator: what it does
-up to a `yield` is one phase, and what comes before the first or after the last is not
-timed.
+It knows numpy and `pinning` alone, so that either side's Python can import it. A `Side`
+does the work; `measure` asks the same of each, in the same order, and times it the same
+way. What a side returns or yields is ready. A row with phases is a generator: what it
+does up to a `yield` is one phase, and what comes before the first or after the last is
+not timed.
 """
 
+import argparse
 import json
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from paper.compare import pinning
+from paper.compare.pinning import APART, CALLER, held
+
+# The systems; eager calls of ours by the mode of their passes, the first is judged.
+PEER, PLAN, RAY = "peer", "plan", "Ray"
+EAGER = {(JUDGED := "FAST"): "fast", "SMART": "smart"}
+SYSTEMS = (PEER, *EAGER, PLAN, RAY)
 WORKERS = ("w0", "w1", "w2")
-BYTES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "16 MiB": 1 << 24, "64 MiB": 1 << 26}
+BYTES = {
+    "36 bytes": 36,
+    "64 KiB": 1 << 16,
+    "1 MiB": 1 << 20,
+    "16 MiB": 1 << 24,
+    "64 MiB": 1 << 26,
+}
 TRIPS = (1, 10, 100)
 CALLS = 64
 PASSES = 1_000
@@ -28,42 +43,8 @@ STAGES = 4
 BATCH = 128
 LEARNING_RATE = 0.5
 
-BYTES_LARGE = 1 << 24  # From here on copies are what takes the time.
-# At most this ratio of jdag's figure to the peer's, with the socket carrier.
-TARGETS = {
-    "add 3x3, reply fetched": 1.0,
-    **{
-        f"identity {size}": 0.7 if nbytes >= BYTES_LARGE else 1.0
-        for size, nbytes in BYTES.items()
-    },
-    **{
-        f"chain of {trips}, {way}": 1.0
-        for trips in TRIPS
-        for way in ("forward", "backward")
-    },
-    "fan-out of 64, forward": 1.0,
-    "fan-out of 64, backward": 0.7,
-    "1,000 retained passes": 1.0,
-    "step of MLP 256 wide": 1.0,
-    "step of MLP 1024 wide": 0.7,
-    "step of MLP 4096 wide": 0.7,
-    "peak memory of a worker": 1.0,
-}
-# At most this ratio of a plan's figure to the peer's, with which forward and backward
-# are one row here; None: no target.
-PLANS = {
-    "add 3x3, reply fetched": 0.4,
-    **dict.fromkeys(f"identity {size}" for size in BYTES),
-    "chain of 1": 0.4,
-    "chain of 10": None,
-    "chain of 100": 0.3,
-    "fan-out of 64": 0.05,
-    "1,000 retained passes": 0.3,
-    "step of MLP 256 wide": 0.45,
-    "step of MLP 1024 wide": None,
-    "step of MLP 4096 wide": 0.6,
-    "peak memory of a worker": None,
-}
+MEMORY = "peak memory of a worker"
+RETAINED, REPEATED = f"{PASSES:,} retained passes", f"{PASSES:,} passes, both ways"
 # Rows beside Ray's Compiled Graph, forward alone: the bytes of a float32 array, and how
 # many workers in turn multiply it by a constant; none: it goes to one and comes back.
 GRAPHS = {
@@ -71,7 +52,55 @@ GRAPHS = {
     "graph: echo 1 MiB": (1 << 20, 0),
     **{f"graph: chain of {trips}": (36, trips) for trips in TRIPS},
 }
-GRAPH_TARGET = 0.5  # At most this ratio of a plan's time to Ray's.
+# The rows, and at most which ratio of eager calls and of plans to the peer, which is
+# Ray for graphs; None: no target. A plan runs both ways at once, and retains no graph.
+TARGETS: dict[str, dict[str, float | None]] = {
+    "add 3x3, reply fetched": {JUDGED: 1.0, PLAN: 0.35},
+    "identity 36 bytes": {JUDGED: None, PLAN: 0.16},
+    "identity 64 KiB": {JUDGED: None, PLAN: 0.35},
+    "identity 1 MiB": {JUDGED: None, PLAN: 0.8},
+    "identity 16 MiB": {JUDGED: 0.7, PLAN: None},
+    "identity 64 MiB": {JUDGED: 0.7, PLAN: 0.6},
+    "chain of 1, forward": {JUDGED: 1.0},
+    "chain of 1, backward": {JUDGED: 1.0},
+    "chain of 1, both ways": {JUDGED: None, PLAN: 0.4},
+    "chain of 10, forward": {JUDGED: 1.0},
+    "chain of 10, backward": {JUDGED: 1.0},
+    "chain of 10, both ways": {JUDGED: None, PLAN: 0.3},
+    "chain of 100, forward": {JUDGED: 1.0},
+    "chain of 100, backward": {JUDGED: 1.0},
+    "chain of 100, both ways": {JUDGED: None, PLAN: 0.3},
+    "fan-out of 64, forward": {JUDGED: None},
+    "fan-out of 64, backward": {JUDGED: 0.7},
+    "fan-out of 64, both ways": {JUDGED: None, PLAN: 0.05},
+    RETAINED: {JUDGED: 1.3},
+    REPEATED: {JUDGED: None, PLAN: 0.4},
+    "step of MLP 256 wide": {JUDGED: 1.1, PLAN: 0.47},
+    "step of MLP 1024 wide": {JUDGED: 0.7, PLAN: 0.65},
+    "step of MLP 4096 wide": {JUDGED: 0.7, PLAN: 0.62},
+    MEMORY: {JUDGED: None, PLAN: None},
+    **{row: {PLAN: 1.0 if "MiB" in row else 0.5} for row in GRAPHS},
+}
+ON_ONE = ", one core"  # Ends the names of rows whose processes share a core.
+
+
+def of(system: str) -> list[str]:
+    """The rows of a system."""
+    if system == RAY:
+        return list(GRAPHS)
+    kind = PLAN if system == PLAN else JUDGED
+    return [row for row, targets in TARGETS.items() if kind in targets]
+
+
+def on_one(row: str) -> bool:
+    """Whether a row is measured on one core too: messages are what takes its time."""
+    return row != MEMORY and "MLP" not in row
+
+
+def of_both() -> list[str]:
+    """The names of all rows, each apart and, if it is of messages, then on one core."""
+    both = [(row, f"{row}{ON_ONE}") if on_one(row) else (row,) for row in TARGETS]
+    return [name for names in both for name in names]
 
 
 class Repeats(NamedTuple):
@@ -87,6 +116,8 @@ FULL = Repeats(short=300, middle=60, long=15, longest=3)
 QUICK = Repeats(short=10, middle=4, long=2, longest=1)
 
 Phases = Iterator[Any]
+# Rows that have been measured, and what they computed.
+Part = Iterator[tuple[dict[str, float], dict[str, Any]]]
 
 
 class Side(Protocol):
@@ -135,6 +166,12 @@ class Side(Protocol):
     def memory(self) -> list[int]:
         """Return the peak resident size of each worker so far, in bytes."""
 
+    def cores(self) -> dict[str, list[int]]:
+        """Return the cores that each worker may run on."""
+
+    def graph(self, value: Any, calls: int) -> Callable[[Any], Any]:
+        """Return a function of such an array: a row of `GRAPHS`."""
+
 
 # ------------------------------------------------------------------- what is computed
 
@@ -177,95 +214,109 @@ def place(number: int) -> str:
 # -------------------------------------------------------------------- how it is timed
 
 
-def measure(side: Side, repeats: Repeats) -> Iterator[dict[str, Any]]:
-    """All rows of a side, in seconds and bytes, and the numbers that it computed.
+def measure(
+    side: Any, repeats: Repeats, wanted: Iterable[str], how: str = APART
+) -> Iterator[dict[str, Any]]:
+    """Some rows of a side, in seconds and bytes, and the numbers that it computed.
 
-    Yields what there is after each row, so that a failure loses no earlier one.
+    A side has what its rows take of `Side`. Yields what there is after each row, so
+    that a failure loses no earlier one; at last also the cores that all ran on.
     """
     rows: dict[str, float] = {}
     numbers: dict[str, Any] = {}
-    for part in (_calls, _passes, _steps):
-        for _ in part(side, repeats, rows, numbers):
+    kept = [row for row in wanted if how == APART or on_one(row)]
+    end = "" if how == APART else ON_ONE
+    for part in (_calls, _passes, _steps, _graphs, _memory):
+        for figures, computed in part(side, repeats, kept):
+            rows |= {f"{row}{end}": figure for row, figure in figures.items()}
+            numbers |= {f"{key}{end}": value for key, value in computed.items()}
             yield {"rows": rows, "numbers": numbers}
-    rows["peak memory of a worker"] = max(side.memory())
-    yield {"rows": rows, "numbers": numbers}
+    cores = {how: {CALLER: held(), **side.cores()}}
+    yield {"rows": rows, "numbers": numbers, "cores": cores}
 
 
-def measure_graphs(
-    side: Any, repeats: Repeats, found: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """The rows of `GRAPHS`, put into `found`, which it yields after each row.
-
-    `side.graph(value, calls)` returns a function of arrays like `side.array(value)`.
-    """
-    rows, numbers = found.setdefault("rows", {}), found.setdefault("numbers", {})
-    for row, (size, calls) in GRAPHS.items():
-        value = side.array(np.linspace(0.5, 1.5, size // 4, dtype=np.float32))
-        run = side.graph(value, calls)
-        numbers[row] = _listed(np.asarray(run(value))[-9:])
-        rows[row] = timed(partial(run, value), repeats[TRIPS.index(max(calls, 1))])
-        yield found
-
-
-def _calls(
-    side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> Iterator[None]:
-    one, other = side.array(leaf()), side.array(factor(1))
-    numbers["add"] = _listed(side.add(one, other))
-    rows["add 3x3, reply fetched"] = timed(partial(side.add, one, other), repeats.short)
-    yield
+def _calls(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
+    if (row := "add 3x3, reply fetched") in wanted:
+        add = partial(side.add, side.array(leaf()), side.array(factor(1)))
+        computed = {"add": _listed(add())}
+        yield {row: timed(add, repeats.short)}, computed
     for name, size in BYTES.items():
+        if (row := f"identity {name}") not in wanted:
+            continue
         sent = np.arange(size // 4, dtype=np.float32)
         value = side.array(sent)
         if not np.array_equal(np.asarray(side.identity(value)), sent):
             raise SystemExit(f"{name} did not come back as they went")
         count = repeats.short if size <= 1 << 20 else repeats.long
-        rows[f"identity {name}"] = timed(partial(side.identity, value), count)
-        yield
+        yield {row: timed(partial(side.identity, value), count)}, {}
 
 
-def _passes(
-    side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> Iterator[None]:
-    made = {
-        f"chain of {trips}": (partial(side.chain, trips), count)
-        for trips, count in zip(TRIPS, repeats, strict=False)
-    }
-    made[f"fan-out of {CALLS}"] = (partial(side.fan_out, CALLS), repeats.middle)
-    for name, (make, count) in made.items():
-        times, (_, *found) = timed_phases(make, count)
-        plan = len(times) == 1  # It yields both results of its one phase at once.
-        ways = [name] if plan else [f"{name}, forward", f"{name}, backward"]
-        rows.update(zip(ways, times, strict=True))
-        numbers[name] = [_listed(one) for one in (found[0] if plan else found)]
-        yield
-    make = partial(side.retained, PASSES)
-    (rows[f"{PASSES:,} retained passes"],), (_, gradient) = timed_phases(
-        make, repeats.longest
-    )
-    numbers["retained"] = _listed(gradient)
-    yield
+def _passes(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
+    sizes = [("chain", *one) for one in zip(TRIPS, repeats, strict=False)]
+    for kind, size, count in (*sizes, ("fan-out", CALLS, repeats.middle)):
+        name = f"{kind} of {size}"
+        rows = [row for row in wanted if row.startswith(f"{name},")]
+        if rows:
+            make = partial(side.chain if kind == "chain" else side.fan_out, size)
+            times, (_, *found) = timed_phases(make, count)
+            computed = {name: [_listed(one) for one in _results(found)]}
+            yield dict(zip(rows, times[-len(rows) :], strict=True)), computed
+    for row in (RETAINED, REPEATED):
+        if row in wanted:
+            way = side.retained if row == RETAINED else partial(repeated, side)
+            make = partial(way, PASSES)
+            times, (_, gradient) = timed_phases(make, repeats.longest)
+            yield {row: times[-1]}, {row: _listed(gradient)}
 
 
-def _steps(
-    side: Side, repeats: Repeats, rows: dict[str, float], numbers: dict[str, Any]
-) -> Iterator[None]:
+def _results(found: Any) -> Any:
+    """The sum and the gradient; a plan yields both at once, of its one phase."""
+    return found if len(found) == 2 else found[0]
+
+
+def repeated(side: Any, passes: int) -> Phases:
+    """So many chains of one, forward and backward, whose gradients are added up."""
+    total = np.zeros_like(leaf())
+    yield None
+    for _ in range(passes):
+        _, *found = side.chain(1)
+        total += np.asarray(_results(found)[1])
+    yield total
+
+
+def _steps(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
     for width, count in zip(WIDTHS, repeats[1:], strict=True):
+        if (row := f"step of MLP {width} wide") not in wanted:
+            continue
         side.prepare(width)
+        computed: dict[str, Any] = {}
         if width < max(WIDTHS):  # To read the widest would be what takes most memory.
-            numbers[f"gradients {width}"] = [
+            computed[f"gradients {width}"] = [
                 [float(np.linalg.norm(gradient)), *gradient[0, :4].tolist()]
                 for gradient in side.gradients(width)
             ]
         losses: list[float] = []
-        row = f"step of MLP {width} wide"
-        rows[row] = timed(partial(_step, side, width, losses), count)
-        numbers[f"losses {width}"] = losses
-        yield
+        row_s = timed(partial(_step, side, width, losses), count)
+        yield {row: row_s}, {**computed, f"losses {width}": losses}
 
 
 def _step(side: Side, width: int, losses: list[float]) -> None:
     losses.append(side.step(width))
+
+
+def _graphs(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
+    for row, (size, calls) in GRAPHS.items():
+        if row in wanted:
+            value = side.array(np.linspace(0.5, 1.5, size // 4, dtype=np.float32))
+            run = partial(side.graph(value, calls), value)
+            computed = {row: _listed(np.asarray(run())[-9:])}
+            count = repeats[TRIPS.index(max(calls, 1))]
+            yield {row: timed(run, count)}, computed
+
+
+def _memory(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
+    if MEMORY in wanted:
+        yield {MEMORY: max(side.memory())}, {}
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
@@ -278,11 +329,11 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 def timed_phases(
     make: Callable[[], Phases], repeats: int
 ) -> tuple[list[float], list[Any]]:
-    """The median time of each phase in seconds, and what the last run yielded."""
+    """The median time of each phase, then of all, and what the last run yielded."""
     for _ in range(_warm(repeats)):
         _phases(make())
     runs = [_phases(make()) for _ in range(repeats)]
-    columns = zip(*(seconds for seconds, _ in runs), strict=True)
+    columns = zip(*([*seconds, sum(seconds)] for seconds, _ in runs), strict=True)
     return [statistics.median(column) for column in columns], runs[-1][1]
 
 
@@ -316,20 +367,23 @@ def _listed(array: Any) -> list[Any]:
 
 def peak_bytes(pid: int | str) -> int:
     """The peak resident size of a process of this machine, in bytes."""
-    return memory_of(pid, "VmHWM")
+    (line,) = re.findall("VmHWM.*", Path(f"/proc/{pid}/status").read_text())
+    return int(line.split()[1]) * 1024
 
 
-def memory_of(pid: int | str, kind: str) -> int:
-    """What the kernel says of a process's memory of a kind, such as VmRSS, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(f"{kind}:"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"process {pid} has no {kind}")
+def asked(about: str) -> argparse.Namespace:
+    """What a part is asked for, after its process was pinned; `about` is its docstring.
 
-
-def repeats(arguments: Sequence[str]) -> Repeats:
-    """How often to measure: `--quick` is only to see that all works."""
-    return QUICK if "--quick" in arguments else FULL
+    `--quick` is only to see that all works.
+    """
+    parser = argparse.ArgumentParser(description=about.splitlines()[0])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--pin", choices=pinning.WAYS, default=APART)
+    parser.add_argument("--mode", choices=EAGER.values(), default="smart")
+    given = parser.parse_args()
+    given.repeats = QUICK if given.quick else FULL
+    pinning.begin(given.pin)
+    return given
 
 
 def tell(found: dict[str, Any]) -> None:

@@ -3,15 +3,16 @@
     python -m paper.compare.run --peer PYTHON --ray PYTHON [--rounds 7] [--quick]
 
 PYTHON is that of an environment that has the peer, and of one that has Ray; the
-variables JDAG_PEER and JDAG_RAY name them too. The verdict is that of eager calls;
-plans have columns of their own, and a table beside Ray's Compiled Graph.
+variables JDAG_PEER and JDAG_RAY name them too. Eager calls and plans stand beside the
+peer, plans beside Ray's Compiled Graph too.
 
 Each round starts each system anew, a caller and three workers, with the same settings
-of the allocator and the same number of threads, every other round in the opposite
-order. Figures count only with numbers that are the peer's. After each round, and at the
-end however it comes, `paper/results/compare.json` and `compare.md` are written with all
-that was measured; the page names what is missing. `--quick` only shows that all works,
-and writes nothing.
+of the allocator: once with the caller on a core and the workers on the others, once
+with all on one core; every other round in the opposite order. Figures count only with
+numbers that are the peer's, from processes on the cores that were asked for. After each
+round, and at the end however it comes, `compare.json`, `compare.md` and the picture
+`compare.png` of `paper/results/` are written with all that was measured; the page names
+what is missing. `--quick` only shows that all works, and writes nothing.
 """
 
 import argparse
@@ -30,9 +31,10 @@ from typing import Any
 
 import numpy as np
 
-from paper.compare import rows
-from paper.compare.bounds import bound
-from paper.compare.costs import table as table_of_costs
+from paper.compare import pinning, rows
+from paper.compare.page import page
+from paper.compare.picture import draw
+from paper.compare.rows import EAGER, JUDGED, PEER, PLAN, RAY, SYSTEMS
 from paper.figures import RESULTS, machine
 
 ROOT = Path(__file__).parents[2]
@@ -42,14 +44,6 @@ INSTALL = (
 )
 # What an option's Python has to have.
 PACKAGES = {"peer": "torch==2.13.0", "ray": "ray==2.60.0"}
-PEER, PLAN, RAY = "peer", "plan", "Ray"
-JUDGED = "socket, FAST"
-OURS = {
-    JUDGED: ("--carrier", "socket", "--mode", "fast"),
-    "socket, SMART": ("--carrier", "socket", "--mode", "smart"),
-    "grpc, FAST": ("--carrier", "grpc", "--mode", "fast"),
-}
-SYSTEMS = (PEER, *OURS, PLAN, RAY)
 COSTS = [sys.executable, "-m", "paper.compare.costs"]
 # What large arrays cost is mostly fresh pages; so nobody gives any back.
 TUNABLES = {
@@ -59,36 +53,31 @@ TUNABLES = {
     "glibc.malloc.top_pad": 1 << 26,
 }
 ROUND_S = 900
-MET = {True: "yes", False: "no", None: "-"}
+SPREAD_MAX = 0.15  # Of a ratio's rounds, largest less least, to their median.
 RELATIVE, ABSOLUTE = 1e-3, 1e-6  # How near the same numbers are, in float32.
 
 Found = Mapping[str, Any]
 
 
-def environment(threads: int) -> dict[str, str]:
-    """What both sides run in."""
-    return {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "GLIBC_TUNABLES": ":".join(f"{key}={value}" for key, value in TUNABLES.items()),
-        "OMP_NUM_THREADS": str(threads),
-        "NPROC": str(threads),
-    }
+def environment() -> dict[str, str]:
+    """What both sides run in; `pinning` adds the numbers of threads."""
+    tunables = ":".join(f"{key}={value}" for key, value in TUNABLES.items())
+    return {**os.environ, "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": tunables}
 
 
 def commands(peer: str, ray: str, more: Sequence[str]) -> dict[str, list[str]]:
-    """How each of `SYSTEMS` is started."""
+    """How each of `SYSTEMS` is started, but for `--pin`."""
     ours = [sys.executable, "-m", "paper.compare.ours"]
     return {
         PEER: [peer, "-W", "ignore", "-m", "paper.compare.peer", *more],
-        **{name: [*ours, *given, *more] for name, given in OURS.items()},
+        **{name: [*ours, "--mode", mode, *more] for name, mode in EAGER.items()},
         PLAN: [sys.executable, "-m", "paper.compare.plans", *more],
         RAY: [ray, "-W", "ignore", "-m", "paper.compare.ray_graphs", *more],
     }
 
 
-def taken(command: Sequence[str], threads: int, found: dict[str, Any]) -> str:
-    """Run one system once; put what it found into `found`.
+def taken(command: Sequence[str], found: dict[str, Any]) -> str:
+    """Run one system once; add what it found to `found`.
 
     Returns why that is not all, or nothing. However the run ends, what the system has
     printed until then is found.
@@ -97,7 +86,7 @@ def taken(command: Sequence[str], threads: int, found: dict[str, Any]) -> str:
         try:
             code = subprocess.call(
                 command,
-                env=environment(threads),
+                env=environment(),
                 cwd=ROOT,
                 stdout=out,
                 stderr=errors,
@@ -107,9 +96,11 @@ def taken(command: Sequence[str], threads: int, found: dict[str, Any]) -> str:
             return f"not done within {ROUND_S} s"
         finally:
             out.seek(0)
-            found.update(_last(out))
+            last = _last(out)
+            for kind, part in last.items():
+                found[kind] = {**found.get(kind, {}), **part}
         if not code:
-            return "" if found else "it printed no figures"
+            return "" if last else "it printed no figures"
         errors.seek(0)
         said = errors.read().strip()
         sys.stderr.write(f"{' '.join(command)}\n{said}\n")
@@ -132,13 +123,11 @@ class Comparison:
     Args:
         about: the machine and the settings.
         count: of rounds that are asked for.
-        threads: of each system.
     """
 
-    def __init__(self, about: Found, count: int, threads: int) -> None:
+    def __init__(self, about: Found, count: int) -> None:
         self.about = about
         self.count = count
-        self.threads = threads
         self.rounds: list[dict[str, Any]] = []
         self.costs: dict[str, Any] = {}
         self.failures: list[str] = []
@@ -148,17 +137,18 @@ class Comparison:
         number = len(self.rounds) + 1
         one: dict[str, Any] = {"load": os.getloadavg()[0]}
         self.rounds.append(one)
-        for name in list(started)[:: 1 if number % 2 else -1]:
-            found = one[name] = {}
-            why = taken(started[name], self.threads, found)
-            if why:
-                self.failures.append(f"round {number}, {name}: {why}")
-            done = why or "is done"
-            sys.stderr.write(f"round {number} of {self.count}: {name} {done}\n")
+        for how in pinning.WAYS:  # What is compared is measured one after the other.
+            for name in list(started)[:: 1 if number % 2 else -1]:
+                found = one.setdefault(name, {})
+                why = taken([*started[name], "--pin", how], found)
+                if why:
+                    self.failures.append(f"round {number}, {name}, {how}: {why}")
+                said = f"{name}, {how}, {why or 'is done'}"
+                sys.stderr.write(f"round {number} of {self.count}: {said}\n")
 
     def cost(self, command: Sequence[str]) -> None:
         """Measure what rows cost our side."""
-        why = taken(command, self.threads, self.costs)
+        why = taken(command, self.costs)
         if why:
             self.failures.append(f"costs: {why}")
 
@@ -173,18 +163,19 @@ class Comparison:
                 truth = one.get(PLAN if name == RAY else PEER, {})
                 if name not in one:
                     missing.append(f"round {number}, {name}: not measured")
-                elif why := difference(truth, found):
+                elif why := difference(truth, found) or astray(found):
                     missing.append(f"round {number}, {name}: {why}")
                 elif found:
                     kept[name] = {k: v for k, v in found.items() if k != "numbers"}
             each.append(kept)
         if len(each) < self.count:
             missing.append(f"rounds: {len(each)} of {self.count} were begun")
-        found, graphs = summary(each), beside_ray(each)
-        without = [one["row"] for one in found if one["met"] is None]
-        planned = [one for one in (*found, *graphs) if one[PLAN]]
-        without += [
-            f"{one['row']}, {PLAN}" for one in planned if not one[PLAN]["ratio"]
+        found = summary(each)
+        without = [
+            f"{one['row']}, {name}"
+            for one in found
+            for name in (JUDGED, PLAN)
+            if (figure := one.get(name)) and figure["ratio"] is None
         ]
         if without:
             missing.append(f"rows without a ratio: {'; '.join(without)}")
@@ -202,23 +193,34 @@ class Comparison:
             "loads": [one["load"] for one in each],
             "missing": missing,
             "rows": found,
-            "graphs": graphs,
             "costs": self.costs,
             "each": each,
         }
 
     def write(self) -> None:
-        """Write both files, each at once, if anything was measured; figures first."""
+        """Write all files, each at once, if anything was measured; figures first."""
         written = self.record()
         if any(name in one for one in written["each"] for name in SYSTEMS):
-            _put("compare.json", json.dumps(written, indent=1) + "\n")
-            _put("compare.md", page(written))
+            _put("compare.json", f"{json.dumps(written, indent=1)}\n".encode())
+            _put("compare.md", page(written).encode())
+            _put("compare.png", draw(written))
 
 
-def _put(name: str, text: str) -> None:
+def _put(name: str, content: bytes) -> None:
     part = RESULTS / f"{name}.part"
-    part.write_text(text)
+    part.write_bytes(content)
     part.replace(RESULTS / name)
+
+
+def astray(found: Found) -> str:
+    """Which process did not run on the cores that were asked for, and nowhere else."""
+    for how, held in found.get("cores", {}).items():
+        caller, workers = pinning.cores_of(how, os.sched_getaffinity(0))
+        for name, cores in held.items():
+            asked = caller if name == pinning.CALLER else workers
+            if cores != asked:
+                return f"not counted: {how}, {name} ran on cores {cores}, not {asked}"
+    return ""
 
 
 def difference(peer: Found, ours: Found) -> str:
@@ -242,7 +244,7 @@ def _flat(value: Any) -> np.ndarray:
     return np.array([value], dtype=np.float64)
 
 
-# ------------------------------------------------------------------------- what it says
+# ------------------------------------------------------------------- what comes of it
 
 
 def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
@@ -251,161 +253,53 @@ def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
     None where no round has a figure, or none has both.
     """
     result = []
-    for row, target in rows.TARGETS.items():
-        one: dict[str, Any] = {"row": row, "target": target}
-        one[PEER] = _median(_figure(found, PEER, row) for found in rounds)
-        for name in OURS:
-            aim = target if name == JUDGED else None
-            one[name] = compared(rounds, (name, row), (PEER, row), aim)
-        one["met"] = one[JUDGED]["met"]
-        one[PLAN] = None
-        plan = row.removesuffix(", backward")
-        if plan in rows.PLANS:
-            both = [of for of in rows.TARGETS if f"{of}, ".startswith(f"{plan}, ")]
-            aim = rows.PLANS[plan]
-            one[PLAN] = compared(rounds, (PLAN, plan), (PEER, *both), aim)
+    for row in rows.of_both():
+        targets = rows.TARGETS[row.removesuffix(rows.ON_ONE)]
+        peer = RAY if row.startswith("graph") else PEER
+        one: dict[str, Any] = {"row": row, PEER: _median(rounds, peer, row)}
+        for name in (*EAGER, PLAN):
+            if (PLAN if name == PLAN else JUDGED) in targets:
+                one[name] = compared(rounds, name, peer, row, targets.get(name))
         result.append(one)
     return result
 
 
-def beside_ray(rounds: Sequence[Found]) -> list[dict[str, Any]]:
-    """The same of the rows of graphs: a plan's ratio to Ray's time."""
-    aim = rows.GRAPH_TARGET
-    return [
-        {
-            "row": row,
-            RAY: _median(_figure(found, RAY, row) for found in rounds),
-            PLAN: compared(rounds, (PLAN, row), (RAY, row), aim),
-        }
-        for row in rows.GRAPHS
-    ]
-
-
 def compared(
-    rounds: Sequence[Found],
-    ours: Sequence[str],
-    theirs: Sequence[str],
-    target: float | None,
+    rounds: Sequence[Found], ours: str, theirs: str, row: str, target: float | None
 ) -> dict[str, Any]:
-    """The median of a system's rows, together, and of their ratio to another's."""
-    pairs = [(_figure(found, *ours), _figure(found, *theirs)) for found in rounds]
+    """The median of a system's row, and of its ratio to another's in each round.
+
+    Its ratios are `unsteady` if their rounds spread by more than SPREAD_MAX.
+    """
+    pairs = [
+        (_figure(found, ours, row), _figure(found, theirs, row)) for found in rounds
+    ]
     ratios = [one / other for one, other in pairs if one and other]
-    ratio = _median(ratios)
+    ratio = spread = None
+    if ratios:
+        ratio = statistics.median(ratios)
+        spread = (max(ratios) - min(ratios)) / ratio
     return {
-        "median": _median(one for one, _ in pairs),
+        "median": _median(rounds, ours, row),
         "ratio": ratio,
         "ratio_min": min(ratios, default=None),
         "ratio_max": max(ratios, default=None),
+        "spread": spread,
+        "unsteady": None if spread is None else spread > SPREAD_MAX,
         "target": target,
         "met": None if ratio is None or target is None else ratio <= target,
     }
 
 
-def _figure(found: Found, name: str, *wanted: str) -> float | None:
-    measured = found.get(name, {}).get("rows", {})
-    figures = [measured[row] for row in wanted if row in measured]
-    return sum(figures) if len(figures) == len(wanted) else None
+def _figure(found: Found, name: str, row: str) -> float | None:
+    figure: float | None = found.get(name, {}).get("rows", {}).get(row)
+    return figure
 
 
-def _median(figures: Iterable[float | None]) -> float | None:
+def _median(rounds: Sequence[Found], name: str, row: str) -> float | None:
+    figures = [_figure(found, name, row) for found in rounds]
     known = [figure for figure in figures if figure is not None]
     return statistics.median(known) if known else None
-
-
-def table(found: Sequence[Found]) -> str:
-    """The summary as a table in Markdown."""
-    others = [name for name in OURS if name != JUDGED]
-    lines = [
-        f"| row | peer | jdag: {JUDGED} | ratio (rounds) | target | met | plan "
-        f"| ratio (rounds) | target | met | {' | '.join(others)} |",
-        f"| --- | ---: {'| ---: | ---: | ---: | --- ' * 2}|{' ---: |' * len(others)}",
-    ]
-    for row in found:
-        name, plan = row["row"], row[PLAN]
-        more = " | ".join(_ratio(row[other]["ratio"]) for other in others)
-        planned = _cells(name, plan) if plan else "- | - | - | -"
-        lines.append(
-            f"| {name} | {amount(name, row[PEER])} "
-            f"| {_cells(name, row[JUDGED])} | {planned} | {more} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def table_of_graphs(found: Sequence[Found]) -> str:
-    """Plans beside Ray's Compiled Graph, in Markdown."""
-    lines = [
-        "| row | Ray | plan | plan / Ray (rounds) | target | met |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for row in found:
-        name, cells = row["row"], _cells(row["row"], row[PLAN])
-        lines.append(f"| {name} | {amount(name, row[RAY])} | {cells} |")
-    return "\n".join(lines) + "\n"
-
-
-def _cells(row: str, found: Found) -> str:
-    least, most = _ratio(found["ratio_min"]), _ratio(found["ratio_max"])
-    return (
-        f"{amount(row, found['median'])} | **{_ratio(found['ratio'])}** "
-        f"({least} to {most}) | {found['target'] or '-'} | {MET[found['met']]}"
-    )
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
-
-
-def amount(row: str, value: float | None) -> str:
-    """A figure with its unit: bytes where the row is of memory, else a time."""
-    if value is None:
-        return "-"
-    if "memory" in row:
-        return f"{value / 1e6:.0f} MB"
-    return f"{value * 1e6:.0f} us" if value < 1e-3 else f"{value * 1e3:.3g} ms"
-
-
-def misses(found: Sequence[Found], costs: Found) -> str:
-    """What bounds the rows that miss their targets, each said once."""
-    said: dict[str, list[str]] = {}
-    for row in found:
-        if row["met"] is False:
-            said.setdefault(bound(row["row"], costs), []).append(row["row"])
-    lines = [f"- {'; '.join(names)}. {why}" for why, names in said.items()]
-    return "\n".join(["## What bounds the rows that miss", "", *lines, ""])
-
-
-def page(written: Found) -> str:
-    """The whole of `compare.md`."""
-    settings = ", ".join(f"{key} {value}" for key, value in written["settings"].items())
-    where = ", ".join(f"{key} {value}" for key, value in written["machine"].items())
-    gaps = "".join(f"- {one}\n" for one in written["missing"])
-    missing = f"## What is missing\n\n{gaps}\n" if gaps else ""
-    costs, no_costs = written["costs"].get("rows"), "It was not measured.\n"
-    return (
-        "# PyTorch's distributed autograd and jdag, side by side\n\n"
-        f"Judged is FAST mode on sockets: FAST is the peer's rule for passes. SMART, "
-        "jdag's default, first finds what a pass needs; its ratios, and those of the "
-        "gRPC carrier, are in the last columns. A plan (`jdag.compile`) is no part of "
-        "that verdict. One of a chain or a fan-out runs forward and backward at once: "
-        "its time is in the row of backward, its ratio that to the sum of the peer's "
-        "two; one of retained passes runs forward as often too.\n\n"
-        f"{table(written['rows'])}\n"
-        "Plans beside Ray's Compiled Graph, forward alone: an array goes to a worker "
-        "and back, or through so many calls by three workers in turn.\n\n"
-        f"{table_of_graphs(written['graphs'])}\n"
-        f"Medians of {written['rounds']} rounds in turn, of p50s in each; the ratio is "
-        "jdag / peer, its range that of the rounds. `paper/compare/rows.py` has what "
-        "each row does.\n\n"
-        f"Machine: {where}. Load average before each round: "
-        f"{', '.join(f'{load:.1f}' for load in written['loads'])}.\n\n"
-        f"Settings of both: {settings}.\n\n"
-        f"{missing}"
-        f"{misses(written['rows'], written['costs'])}\n"
-        "## What one of each costs our side\n\n"
-        "After the rounds, the least of 5; calls and shares by a profile, which itself "
-        "takes about as long again; `paper/compare/costs.py` has what is counted.\n\n"
-        f"{table_of_costs(costs) if costs else no_costs}"
-    )
 
 
 def check(option: str, python: str | None) -> None:
@@ -420,7 +314,7 @@ def check(option: str, python: str | None) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare, and write both files.
+    """Compare, and write all files.
 
     Exits with 1 where something is missing, and with 130 where it was interrupted.
     """
@@ -433,11 +327,15 @@ def main(arguments: Sequence[str]) -> None:
     given = parser.parse_args(arguments)
     for option in PACKAGES:
         check(option, getattr(given, option))
-    threads = len(os.sched_getaffinity(0))
-    settings = {"threads": threads, "batch": rows.BATCH, **TUNABLES}
+    pins = {how: pinning.cores_of(how, os.sched_getaffinity(0)) for how in pinning.WAYS}
+    settings = {
+        **{f"cores of caller and workers {how}": pin for how, pin in pins.items()},
+        "batch": rows.BATCH,
+        **TUNABLES,
+    }
     about = {"machine": machine(), "settings": settings}
     count = 1 if given.quick else given.rounds
-    made = Comparison(about, count, threads)
+    made = Comparison(about, count)
     code = 0
     try:
         more = ("--quick",) if given.quick else ()
