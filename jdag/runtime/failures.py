@@ -130,10 +130,9 @@ def user_traceback(error: BaseException) -> str:
 
 def _of_jax(error: BaseException) -> bool:
     """Whether JAX raised it, and removed its frames; asserts there are jdag's own."""
-    with contextlib.suppress(Exception):
-        is_noted = any(_JAX_NOTE in note for note in error.__notes__)
-        return is_noted and not isinstance(error, AssertionError)
-    return False
+    notes = getattr(error, "__notes__", None) or ()
+    is_noted = any([_JAX_NOTE in str(note) for note in notes])
+    return is_noted and not isinstance(error, AssertionError)
 
 
 def said(error: BaseException) -> str:
