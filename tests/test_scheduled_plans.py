@@ -303,7 +303,7 @@ def broken(ctx: Any, params: Any, xs: Any, at: int) -> Any:
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_a_step_that_fails_holds_nothing_up(exact):
+def test_a_step_that_fails_holds_nothing_up_and_leaves_nothing_in_lists(exact):
     with simulated(SMALL, SMALL.workers) as cluster:
         params, given = put(cluster, SMALL), batches(3)
         right = jdag.compile(piped(2), cluster, exact=exact)
@@ -315,6 +315,8 @@ def test_a_step_that_fails_holds_nothing_up(exact):
             assert bits(right.value_and_grad(params, given)) == wanted
         assert [one["waits_for"] for one in cluster.info().values()] == ["", ""]
         assert cluster.info()["w1"]["values_held"] == 1
+        lists = [device.ready for device in cluster.driver._jobs._devices.values()]
+        assert not any(each._runs for each in lists)
 
 
 def test_a_worker_that_is_lost_in_a_step_holds_no_list_up():
