@@ -130,9 +130,10 @@ def user_traceback(error: BaseException) -> str:
 
 def _of_jax(error: BaseException) -> bool:
     """Whether JAX raised it, and removed its frames; asserts there are jdag's own."""
-    notes = getattr(error, "__notes__", None) or ()
-    is_noted = any([_JAX_NOTE in str(note) for note in notes])
-    return is_noted and not isinstance(error, AssertionError)
+    with contextlib.suppress(Exception):  # A user's may fail where it is asked.
+        is_noted = any(_JAX_NOTE in note for note in error.__notes__)
+        return is_noted and not isinstance(error, AssertionError)
+    return False
 
 
 def said(error: BaseException) -> str:
