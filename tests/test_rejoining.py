@@ -81,6 +81,7 @@ def test_a_session_that_ends_while_a_worker_is_attached_leaves_it_free(
         if isinstance(asked, AttachWorker):
             ending.start()
             soon(lambda: session._closing)
+            ending.join(0.5)  # It would be over by then if it waited for nothing.
         return answer
 
     with Session(plan_of(places)) as session:
