@@ -9,8 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import jdag
 from jdag.api.refs import Leaf, Ref, fetch, stop_gradient
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import is_ref
@@ -245,3 +247,7 @@ def test_copies_of_refs_and_handles_are_refused_with_the_remedy(cluster, copied)
         JdagError, match=r"a copy of Hosted\(list .*make another one by"
     ):
         copied(cluster.host("b", list))
+    with pytest.raises(JdagError, match=r"would step the same .*of copies of the le"):
+        copied(jdag.Optimizer(optax.sgd(0.1), w))
+    with pytest.raises(JdagError, match=r"Cluster\(.* cannot be copied"):
+        copied(cluster)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from jdag.api import hosted
 from jdag.api.checkpoint import Folder, load, save
@@ -45,6 +45,10 @@ class Cluster(Collectives, Copying, Recoverable):
         self._open: dict[int, Context] = {}
         self._callers: dict[str, list[ProgramFrame]] = {}  # Of objects, by worker.
         state.clusters[port] = self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        raise JdagError(f"{self!r} cannot be copied: a cluster is there once")
 
     def __repr__(self) -> str:
         on = "" if self._is_main else f", on {self.here!r}"

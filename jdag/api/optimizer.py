@@ -117,6 +117,13 @@ class Optimizer:
         norm, skips = self._clip_norm, self._skips
         return Partial(remade, refs, states, pairs, norm, skips)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        raise JdagError(
+            f"a copy of {self!r} would step the same leaves and states: make another "
+            "jdag.Optimizer, of copies of the leaves (cluster.copy(refs))"
+        )
+
     def __repr__(self) -> str:
         owners = ", ".join(repr(worker) for worker in _by_owner(self._states))
         clip = "" if self._clip_norm is None else f", clip_norm={self._clip_norm}"

@@ -106,12 +106,12 @@ def explore(  # noqa: PLR0913 - options of a command.
             at: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
             report = campaign(file, wanted, runs=most, show=bar.show, **at)
         if report.failure is not None:
-            with configured(scenario.settings):
+            with configured(scenario.settings, exact=True):
                 report.failure = report.failure.shrink()
         for line in _lines(report, coverage):
             typer.echo(line)
         if report.failure is not None:
-            with configured(scenario.settings):
+            with configured(scenario.settings, exact=True):
                 report.failure.save(out, str(file))
             typer.echo(f"repeat it: jdag replay {out}")
     raise typer.Exit(1 if report.failure else 0)
@@ -239,7 +239,7 @@ def _explored(
         return at(place, bug), nullcontext()
     check_is_here(place, f"jdag replay {bug} FILE")
     scenario = load(Path(place))
-    return case_of(scenario), configured(scenario.settings)
+    return case_of(scenario), configured(scenario.settings, exact=True)
 
 
 def _property(held: Mapping[str, Any], place: str) -> str:

@@ -216,7 +216,8 @@ def refuse_deleted(
         if is_deleted(array):
             raise JdagError(
                 f"{what(index)} of {name}, {aval_of(array)}, was deleted or donated; "
-                "arrays that jdag holds have to live as long as their context"
+                "arrays that jdag holds have to live as long as their context, and "
+                "what was put, passed or fetched is shared: donate a copy (jnp.copy)"
             ) from error
 
 

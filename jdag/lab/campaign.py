@@ -54,7 +54,11 @@ def attempt(path: Path, request: Any) -> dict[str, Any]:
     try:
         scenario, subject, strategy = _loaded(path, request[0])
         settings = scenario.settings
-        with wrong(path), configured(settings), raising_nothing(settings.program):
+        with (
+            wrong(path),
+            configured(settings, exact=True),
+            raising_nothing(settings.program),
+        ):
             found = exploration(subject, sound, range(*request[1:]), strategy)
     except ScenarioError as error:
         return {"error": str(error)}
@@ -152,7 +156,7 @@ def _read(
     )
     if reply["failure"] is not None:
         run, choices = reply["failure"]
-        with configured(scenario.settings):
+        with configured(scenario.settings, exact=True):
             subject.first()
             played = repeated(subject, choices)
             report.failure = failure_of(subject, played, sound, run)
