@@ -299,7 +299,7 @@ def test_deleted_arrays_are_named_in_forward_and_vjp() -> None:
     for kept in call.residuals.keeps:
         kept.delete()
     x.delete()
-    with pytest.raises(JdagError, match=r"argument \d of .*deleted or donated.*jnp\.copy"):
+    with pytest.raises(JdagError, match=r"argument \d .*donated.*jnp\.copy"):
         call.pair.forward(call.args)
     with pytest.raises(JdagError, match=r"residual \d of .*was deleted or donated"):
         call.vjp([jnp.ones(3)])
