@@ -139,6 +139,19 @@ def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
     assert sides.b.asides == [{"ask": 1, "what": "info"}]
 
 
+def test_an_end_to_which_a_part_of_a_message_is_to_come_is_not_idle(
+    sides: Sides,
+) -> None:
+    sides.a.connection.send(primal(1), [jnp.ones(1 << 23)])
+    while not sides.b.connection.reader.messages:
+        sides.turn()
+    sides.b.connection.drop_stream()  # As where it is cut.
+    assert not sides.b.messages and not sides.b.connection.idle
+    sides.connect()
+    sides.run(lambda: bool(sides.b.messages))
+    sides.run(lambda: sides.b.connection.idle)
+
+
 def test_acknowledgements_are_sent_as_one_message(sides: Sides) -> None:
     connection = sides.a.connection
     sides.run(lambda: connection.idle)

@@ -193,6 +193,11 @@ class Assembler:
         self._order: Order = Order()
         self.messages = 0  # That came.
 
+    @property
+    def whole(self) -> bool:
+        """Whether all that came has come with its values."""
+        return not self._incoming
+
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """Take a message with its inline values; return the deliveries now complete."""
         message, kinds, offset = self._codec.decode(payload)

@@ -202,9 +202,9 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is waiting to be sent."""
+        """Whether nothing waits to be sent, or for the rest of a value."""
         waiting = self._acknowledgements or self._queue or self._out
-        return not (waiting or self.bulk.values)
+        return not (waiting or self.bulk.values) and self.reader.whole
 
     def send(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()

@@ -126,6 +126,11 @@ class FrameReader:
         """How many messages have come."""
         return self._assembler.messages
 
+    @property
+    def whole(self) -> bool:
+        """Whether no value of them is still to come."""
+        return self._assembler.whole
+
     def interrupt(self) -> None:
         """Drop incomplete frames."""
         self.paused = False
