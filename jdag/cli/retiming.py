@@ -44,9 +44,8 @@ def what_if(
         try:
             with reading(folder):
                 trace, window = read_trace(folder / TRACE), None
-                if (
-                    folder / RESULT
-                ).exists():  # Else a trace alone, as a program wrote.
+                result = folder / RESULT
+                if result.exists():  # Else a trace alone, as a program wrote.
                     first_ns, last_ns = read_result(folder)["window_ns"]
                     window = first_ns, last_ns
                 run = retime(trace, window)

@@ -1,4 +1,4 @@
-"""A helper process: it answers for its owner, if that computes and answers nobody.
+"""A helper process, which answers for its owner while that is busy computing.
 
 Run as `python -I -S pulse_helper.py OWNER DESCRIPTOR`, with a key of `KEY_BYTES` on its
 standard input. OWNER is the process that started it, DESCRIPTOR a bound UDP socket. It
@@ -71,14 +71,15 @@ def computes(process: int) -> bool:
 
 
 def _questions(asked: socket.socket, key: bytes) -> list[tuple[bytes, tuple[str, int]]]:
-    """The nonces that have come, each with who asks; all but questions is dropped."""
+    """Return the nonces of valid questions, each with its sender's address."""
     found = []
     with suppress(OSError):
         for _ in range(_QUESTIONS_MAX):
-            data, who = asked.recvfrom(NONCE_BYTES + TAG_BYTES + 1, socket.MSG_DONTWAIT)
+            most = NONCE_BYTES + TAG_BYTES + 1
+            data, sender = asked.recvfrom(most, socket.MSG_DONTWAIT)
             nonce = data[:NONCE_BYTES]
             if hmac.compare_digest(data, question(key, nonce)):
-                found.append((nonce, who))
+                found.append((nonce, sender))
     return found
 
 
@@ -95,9 +96,9 @@ def main(owner: int, descriptor: int) -> None:
     while life not in dict(poller.poll()):
         questions = _questions(asked, key)
         if questions and computes(owner):
-            for nonce, who in questions:
+            for nonce, sender in questions:
                 with suppress(OSError):
-                    asked.sendto(answer(key, nonce), who)
+                    asked.sendto(answer(key, nonce), sender)
 
 
 if __name__ == "__main__":
