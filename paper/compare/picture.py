@@ -52,6 +52,7 @@ def picture(written: Mapping[str, Any]) -> Figure:
                 fontsize=7,
             )
             if bar["target"]:
+                ratios.append(bar["target"])
                 ends = (bar["target"], at - THICK / 2, at + THICK / 2)
                 axes.vlines(*ends, "white", lw=5)
                 axes.vlines(*ends, "black", lw=2)
