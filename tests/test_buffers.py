@@ -25,6 +25,7 @@ from jdag.compute.moves import transferred
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.engine.arrays import DTYPES
+from jdag.errors import JdagError
 from jdag.wire.arrays import type_of
 from tests.compute_cases import setting
 
@@ -80,6 +81,18 @@ def test_arrays_of_every_dtype_come_with_their_type_and_bits(dtype: str):
         array = jnp.asarray(drawn_here)
         assert bits(delivered(carried(array))) == bits(array), shape
         assert bits(jnp.asarray(carried(drawn_here))) == bits(array), shape
+
+
+@pytest.mark.parametrize("value", [np.ones(3), 2.5, np.ones(DELIVERED_MIN_BYTES)])
+def test_a_received_value_passes_a_guard_of_implicit_transfers(value: Any):
+    wanted = bits(delivered(value))
+    with jax.transfer_guard("disallow"):
+        assert bits(delivered(value)) == wanted
+    with (
+        jax.transfer_guard("disallow_explicit"),
+        pytest.raises(JdagError, match=r"cannot become a JAX array here: .*Disallowed"),
+    ):
+        delivered(value)
 
 
 @jax.jit

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import jdag
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer, squared_norm
 from jdag.api.refs import fetch
@@ -52,6 +53,24 @@ def test_an_abstract_step_sends_what_a_real_one_does(clip_norm):
                 optimizer.step(ctx)
             counts.append(list(sent(cluster)))
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("is_plan", [False, True])
+def test_a_clipped_step_passes_a_guard_of_implicit_transfers(is_plan):
+    x = jnp.arange(1.0, 4.0)
+    with jax.transfer_guard("disallow"), simulate(["a", "b"], seed=0) as cluster:
+        w = cluster.put("b", x)
+        optimizer = Optimizer(optax.sgd(0.1), w, clip_norm=1.0)
+        step = jdag.compile(lambda ctx, w: ctx.call("b", total, w), cluster, optimizer)
+        for _ in range(2):  # The second call of a compiled function is another path.
+            if is_plan:
+                step(w)
+                continue
+            with cluster.context() as ctx:
+                ctx.backward(ctx.call("b", total, w))
+                optimizer.step(ctx)
+        stepped = w.fetch()
+    assert not np.array_equal(stepped, x)
 
 
 def stepped_apart(tx, clip_norm, placement):

@@ -1,6 +1,8 @@
 """A wait without end raises on both drivers, with worker, line and reason."""
 
+import os
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -15,6 +17,7 @@ from jdag import schedules
 from jdag.errors import JdagError, PassTimeout
 from jdag.rpc.stuck import Waits
 from tests.pipeline_cases import layer, square
+from tests.stream_cases import soon
 from tests.test_scheduled_plans import await_file, awaits
 
 SCHEDULE = schedules.one_f_one_b(stages=2, micro_batches=3)
@@ -150,6 +153,17 @@ def test_a_wait_that_a_list_holds_up_is_told_wherever_it_is(
     assert "w0 waits for 0F0, which is next in its list; ready behind it: 0F2" in told
     assert wait is in_a_fetch or "'w1' for values that it fetches at test_" in told
     assert SUM not in told
+
+
+@pytest.mark.second
+def test_a_wait_without_end_is_told_after_a_loss():
+    with jdag.launch(
+        [*SCHEDULE.workers, "z"], schedule=SCHEDULE, allow=["tests"]
+    ) as cluster:
+        os.kill(cluster.driver.launch.pids["z"], signal.SIGKILL)
+        soon(lambda: cluster.info()["z"]["lost"])
+        with pytest.raises(JdagError, match=re.escape(LIST)):
+            in_a_pass(cluster)
 
 
 def test_a_context_that_is_left_while_a_list_waits_ends(cluster: Any):

@@ -24,6 +24,7 @@ from jax.dtypes import canonicalize_dtype
 from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array_type
 from jdag.engine.arrays import ArrayType
+from jdag.errors import JdagError
 
 ALIGNMENT_BYTES = 64  # JAX takes memory of this alignment without a copy.
 ALIASED_MIN_BYTES = 1 << 18  # Below this a copy is faster than aliasing.
@@ -124,19 +125,32 @@ def delivered(value: Any) -> Any:
     Functions that are not compiled, hooks and fetches take this. Anything else (a
     failure, an abstract value, a JAX array) is returned unchanged.
     """
-    if value.__class__ is np.ndarray:
-        small = value.nbytes < DELIVERED_MIN_BYTES
-        return _delivered(value) if small else _taken_over(value)
-    if type(value) in _NUMBERS:
-        return _delivered(value)
-    if value.__class__ is Dual:
+    kind = value.__class__
+    if kind is np.ndarray or kind in _NUMBERS:
+        small = kind in _NUMBERS or value.nbytes < DELIVERED_MIN_BYTES
+        try:
+            return _identity(value) if small else _taken_over(value)
+        except jax.errors.JaxRuntimeError as error:
+            return _despite(error, value)
+    if kind is Dual:
         return Dual(*map(delivered, value.keeps))
     return value
 
 
 @jax.jit
-def _delivered(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value  # As jnp.asarray makes it, in a third of the time.
+
+
+def _despite(error: Exception, value: Any) -> Any:
+    """Deliver a value where a guard forbids implicit transfers."""
+    try:
+        return _taken_over(value)
+    except jax.errors.JaxRuntimeError:
+        raise JdagError(
+            f"a value that was received cannot become a JAX array here: {error}; "
+            "fetch where transfers are allowed"
+        ) from error
 
 
 class Buffers:

@@ -111,8 +111,7 @@ class Waits:
 
     def _judge(self, nodes: list[dict[str, Any]]) -> None:
         """All rest since the round before: say so, unless something is under way."""
-        under_way = sum([one["sent"] - one["got"] for one in nodes])
-        if self._peers.gone or not under_way:
+        if sum([one["sent"] - one["got"] for one in nodes]) == 0:
             waits = [wait for one in nodes for wait in one["waits"]]
             lists = [one["list"] for one in nodes if one["list"]]
             self._found = f"nothing is left to happen, and {stuck(waits, lists)}"
