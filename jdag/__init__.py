@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from jdag.gone import GONE, gone
+
 TYPE_CHECKING = False  # To import typing takes as long as all else here.
 if TYPE_CHECKING:
     from typing import Any
@@ -134,6 +136,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         versions = import_module("jdag.runtime.versions")
         return globals().setdefault(name, versions.version_of())
+    if f"{__name__}.{name}" in GONE:
+        raise AttributeError(gone(f"{__name__}.{name}"))
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _LATER[name]

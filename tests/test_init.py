@@ -10,11 +10,10 @@ import jdag
 
 # What a worker does not need: optimizers, pages, tables, pictures, the command line.
 LATER = (
-    *("jinja2", "matplotlib", "networkx", "optax", "orbax", "rich", "typer"),
+    *("jinja2", "matplotlib", "optax", "orbax", "rich", "typer"),
     *(
         "jdag.cli.commands",
         "jdag.api.optimizer",
-        "jdag.programs",
         "jdag.report",
         "jdag.scenario",
     ),
@@ -37,6 +36,17 @@ def test_importing_the_package_alone_imports_nothing_heavy() -> None:
     assert [
         name for name in ("jax", "numpy", "jdag.errors") if name in run.stdout.split()
     ] == []
+
+
+def test_a_name_that_has_gone_says_what_to_use_in_its_place() -> None:
+    said = "jdag.programs has gone: .*Case is jdag.scenario.Case"
+    for line in ("import jdag.programs.shapes", "from jdag import programs"):
+        with pytest.raises(ImportError, match=said):
+            exec(line)
+    with pytest.raises(AttributeError, match=said):
+        _ = jdag.programs
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'jdag\.nothing'"):
+        exec("import jdag.nothing")
 
 
 def test_no_module_hides_a_public_function_of_its_name() -> None:

@@ -152,7 +152,7 @@ BAD = {
     "a program's former name": (
         (),
         {"program": 'program = "jdag.programs.shapes:chain"'},
-        'allowed is "shapes:chain": that module is now the file scenarios/shapes.py',
+        "jdag.programs has gone: programs of scenarios are files beside their TOML",
     ),
     "no reference": ((), {"program": 'program = "x"'}, "allowed is module:function"),
     "no program": (

@@ -24,7 +24,7 @@ COLUMNS_MAX = 88
 # Bottom to top: a folder may import itself and what stands in an earlier row, and
 # nothing beside it in its own row (so that sim and rpc never meet).
 LAYERS = (
-    ("errors",),
+    ("errors", "gone"),
     ("engine", "schedules"),
     ("wire", "compute"),
     ("runtime", "parallel"),
@@ -32,7 +32,7 @@ LAYERS = (
     ("api",),
     ("report", "scenario"),
     ("lab",),
-    ("programs", "cli", "testing"),
+    ("cli", "testing"),
     ("__main__", "__init__"),
 )
 RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
@@ -45,8 +45,6 @@ HOMES = {
     "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),
     "jinja2": ("report",),
-    "networkx": ("report",),
-    "perfetto": ("report",),
     "pyarrow": ("lab.parquet",),
     "ray": ("rpc.on_ray",),
     "cryptography": ("rpc.authority",),
@@ -433,14 +431,14 @@ def test_the_layers_name_each_unit_once_and_these_folders_exist():
     units = [unit for row in LAYERS for unit in row]
     assert sorted(units) == sorted(RANK)
     assert all(RANK[unit] <= RANK[upper] for unit, upper in pairwise(units))
-    for folder in ("engine", "compute", "wire", "sim", "programs", "report"):
+    for folder in ("engine", "compute", "wire", "sim", "report"):
         assert (ROOT / "jdag" / folder / "__init__.py").is_file(), folder
 
 
-def test_the_house_has_at_most_ten_floors_and_three_modules_outside_of_folders():
+def test_the_house_has_at_most_ten_floors_and_four_modules_outside_of_folders():
     assert len(LAYERS) <= 10
     flat = sorted(path.stem for path in (ROOT / "jdag").glob("*.py"))
-    assert flat == ["__init__", "__main__", "errors"]
+    assert flat == ["__init__", "__main__", "errors", "gone"]
 
 
 BY_NAME = {name_of(law): law for law in LAWS}

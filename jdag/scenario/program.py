@@ -20,7 +20,6 @@ from jdag.errors import ScenarioError, meant, named_text, repr_of, text_of, unus
 from jdag.scenario.case import Case, Player
 from jdag.scenario.tables import Settings
 
-_FORMER = "jdag.programs."  # Where programs of scenarios were up to 0.1.
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple(library.__path__[0] + os.sep for library in (jax, np, importlib))
@@ -98,12 +97,6 @@ def imported(program: str, folder: Path, what: str = "program") -> Any:
             sys.path.remove(place)
         sys.path.insert(0, place)
     where = f"module:function, of a module in {', in '.join(folders)} or installed"
-    moved = module_name.removeprefix(_FORMER)
-    if moved != module_name:
-        raise refused(
-            f'"{moved}:{name}": that module is now the file scenarios/{moved}.py, '
-            "beside the scenarios that name it"
-        )
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
