@@ -17,7 +17,7 @@ from tests.test_scenario import BAD
 ROOT = Path(__file__).parent.parent
 FILES = (
     *("result.json", "trace.jsonl", "timeline.png", "graph.png", "graph.dot"),
-    *("index.html", "trace.perfetto.json"),
+    *("index.html", "trace.pftrace"),
 )
 STUCK = "shapes:dropped_reply"
 FAST = '[settings]\nmode = "fast"'

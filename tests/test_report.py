@@ -3,7 +3,6 @@
 import re
 import struct
 from fractions import Fraction
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,10 +13,8 @@ from jdag.api.graph import graph_of
 from jdag.errors import JdagError, UnusedSendError
 from jdag.report import read_drawings, render
 from jdag.report.formatting import formatted
-from jdag.report.perfetto import JOBS_MAX, MESSAGES_MAX, trace_events
 from jdag.report.picture import _laid_out, _left_out, draw_graph
-from jdag.report.raster import COLUMNS, mixed
-from jdag.report.spans import Job, Spans, Transfer, bubble, spans_of
+from jdag.report.spans import bubble, spans_of
 from jdag.runtime.trace import Trace
 from jdag.sim.devices import DeviceModel
 from jdag.sim.network import LinkModel
@@ -25,12 +22,6 @@ from shapes import pipeline
 
 STAGES = ("stage0", "stage1", "stage2", "stage3")
 FILES = ("timeline.png", "graph.png", "graph.dot", "graph.json", "index.html")
-COLORS = {
-    "forward": "#ff0000",
-    "backward": "#00ff00",
-    "sum": "#0000ff",
-    "update": "#ffff00",
-}
 
 
 def play(case, workers, **settings):
@@ -196,6 +187,18 @@ def test_a_bubble_counts_what_lies_in_the_window_and_no_transfers():
     assert bubble(spans_of(trace).jobs, ("a",), (5, 5)) == {"a": 0}
 
 
+def test_two_actions_that_run_as_one_keep_a_worker_busy_once():
+    trace = noted(
+        start(0, "a"),
+        start(0, "a"),
+        finish(10, "a", 0),
+        finish(10, "a", 1),
+        start(30, "a"),
+        finish(50, "a", 4),
+    )
+    assert bubble(spans_of(trace).jobs, ("a",), (0, 40)) == {"a": Fraction(1, 2)}
+
+
 def test_a_window_keeps_what_overlaps_it(slow):
     trace, _, _, _ = slow
     inside = spans_of(trace).within((1_000_000, 2_000_000))
@@ -205,84 +208,6 @@ def test_a_window_keeps_what_overlaps_it(slow):
     assert all(one.start_ns <= 2_000_000 for one in found)
     assert all(one.end_ns >= 1_000_000 for one in found)
     assert len(inside.jobs) < len(spans_of(trace).jobs)
-
-
-# -------------------------------------------------------------------------- raster
-
-
-def _job(worker, start_ns, end_ns, kind="forward"):
-    return Job(worker, kind, "m:f", "0.1", 0, (1,), start_ns, end_ns)
-
-
-def test_a_raster_shows_the_share_of_each_pixels_time():
-    jobs = [_job("a", 0, 3), _job("b", 5, 10), _job("b", 10, 15), _job("x", 0, 9)]
-    window = (0, 10 * COLUMNS)  # Ten nanoseconds a pixel.
-    picture = mixed(jobs, ("a", "b"), window, COLORS, "#000000")
-    assert picture.shape == (2, COLUMNS, 3)
-    red = picture[:, :, 0]
-    np.testing.assert_allclose(red[0, :3], [0.3, 0, 0], atol=1e-9)
-    np.testing.assert_allclose(red[1, :3], [0.5, 0.5, 0], atol=1e-9)
-    assert red[:, 3:].max() < 1e-9
-
-
-def test_a_raster_neither_loses_nor_adds_time(slow):
-    trace, _, window, _ = slow
-    jobs = spans_of(trace).jobs
-    plain = dict.fromkeys(COLORS, "#ffffff")
-    picture = mixed(jobs, STAGES, window, plain, "#000000")
-    busy = picture[:, :, 0].mean(axis=1)
-    idle = bubble(jobs, STAGES, window)
-    np.testing.assert_allclose(busy, [float(1 - idle[w]) for w in STAGES], atol=1e-9)
-
-
-# ------------------------------------------------------------------------ Perfetto
-
-
-def test_perfetto_has_an_arrow_from_where_a_message_left_to_where_it_arrived(slow):
-    read = spans_of(slow[0])
-    events = trace_events(read, STAGES)["traceEvents"]
-    assert all(a.get("ts", 0) <= b.get("ts", 0) for a, b in pairwise(events))
-    left = {event["id"]: event for event in events if event["ph"] == "s"}
-    came = {event["id"]: event for event in events if event["ph"] == "f"}
-    assert list(left) == sorted(left)
-    assert sorted(came) == list(left) == list(range(1, len(read.transfers) + 1))
-    pid = {worker: place for place, worker in enumerate(STAGES, 1)}
-    for one, transfer in zip(left.values(), read.transfers, strict=True):
-        other = came[one["id"]]
-        assert one["pid"] == pid[transfer.worker]
-        assert other["pid"] == pid[transfer.destination]
-        assert one["ts"] * 1_000 == pytest.approx(transfer.start_ns)
-        assert other["ts"] * 1_000 == pytest.approx(transfer.end_ns)
-
-
-def test_each_arrow_of_perfetto_stands_right_after_the_slice_that_it_joins(slow):
-    events = trace_events(spans_of(slow[0]), STAGES)["traceEvents"]
-    for track in range(1, len(STAGES) + 1):
-        mine = [e for e in events if e["pid"] == track and e.get("tid") == 2]
-        for before, event in pairwise(mine):
-            if event["ph"] in "sf":
-                assert before["ph"] == "X", (before, event)
-                assert before["ts"] == event["ts"]
-
-
-def test_what_a_worker_computes_in_perfetto_does_not_overlap(slow):
-    events = trace_events(spans_of(slow[0]), STAGES)["traceEvents"]
-    for pid in range(1, len(STAGES) + 1):
-        jobs = [e for e in events if e["ph"] == "X" and e["pid"] == pid]
-        jobs = [e for e in jobs if e["tid"] == 1]
-        assert len(jobs) >= 16
-        for one, other in pairwise(jobs):
-            assert one["ts"] + one["dur"] <= other["ts"] + 1e-6
-
-
-def test_perfetto_gets_the_beginning_of_a_long_run():
-    jobs = tuple(_job("a", at, at + 1) for at in range(JOBS_MAX + 9))
-    place = ("Call", "0.1", 0, (1,), 0, 9)
-    sent = [Transfer("a", "a", *place, 0, 1) for _ in range(MESSAGES_MAX + 9)]
-    late = Transfer("a", "a", *place, JOBS_MAX + 5, JOBS_MAX + 6)
-    events = trace_events(Spans(jobs, (*sent, late), ()), ("a",))["traceEvents"]
-    assert sum(e["ph"] == "X" and e["tid"] == 1 for e in events) == JOBS_MAX
-    assert sum(e["ph"] == "s" for e in events) == MESSAGES_MAX
 
 
 # ------------------------------------------------------------- pictures and the page
@@ -300,7 +225,7 @@ def test_a_report_is_made_whole_and_made_again_to_the_same_bytes(slow, tmp_path)
     result = result_of(STAGES, messages=3, bubble=dict.fromkeys(STAGES, 1 / 3))
     render(tmp_path, result, trace, drawings, window=window)
     made = sorted(path.name for path in tmp_path.iterdir())
-    assert made == sorted([*FILES, "trace.perfetto.json"])
+    assert made == sorted(FILES)
     before = {name: (tmp_path / name).read_bytes() for name in made}
     again = read_drawings(tmp_path)
     assert again == graph_of(drawings)
@@ -350,7 +275,7 @@ def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path
     assert "http" not in page
     assert "<link" not in page
     assert "<script src" not in page
-    assert page.count('src="data:image/png;base64,') == page.count("src=") == 2
+    assert page.count('src="data:image/png;base64,') == page.count("src=") == 1
     assert "Is 1 &lt; 2 &amp; 3 &gt; 2?" in page
     assert "line &lt;one&gt;\nline two" in page
     assert ">met</td>" in page
@@ -360,7 +285,7 @@ def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path
         assert said in page, said
     assert f"stage0: {share}" not in page  # It stands in the table by worker.
     assert "jdag run some.toml --seed 7" in page
-    assert "trace.perfetto.json" in page
+    assert "trace.pftrace" in page
 
 
 def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):

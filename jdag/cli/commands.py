@@ -272,6 +272,7 @@ def _write(made: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
     trace = answer.cluster.trace
     if trace is not None:
         trace.write(made / TRACE)
+        write_traces(made, trace, result["workers"], ["perfetto"])
     render(made, result, trace, answer.drawings, window=answer.window)
 
 
@@ -412,7 +413,7 @@ def report(
                 written, refused = list[str](), list[str]()
                 if trace is not None:
                     of = made, trace, result["workers"]
-                    written, refused = write_traces(*of, formats)
+                    written, refused = write_traces(*of, ["perfetto", *formats])
         except ScenarioError:
             raise
         except Exception as error:  # Other programs may have edited the files.

@@ -1,7 +1,7 @@
 """The report of a run: pictures, a page, and traces for other tools.
 
 `render` makes it from the run's result, trace and graph. `read_drawings` reads the
-graph from the run's folder, to render again later.
+graph from the run's folder, to render again later. Page and picture show one timeline.
 """
 
 import json
@@ -13,13 +13,12 @@ from msgspec import convert, to_builtins
 
 from jdag.api.graph import Graph, dot_of, graph_of
 from jdag.engine.drawing import Drawing
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of
 from jdag.report.gantt import gantt_of, lists_of
 from jdag.report.goal import goal_of
 from jdag.report.operations import operations_of
 from jdag.report.page import write_page
-from jdag.report.perfetto import trace_events
 from jdag.report.picture import draw_graph
 from jdag.report.result import json_of
 from jdag.report.spans import spans_of
@@ -32,7 +31,7 @@ TIMELINE = "timeline.png"
 GRAPH = "graph.png"
 GRAPH_DATA = "graph.json"
 GRAPH_DOT = "graph.dot"
-PERFETTO = "trace.perfetto.json"
+PERFETTO = "trace.pftrace"
 PAGE = "index.html"
 FORMATS = ("perfetto", "chakra", "goal", "torch")
 WRITTEN = (TIMELINE, GRAPH, GRAPH_DATA, GRAPH_DOT, PERFETTO, PAGE)
@@ -46,7 +45,7 @@ def render(
     *,
     window: tuple[int, int],
 ) -> None:
-    """Write the pictures, the page and the other traces of a run into its folder.
+    """Write the pictures and the page of a run into its folder.
 
     Args:
         folder: the target; existing files of the same names are replaced.
@@ -60,20 +59,17 @@ def render(
         OSError: a file cannot be written.
     """
     name, workers = result["name"], result["workers"]
-    pictures, table, gantt = [], "", None
+    pictures, table, gantt, on_timeline = [], "", None, ""
     if trace is not None:
-        read = spans_of(trace)
-        title = f"{name}: what each worker did"
         is_real = trace.settings.get("driver") == "rpc"
         clock = "time" if is_real else "virtual time"
-        draw_timeline(folder / TIMELINE, read, workers, window, title, clock)
-        _write_json(folder / PERFETTO, trace_events(read, workers))
-        gantt = gantt_of(read.jobs, workers, window)
-        text = _ON_TIMELINE + (_on_clocks(trace.settings) if is_real else "")
-        pictures.append((folder / TIMELINE, "Timeline", text))
+        gantt = gantt_of(spans_of(trace), workers, window, clock)
+        draw_timeline(folder / TIMELINE, gantt, f"{name}: what each worker did")
+        on_timeline = _ON_TIMELINE + (_on_clocks(trace.settings) if is_real else "")
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
-        _write_json(folder / GRAPH_DATA, to_builtins(graph))
+        data = json.dumps(to_builtins(graph), separators=(",", ":"))
+        (folder / GRAPH_DATA).write_text(data, encoding="utf-8")
         (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
         if graph.vertices:
             title = f"{name}: the graph of one {'plan' if graph.table else 'context'}"
@@ -81,7 +77,7 @@ def render(
             said = _ON_PLAN if graph.table else _ON_GRAPH
             pictures.append((folder / GRAPH, "Graph", said))
         table = graph.table
-    write_page(folder / PAGE, result, pictures, table, gantt)
+    write_page(folder / PAGE, result, pictures, table, gantt, on_timeline)
 
 
 def write_traces(
@@ -101,7 +97,7 @@ def write_traces(
         The names of the files, and why other formats are not for this run.
 
     Raises:
-        JdagError: a format is none of `FORMATS`, or no format is for this run.
+        JdagError: a format is none of `FORMATS`.
         OSError: a file cannot be written.
     """
     formats = tuple(dict.fromkeys(formats))
@@ -113,7 +109,7 @@ def write_traces(
     files, refused = dict[str, bytes](), list[str]()
     if "perfetto" in formats:
         marks = spans_of(trace).marks
-        files["trace.pftrace"] = track_events(operations, marks, workers)
+        files[PERFETTO] = track_events(operations, marks, workers)
     if "chakra" in formats:
         for rank, nodes in enumerate(chakra_of(operations, workers)):
             files[f"trace.{rank}.et"] = nodes
@@ -126,8 +122,6 @@ def write_traces(
             refused.append(f"trace format 'torch': {why}")
     if "goal" in formats:
         files["trace.goal"] = goal_of(operations, workers).encode()
-    if refused and not files:
-        raise ScenarioError("; ".join(refused))
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return [*files], refused
@@ -159,15 +153,12 @@ def _on_clocks(settings: Mapping[str, Any]) -> str:
     return said
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
-
-
 _ON_TIMELINE = (
     "A row is a worker. Numbers in bars are the paths of calls: a forward and the "
     "backward of the same number are one call. Under a schedule they are "
-    "micro-batches; segments of plans have the names of their functions. Below them, "
-    "arrays on their way from this worker."
+    "micro-batches, and two actions that run as one lie above each other; segments of "
+    "plans have the names of their functions. Below them, arrays on their way from "
+    "this worker. timeline.png is the same as a picture."
 )
 _ON_PLAN = (
     "A column is a worker: its segments, by their numbers in the table below, and the "

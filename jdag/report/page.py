@@ -24,8 +24,9 @@ def write_page(
     pictures: Sequence[Picture],
     plan: str = "",
     gantt: Mapping[str, Any] | None = None,
+    on_timeline: str = "",
 ) -> None:
-    """Write the page of a result, with these pictures, a plan's table and a chart.
+    """Write the page of a result, with these pictures, a plan's table and a timeline.
 
     Raises:
         OSError: a picture cannot be read, or the page not be written.
@@ -61,10 +62,12 @@ def write_page(
         ],
         long=[(name, str(given[name])) for name in _LONG if name in given],
         plan=plan,
-        is_traced="Timeline" in [heading for _, heading, _ in pictures],
         gantt=gantt,
+        on_timeline=on_timeline,
         # Within a script nothing is escaped; only "</" could end it.
-        gantt_data=Markup(json.dumps(gantt).replace("<", "\\u003c")),
+        gantt_data=Markup(
+            json.dumps(gantt, separators=(",", ":")).replace("<", "\\u003c")
+        ),
         pictures=[
             (b64encode(file.read_bytes()).decode(), heading, said)
             for file, heading, said in pictures

@@ -4,9 +4,12 @@ Three kinds of field suffice for them (protobuf.dev, "Encoding"), so no run need
 protobuf library; tests read the files with it.
 """
 
+from functools import lru_cache
+
 _VARINT, _FIXED64, _BYTES = 0, 1, 2
 
 
+@lru_cache(1 << 14)  # Most are tags, lengths and numbers of tracks.
 def varint(value: int) -> bytes:
     """Return an int of 0 to 2**64 - 1 in base 128, least significant part first."""
     assert 0 <= value < 1 << 64, value

@@ -145,14 +145,18 @@ def bubble(
 ) -> dict[str, Fraction]:
     """Return for each worker 1 - busy time / length of the window, exactly.
 
-    A worker is busy while it computes. The bubble of an empty window is 0.
+    A worker is busy while it computes: jobs, in order of their starts, that run at one
+    time count once. The bubble of an empty window is 0.
     """
     first_ns, last_ns = window
-    busy_ns = dict.fromkeys(workers, 0)
+    busy_ns, until_ns = dict.fromkeys(workers, 0), dict.fromkeys(workers, first_ns)
     for job in jobs:
         if job.worker in busy_ns:
-            part_ns = min(job.end_ns, last_ns) - max(job.start_ns, first_ns)
-            busy_ns[job.worker] += max(part_ns, 0)
+            from_ns = max(job.start_ns, until_ns[job.worker])
+            to_ns = min(job.end_ns, last_ns)
+            if from_ns < to_ns:
+                busy_ns[job.worker] += to_ns - from_ns
+                until_ns[job.worker] = to_ns
     length_ns = last_ns - first_ns
     if length_ns <= 0:
         return dict.fromkeys(workers, Fraction(0))

@@ -13,6 +13,7 @@ message that did not arrive is an instant.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from jdag.api.graph import dotted
 from jdag.report.operations import Operation
@@ -110,6 +111,7 @@ def _said(one: Operation) -> bytes:
     return b"".join(_annotation(name, value) for name, value in said.items())
 
 
+@lru_cache(1 << 14)
 def _annotation(name: str, value: int | str) -> bytes:
     held = nested(6, value) if isinstance(value, str) else number(3, value)
     return nested(4, nested(10, name) + held)
