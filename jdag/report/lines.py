@@ -107,4 +107,6 @@ def _is_wide(values: Sequence[float]) -> bool:
 
 
 def _tick(name: str, at: float) -> str:
-    return formatted(name, int(at) if at == int(at) else float(at))
+    return formatted(name, int(at) if at == int(at) else float(at)).replace(
+        ".00 %", " %"
+    )

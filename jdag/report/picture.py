@@ -168,8 +168,8 @@ def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None
         label = label.replace(" [", "\n[")
     axes.text(
         x, y, label, ha="center", va="center",
-        fontsize=6.8 if vertex.kind == "leaf" else 7.5, zorder=4, color=text,
-        parse_math=False, linespacing=0.9,
+        fontsize=6.4 if vertex.kind == "leaf" else 7.5, zorder=4, color=text,
+        parse_math=False, linespacing=1.05,
     )  # fmt: skip
 
 
