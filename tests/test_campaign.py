@@ -185,6 +185,10 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
         (["explore", CHAIN, "--runs", "10000001"], "= 10000001: allowed is an integer"),
         (
+            ["explore", CHAIN, "--runs", "9" * 5000],
+            "an integer >= 1 of at most 1000 di",
+        ),
+        (
             ["explore", CHAIN, "--strategy", "dfs"],
             "jdag: --strategy = 'dfs': allowed is one of random[:SEED], pct[:DEPTH]",
         ),

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from jdag.errors import JdagError
-from jdag.report import write_traces
 from jdag.report.chakra import chakra_of
 from jdag.report.goal import goal_of
 from jdag.report.operations import operations_of
@@ -311,12 +309,3 @@ def test_what_takes_no_time_or_does_not_arrive_is_in_perfetto_too():
         (("a", "queue to b"), "Primal to b", 2),
         (("a", "network"), "drop", 3),
     ]
-
-
-# ------------------------------------------------------------------------------- files
-
-
-def test_an_unknown_format_is_refused_and_nothing_written(slow, tmp_path):
-    with pytest.raises(JdagError, match="'vcd' is unknown; allowed are perfetto"):
-        write_traces(tmp_path, slow[0], STAGES, ["goal", "vcd"])
-    assert list(tmp_path.iterdir()) == []

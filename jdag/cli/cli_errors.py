@@ -1,13 +1,18 @@
-"""Exit codes, and errors of commands as one line."""
+"""What commands share: exit codes, errors as one line, values of options."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from jdag.errors import JoinError, ScenarioError, named_text, reason, unusable
+
+File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
+_DIGITS_MAX = 1000  # Python reads no more than 4300.
 
 
 class Exit(IntEnum):
@@ -36,6 +41,20 @@ def check_one_of(key: str, value: str | None, *allowed: str) -> None:
     """Raise ScenarioError if an option has a value that is not one of these."""
     if value not in (None, *allowed):
         raise ScenarioError(unusable(key, value, f"one of {', '.join(allowed)}"))
+
+
+def natural(key: str, text: str, least: int = 0) -> int:
+    """Return the integer that an option's text is; ScenarioError for any other."""
+    is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
+    if not is_number or int(text) < least:
+        allowed = f"an integer >= {least} of at most {_DIGITS_MAX} digits"
+        raise ScenarioError(unusable(key, text, allowed))
+    return int(text)
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line as it is: names in it are no markup, and it is not folded."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def no_run(folder: Path, error: Exception) -> ScenarioError:

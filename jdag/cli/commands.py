@@ -32,7 +32,15 @@ from rich.text import Text
 
 from jdag.api.folders import reading, replacing
 from jdag.cli import exploring, hosting, predicting, retiming, sweeping
-from jdag.cli.cli_errors import Exit, errors_in_one_line, no_run
+from jdag.cli.cli_errors import (
+    Exit,
+    File,
+    check_one_of,
+    errors_in_one_line,
+    natural,
+    no_run,
+    say,
+)
 from jdag.cli.printing import Functions, print_functions, print_graph
 from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.report import (
@@ -45,7 +53,7 @@ from jdag.report import (
 )
 from jdag.report.formatting import formatted
 from jdag.report.page import WORKER, tables_of
-from jdag.report.result import RESULT, json_of, read_result
+from jdag.report.result import RESULT, TRACE, json_of, read_result
 from jdag.runtime import signals
 from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
@@ -56,10 +64,8 @@ from jdag.scenario.driving import Driver as Driving
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
 RUN = "run"  # The kind of folder that `jdag run` writes.
-TRACE = "trace.jsonl"
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
 _NARROW = 72  # Below so many columns a table leaves out descriptions.
-_DIGITS_MAX = 1000  # Python reads no more than 4300.
 _INTERRUPTED = 130  # What a shell makes of Ctrl-C.
 
 
@@ -69,7 +75,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone.")]
 Seed = Annotated[
     str | None, typer.Option(metavar="N", help="In place of the scenario's.")
@@ -116,7 +121,7 @@ def run(  # noqa: PLR0913 - options of a command.
     unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
     """
     with errors_in_one_line(), _programs_are_silent(as_json):
-        scenario = load(file, seed=_seed_of(seed))
+        scenario = load(file, seed=None if seed is None else natural("--seed", seed))
         with wrong(scenario.path):
             driving = driver_of(
                 scenario.settings, driver, device=device, carrier=carrier
@@ -139,15 +144,6 @@ def run(  # noqa: PLR0913 - options of a command.
         if functions:
             print_functions(console, scenario, answer.cluster)
     raise typer.Exit(_code(answer))
-
-
-def _seed_of(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX):
-        allowed = f"an integer >= 0 of at most {_DIGITS_MAX} digits"
-        raise ScenarioError(unusable("--seed", text, allowed))
-    return int(text)
 
 
 @contextmanager
@@ -304,14 +300,10 @@ def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
         said = "run on processes: time, network and devices are those of this host"
         if result["not_asked"]:
             said += f"; not asked of it: {', '.join(result['not_asked'])}"
-        _say(console, said)
+        say(console, said)
     digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
     for line in (*digest, f"report: {spelled(page)}"):
-        _say(console, line)
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
 
 
 def _print_table(console: Console, of: Mapping[str, Any]) -> None:
@@ -342,7 +334,7 @@ def check(file: File, seed: Seed = None) -> None:
     Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
     """
     with errors_in_one_line(), _programs_are_silent(True):
-        load(file, seed=_seed_of(seed))
+        load(file, seed=None if seed is None else natural("--seed", seed))
     console = Console()
     digests = []
     for number, hash_seed in enumerate(("1", "2")):
@@ -391,9 +383,7 @@ def report(
     formats = trace_format or []
     with errors_in_one_line():
         for name in formats:
-            if name not in FORMATS:
-                allowed = f"one of {', '.join(FORMATS)}"
-                raise ScenarioError(unusable("--trace-format", name, allowed))
+            check_one_of("--trace-format", name, *FORMATS)
         try:
             with reading(folder):
                 read_result(folder)  # Raises before anything is replaced.
@@ -421,7 +411,7 @@ def report(
     console = Console()
     _print(console, result, folder / PAGE)
     for name in written:
-        _say(console, f"trace: {spelled(folder / name)}")
+        say(console, f"trace: {spelled(folder / name)}")
     if refused:
         with errors_in_one_line():
             raise ScenarioError("; ".join(refused))

@@ -13,7 +13,7 @@ import typer
 
 from jdag.api.progress import Bar
 from jdag.api.replays import REPLAY, REPLAYED
-from jdag.cli.cli_errors import check_one_of, errors_in_one_line
+from jdag.cli.cli_errors import File, check_one_of, errors_in_one_line, natural
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
@@ -36,7 +36,6 @@ from jdag.scenario.program import raising_nothing
 
 BUG = "bug.json"
 
-File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Runs = Annotated[str, typer.Option(metavar="N", help="At most so many.")]
 StrategyName = Annotated[
     str,
@@ -92,7 +91,7 @@ def explore(  # noqa: PLR0913 - options of a command.
     Exit codes: 0 all runs are right; 1 one is not; 2 bad input; 130 Ctrl-C.
     """
     with errors_in_one_line():
-        most, processes = _natural("--runs", runs, 1), _natural("--jobs", jobs, 1)
+        most, processes = natural("--runs", runs, 1), natural("--jobs", jobs, 1)
         faults = dict(map(_fault, fault or ()))
         check_one_of("--values", values, "real", "abstract")
         check_one_of("--on", on, "ray")
@@ -272,10 +271,4 @@ def _fault(text: str) -> tuple[str, int]:
     if not equals:
         raise ScenarioError(unusable("--fault", text, "KIND=NUMBER, such as crash=1"))
     check_one_of("--fault", kind, *FAULTS)
-    return kind, _natural(f"--fault {kind}", number, 0)
-
-
-def _natural(key: str, text: str, least: int) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise ScenarioError(unusable(key, text, f"an integer >= {least}"))
-    return int(text)
+    return kind, natural(f"--fault {kind}", number, 0)

@@ -8,12 +8,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jdag.cli.cli_errors import errors_in_one_line
+from jdag.cli.cli_errors import File, errors_in_one_line, say
 from jdag.errors import spelled
 from jdag.lab import calibration, prediction
 from jdag.report.formatting import formatted
 
-File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Out = Annotated[Path, typer.Option("--out", "-o", help="The file of costs to write.")]
 Costs = Annotated[
     Path | None,
@@ -54,10 +53,10 @@ def calibrate(
     console = Console()
     console.print(table)
     for key, value in {**found["network"], **devices}.items():
-        console.print(f"{key}: {formatted(key, value)}", highlight=False)
+        say(console, f"{key}: {formatted(key, value)}")
     least, middle, most = [formatted("_ns", ns) for ns in found["measured"]["step_ns"]]
-    console.print(f"steps took {middle} ({least} to {most})", highlight=False)
-    console.print(f"costs: {spelled(out)}", highlight=False, soft_wrap=True)
+    say(console, f"steps took {middle} ({least} to {most})")
+    say(console, f"costs: {spelled(out)}")
 
 
 def predict(
@@ -94,4 +93,4 @@ def predict(
         lines.append(f"measured: {middle} ({least} to {most}, {len(real)} steps)")
         lines.append(f"predicted / measured: {found.ratio:.3f}")
     for line in lines:
-        console.print(line, highlight=False)
+        say(console, line)

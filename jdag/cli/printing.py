@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdag.api.graph import ContextGraph
+from jdag.cli.cli_errors import say
 from jdag.engine.drawing import Need
 from jdag.errors import spelled
 from jdag.report import GRAPH, GRAPH_DOT
@@ -61,5 +62,4 @@ def print_graph(console: Console, drawings: Any, folder: Path) -> None:
     console.print(table)
     for name in (GRAPH, GRAPH_DOT):
         if (folder / name).exists():
-            line = f"graph: {spelled(folder / name)}"
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
+            say(console, f"graph: {spelled(folder / name)}")

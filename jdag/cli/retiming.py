@@ -9,16 +9,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jdag.api.folders import reading
-from jdag.cli.cli_errors import errors_in_one_line, no_run
+from jdag.cli.cli_errors import errors_in_one_line, no_run, say
 from jdag.cli.sweeping import value_of
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.retiming import Retimed, retime
 from jdag.report.formatting import formatted
-from jdag.report.result import RESULT, read_result
+from jdag.report.result import RESULT, TRACE, read_result
 from jdag.runtime.trace import read_trace
 from jdag.sim.network import LinkModel, Network
 
-TRACE = "trace.jsonl"
 Folder = Annotated[Path, typer.Argument(help="What `jdag run` wrote.")]
 Change = Annotated[
     str | None, typer.Option(metavar="xF|N", help="A factor, such as x2, or a value.")
@@ -117,4 +116,4 @@ def _print(run: Retimed, paths: list[Any]) -> None:
             ]
             table.add_row(key, *cells)
     console.print(table)
-    console.print(f"what if / as it ran: {ratio}", highlight=False)
+    say(console, f"what if / as it ran: {ratio}")

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 
-from jdag.cli.cli_errors import Exit, check_one_of, errors_in_one_line
+from jdag.cli.cli_errors import Exit, File, check_one_of, errors_in_one_line, say
 from jdag.errors import ScenarioError, meant, reason, spelled, unusable
 from jdag.lab.parquet import need_pyarrow, write_parquet
 from jdag.lab.sweep import RETIMED, TABLE, Row, combinations
@@ -24,7 +24,6 @@ from jdag.scenario import Scenario, load
 PARQUET = "sweep.parquet"
 FAILED = ("stuck", "failed")  # Outcomes of runs that an error ended.
 
-File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
 Set = Annotated[
     list[str],
     typer.Option(
@@ -108,7 +107,7 @@ def sweep(
     kinds = Counter([row["expectations"] for row in rows])
     counts = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
     for line in (f"{len(rows)} runs: {', '.join(counts)}", *map(spelled, made)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        say(console, line)
     failed = Exit.STUCK if kinds["stuck"] else Exit.WRONG
     met = kinds["met"] + kinds[RETIMED]
     raise typer.Exit(Exit.MET if met == len(rows) else failed)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from jdag.errors import ScenarioError, kind_of
 from jdag.runtime.tables import parsed, text_in
 
-RESULT = "result.json"
+RESULT, TRACE = "result.json", "trace.jsonl"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 
 
