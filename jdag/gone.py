@@ -14,7 +14,7 @@ def gone(name: str) -> str:
 
 
 class _GoneModules:
-    """Finder, asked first, which refuses to import modules of `GONE`."""
+    """Finder, asked last, which refuses to import modules of `GONE`."""
 
     @staticmethod
     def find_spec(name: str, path: object, target: object = None) -> None:
@@ -24,4 +24,4 @@ class _GoneModules:
             raise ImportError(gone(name))
 
 
-sys.meta_path.insert(0, _GoneModules)
+sys.meta_path.append(_GoneModules)
