@@ -1,6 +1,8 @@
-"""A checkpoint brings back the same bits, on any placement, whole or not at all."""
+"""A checkpoint brings back the same bits, on any placement."""
 
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer
@@ -113,7 +116,9 @@ def test_an_optimizer_continues_from_its_own_count_of_steps(tmp_path):
         cluster.load(tmp_path / "states", optimizer=training.optimizer)
         assert training.optimizer.steps == 3, "no count was saved"
         with pytest.raises(JdagError, match=r"'opt.steps' is the count of an optim"):
-            cluster.save(tmp_path, **{"opt": training.optimizer, "opt.steps": 3})
+            cluster.save(
+                tmp_path / "run", **{"opt": training.optimizer, "opt.steps": 3}
+            )
 
 
 # --------------------------------------------------------------------------- values
@@ -136,54 +141,91 @@ def held(dtype):
 def test_every_dtype_comes_back_bit_by_bit(cluster, tmp_path):
     values = [value for dtype in DTYPES for value in held(dtype)]
     refs = cluster.put("b", values)
-    cluster.save(tmp_path, refs=refs, plain=values)
+    cluster.save(tmp_path / "run", refs=refs, plain=values)
     blank = cluster.put("d", [jnp.zeros_like(value) for value in values])
     placed = ["c"] * len(values)
     for name, like in (("refs", blank), ("refs", placed), ("plain", values)):
-        got = fetch(cluster.load(tmp_path, **{name: like})[name])
+        got = fetch(cluster.load(tmp_path / "run", **{name: like})[name])
         assert bits(got) == bits(values)
         assert [one.dtype for one in got] == [one.dtype for one in values]
     assert bits(fetch(blank)) == bits(values)
 
 
+def test_any_reader_of_safetensors_reads_the_arrays_by_their_names(cluster, tmp_path):
+    model = {
+        "w": jnp.linspace(0, 1, 6, dtype="float32").reshape(2, 3),
+        "b": jnp.arange(3).astype("bfloat16"),
+        "z": jnp.asarray([1 + 2j], "complex64"),
+        "f8": jnp.asarray([1.5, -2.0], "float8_e4m3fn"),
+        "i4": jnp.asarray([-1, 7], "int4"),
+        "z128": jnp.asarray([1 + 2j, 3.0], "complex128"),
+        "key": jax.random.key(7),
+    }
+    cluster.save(tmp_path / "run", model=cluster.put("b", model), rate=0.5)
+    arrays = load_file(tmp_path / "run.safetensors")
+    assert list(arrays) == [f"model[{name!r}]" for name in sorted(model)]
+    for name in ("w", "b", "z"):
+        assert bits(arrays[f"model[{name!r}]"]) == bits(model[name])
+    for name in ("f8", "i4", "z128"):
+        array = arrays[f"model[{name!r}]"]
+        assert array.dtype == np.uint8 and len(array) == 2
+        assert array.tobytes() == np.asarray(model[name]).tobytes()
+    np.testing.assert_array_equal(
+        arrays["model['key']"], jax.random.key_data(model["key"])
+    )
+
+
+def test_a_dtype_or_names_that_no_file_has_are_refused_when_saving(cluster, tmp_path):
+    strange = np.zeros(2, [("x", "f4")])
+    with pytest.raises(JdagError, match=r"it\['s'\] cannot be in a checkpoint: .*\'x"):
+        cluster.save(tmp_path / "run", it={"s": strange, "w": ONES})
+    with pytest.raises(JdagError, match=r"two arrays have the name \"a\['b'\]\""):
+        cluster.save(tmp_path / "run", **{"a": {"b": ONES}, "a['b']": ONES})
+    with pytest.raises(JdagError, match="two arrays have the name '__metadata__'"):
+        cluster.save(tmp_path / "run", __metadata__=ONES)
+    with pytest.raises(JdagError, match=r"no checkpoint can be written to .*header"):
+        cluster.save(tmp_path / "run", **{"\ud800": ONES})  # No reader could open it.
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_number_that_was_saved_as_a_leaf_comes_back_as_a_number(cluster, tmp_path):
     were = {"rate": jnp.asarray(0.5), "n": jnp.asarray(7), "w": ONES}
-    cluster.save(tmp_path, model=cluster.put("b", were), wide=jnp.ones(1))
-    got = cluster.load(tmp_path, model={"rate": 0.0, "n": 0, "w": "c"})["model"]
+    cluster.save(tmp_path / "run", model=cluster.put("b", were), wide=jnp.ones(1))
+    got = cluster.load(tmp_path / "run", model={"rate": 0.0, "n": 0, "w": "c"})["model"]
     assert (got["rate"], got["n"]) == (0.5, 7)
     assert [type(got[name]) for name in ("rate", "n")] == [float, int]
     for other in ({"rate": 0, "n": 0, "w": "c"}, {"rate": 0.0, "n": 0, "w": 0.0}):
         with pytest.raises(JdagError, match=r"and wanted is a Python (int|float)"):
-            cluster.load(tmp_path, model=other)
+            cluster.load(tmp_path / "run", model=other)
 
 
 def test_numbers_come_back_as_they_were(cluster, tmp_path):
     numbers = {"n": 7, "f": 0.1 + 0.2, "c": 1 - 2j, "b": False, "i": float("-inf")}
-    cluster.save(tmp_path, it=numbers)
-    got = cluster.load(tmp_path, it={"n": 0, "f": 0.0, "c": 0j, "b": True, "i": 1.0})[
-        "it"
-    ]
+    cluster.save(tmp_path / "run", it=numbers)
+    got = cluster.load(
+        tmp_path / "run", it={"n": 0, "f": 0.0, "c": 0j, "b": True, "i": 1.0}
+    )["it"]
     assert got == numbers
     assert [type(got[name]) for name in numbers] == [int, float, complex, bool, float]
 
 
 def test_names_of_workers_are_places_for_new_leaves(cluster, tmp_path):
     values = {"w": ONES, "rest": [jnp.arange(3.0), jnp.asarray(2)]}
-    cluster.save(tmp_path, params=cluster.put("b", values))
+    cluster.save(tmp_path / "run", params=cluster.put("b", values))
     with simulate(["p", "q"], seed=1) as other:
         wanted = {"w": "q", "rest": ["p", "q"]}
-        params = other.load(tmp_path, params=wanted)["params"]
+        params = other.load(tmp_path / "run", params=wanted)["params"]
         assert jax.tree.map(lambda ref: ref.worker, params) == wanted
         assert bits(fetch(params)) == bits(values)
         with other.context() as ctx:
             ctx.backward(ctx.call("p", jnp.sum, params["w"]))
             np.testing.assert_array_equal(ctx.gradient(params["w"]).fetch(), ONES)
         optimizer = Optimizer(optax.sgd(0.1), params["w"])
-        assert other.load(tmp_path, params=params)["params"] == params
+        assert other.load(tmp_path / "run", params=params)["params"] == params
         optimizer.drop()
 
 
-def test_a_load_is_one_message_to_each_owner_and_a_save_one_read_of_each(
+def test_a_load_is_one_message_to_each_owner_and_a_save_reads_each_leaf_by_itself(
     cluster, tmp_path
 ):
     refs = [cluster.put("bcd"[n % 3], ONES + n) for n in range(9)]
@@ -191,23 +233,47 @@ def test_a_load_is_one_message_to_each_owner_and_a_save_one_read_of_each(
     def sent(act):
         cluster.driver.settle()
         before = cluster.info()["a"]["messages_sent"]
-        act()
+        act(tmp_path / "run", refs=refs)
         cluster.driver.settle()
         return cluster.info()["a"]["messages_sent"] - before
 
-    assert sent(lambda: cluster.save(tmp_path, refs=refs)) == 3
-    assert sent(lambda: cluster.load(tmp_path, refs=refs)) == 3
+    assert sent(cluster.save) == 3 + 9 + 3  # Versions are kept, read, and dropped.
+    assert sent(cluster.load) == 3
+
+
+def steps_on(leaves, cluster):
+    for _ in range(30):
+        cluster.update(lambda *arrays: [one + 1 for one in arrays], leaves)
+
+
+def saves(path, leaves, cluster):
+    cluster.update(lambda *arrays: [one + 1 for one in arrays], leaves)
+    cluster.save(path, leaves=leaves)
+
+
+def test_leaves_of_one_owner_are_saved_as_they_are_at_one_moment(cluster, tmp_path):
+    leaves = [cluster.put("d", ONES) for _ in range(9)]
+    programs = {
+        "b": partial(saves, str(tmp_path / "run"), leaves),
+        "c": partial(steps_on, leaves),
+    }
+    cluster.run(programs)
+    assert {float(leaf.fetch()[0, 0]) for leaf in leaves} == {32.0}
+    saved = fetch(cluster.load(tmp_path / "run", leaves=["b"] * 9)["leaves"])
+    versions = {float(array[0, 0]) for array in saved}
+    assert len(versions) == 1 and max(versions) < 31.0
+    assert len(cluster.state.leaves) == 9 + 9, "what the save kept is gone"
 
 
 def test_a_context_that_read_a_leaf_keeps_the_version_from_before_a_load(
     cluster, tmp_path
 ):
     w = cluster.put("b", jnp.asarray([3.0, 4.0, 5.0]))
-    cluster.save(tmp_path, w=w)
+    cluster.save(tmp_path / "run", w=w)
     cluster.update(jnp.negative, w)
     with cluster.context() as ctx:
         out = ctx.call("c", lambda w: jnp.sum(w**2), w)
-        cluster.load(tmp_path, w=w)
+        cluster.load(tmp_path / "run", w=w)
         ctx.backward(out)
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), [-6.0, -8.0, -10.0])
     np.testing.assert_array_equal(w.fetch(), [3.0, 4.0, 5.0])
@@ -216,26 +282,26 @@ def test_a_context_that_read_a_leaf_keeps_the_version_from_before_a_load(
 def test_statics_beside_leaves_stay_as_they_are_given(cluster, tmp_path):
     layer = {"w": ONES, "act": jnp.tanh, "name": "first", "bias": None}
     refs = cluster.put("b", layer)
-    cluster.save(tmp_path, layer=refs)
+    cluster.save(tmp_path / "run", layer=refs)
     cluster.update(jnp.negative, refs)
-    assert cluster.load(tmp_path, layer=refs)["layer"] == refs
+    assert cluster.load(tmp_path / "run", layer=refs)["layer"] == refs
     np.testing.assert_array_equal(refs["w"].fetch(), ONES)
     given = {"w": "d", "act": jnp.sin, "name": "second", "bias": None}
-    loaded = cluster.load(tmp_path, layer=given)["layer"]
+    loaded = cluster.load(tmp_path / "run", layer=given)["layer"]
     assert loaded["w"].worker == "d"
     assert (loaded["act"], loaded["name"], loaded["bias"]) == (jnp.sin, "second", None)
     with pytest.raises(JdagError, match=r"layer\['act'\].* is a static .* float64\[\]"):
-        cluster.load(tmp_path, layer={**given, "act": jnp.ones(())})
+        cluster.load(tmp_path / "run", layer={**given, "act": jnp.ones(())})
 
 
 # ----------------------------------------------------------------- whole or not at all
 
 
 def test_a_load_that_is_refused_changes_no_leaf(cluster, tmp_path):
-    cluster.save(tmp_path, v=cluster.put("b", ONES), w=cluster.put("b", ONES))
+    cluster.save(tmp_path / "run", v=cluster.put("b", ONES), w=cluster.put("b", ONES))
     v, w = cluster.put("c", 3 * ONES), cluster.put("d", jnp.zeros(2))
-    with pytest.raises(JdagError, match=r"w \(leaf 3 on d\) is float64\[3,3\]"):
-        cluster.load(tmp_path, v=v, w=w)
+    with pytest.raises(JdagError, match=r"w \(leaf 5 on d\) is float64\[3,3\]"):
+        cluster.load(tmp_path / "run", v=v, w=w)
     np.testing.assert_array_equal(v.fetch(), 3 * ONES)
 
 
@@ -245,7 +311,10 @@ def test_a_load_that_is_refused_changes_no_leaf(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"w": "b", "v": ["c"]}, r"has params\['u'\], for which there is no place; "),
+        (
+            {"w": "b", "v": ["c"]},
+            r"has params\['u'\], which has no place; of params it has ",
+        ),
         (
             {"w": "b", "v": ["c"], "u": "b", "x": "b"},
             r"has no params\['x'\]; of params it has \['u'\], \['v'\]\[0\], \['w'\], ",
@@ -267,70 +336,87 @@ def test_what_does_not_fit_is_named_with_what_is_found_and_wanted(
     cluster, tmp_path, given, text
 ):
     params = {"w": jnp.ones(3, "float32"), "v": [3], "u": jnp.ones(())}
-    cluster.save(tmp_path, params=params)
+    cluster.save(tmp_path / "run", params=params)
     with pytest.raises(JdagError, match=text):
-        cluster.load(tmp_path, params=given)
+        cluster.load(tmp_path / "run", params=given)
     with pytest.raises(JdagError, match="has no 'state'; it has 'params'"):
-        cluster.load(tmp_path, state=params)
+        cluster.load(tmp_path / "run", state=params)
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(cluster, tmp_path):
+def test_a_path_that_has_no_checkpoint_is_refused(cluster, tmp_path):
     w = cluster.put("b", ONES)
+    (tmp_path / "file.safetensors").write_text("no")
     (tmp_path / "file").write_text("no")
-    (tmp_path / "empty").mkdir()
-    photos = tmp_path / "photos" / "2024"
-    photos.mkdir(parents=True)
-    (photos / "cat.png").write_text("cat")
-    for folder, text in [
-        ("nowhere", "there is no such folder"),
-        ("file", "that is a file"),
-        ("empty", "nothing in it is a finished checkpoint"),
-        ("photos", "no checkpoint can be read from"),
+    (tmp_path / "empty.safetensors").touch()
+    save_file({"w": np.ones(3)}, tmp_path / "others.safetensors")
+    for name, text in [
+        ("nowhere", "No such file or directory"),
+        ("file", "no checkpoint can be read from .*file.safetensors"),
+        ("empty", "no checkpoint can be read from"),
+        ("others", "no checkpoint can be read from .*: its format of jdag is none"),
     ]:
         with pytest.raises(JdagError, match=text):
-            cluster.load(tmp_path / folder, w=w)
-    for folder, text in [
-        ("file", "Not a directory"),
-        ("photos", "has '2024' in it, which jdag did not write"),
-        (".", "has 'empty' in it"),
+            cluster.load(tmp_path / name, w=w)
+    for name, text in [
+        ("file/x", "no checkpoint can be written to .*(exists|Not a directory)"),
+        ("t\0", "cluster.save, .*: no file can have this name"),
     ]:
         with pytest.raises(JdagError, match=text):
-            cluster.save(tmp_path / folder, w=w)
-    assert (photos / "cat.png").read_text() == "cat"
+            cluster.save(f"{tmp_path}/{name}", w=w)
     for use in (cluster.load, cluster.save):
-        with pytest.raises(JdagError, match="takes a folder first, a path, not 3"):
+        with pytest.raises(JdagError, match="takes the path of a file first, not 3"):
             use(3, w=w)
-    cluster.save(tmp_path / "empty", w=w)
+    np.testing.assert_array_equal(w.fetch(), ONES)
+
+
+@pytest.mark.parametrize("name", ["run", "run.safetensors"])
+def test_a_folder_of_former_versions_is_refused_and_left_alone(cluster, tmp_path, name):
+    about = tmp_path / name / "about.json"
+    about.parent.mkdir()
+    about.write_text('{"jdag": 2}')
+    w = cluster.put("b", ONES)
+    with pytest.raises(JdagError, match=r"is a folder.* Orbax .* version of jdag that"):
+        cluster.load(tmp_path / name, w=w)
+    if name == "run":
+        cluster.save(tmp_path / name, w=w)
+        cluster.load(tmp_path / name, w=w)
+    else:
+        with pytest.raises(JdagError, match="Is a directory"):
+            cluster.save(tmp_path / name, w=w)
+        assert os.listdir(tmp_path) == [name]
+    assert about.read_text() == '{"jdag": 2}'
 
 
 def test_a_save_needs_leaves_of_its_open_cluster_with_real_values(tmp_path):
     with simulate(["a", "b"], seed=0, values="abstract") as cluster:
         w = cluster.put("b", ONES)
         with pytest.raises(JdagError, match=r"cluster.save on .* values are abstract"):
-            cluster.save(tmp_path, w=w)
+            cluster.save(tmp_path / "run", w=w)
         with pytest.raises(JdagError, match=r"cluster.load on .* values are abstract"):
-            cluster.load(tmp_path, w=w)
+            cluster.load(tmp_path / "run", w=w)
     with simulate(["a", "b"], seed=0) as cluster:
         w = cluster.put("b", ONES)
         with pytest.raises(JdagError, match="needs something by name, such as params="):
             cluster.save(tmp_path)
-        with pytest.raises(JdagError, match=r"w\['x'\] cannot be saved: .*str is no"):
-            cluster.save(tmp_path, w={"x": "y"})
+        with pytest.raises(
+            JdagError, match=r"w\['x'\] cannot be in a check.*str is no"
+        ):
+            cluster.save(tmp_path / "run", w={"x": "y"})
         optimizer = Optimizer(optax.adam(0.1), w)
         optimizer.drop()
         with pytest.raises(ContextError, match="whose states were dropped"):
-            cluster.save(tmp_path, optimizer=optimizer)
+            cluster.save(tmp_path / "run", optimizer=optimizer)
         with cluster.context() as ctx:
             out = ctx.call("b", jnp.sum, w)
             with pytest.raises(JdagError, match="is no leaf"):
-                cluster.save(tmp_path, out=out)
+                cluster.save(tmp_path / "run", out=out)
         with simulate(["x", "y"], seed=0) as other:
             for act in (other.save, other.load):
                 with pytest.raises(ContextError, match="is of the cluster of 'a', 'b'"):
-                    act(tmp_path, w=w)
+                    act(tmp_path / "run", w=w)
     for act in (cluster.save, cluster.load):
         with pytest.raises(ContextError, match="which is closed"):
-            act(tmp_path, w=w)
+            act(tmp_path / "run", w=w)
     assert not list(tmp_path.iterdir())
 
 
@@ -339,34 +425,46 @@ def test_a_leaf_that_failed_or_whose_owner_is_lost_is_named(tmp_path):
     link = LinkModel(latency_ns=100)
     with simulate(list("abc"), seed=0, faults=[crash], network=link) as cluster:
         params = {name: cluster.put(name, ONES) for name in "abc"}
-        cluster.save(tmp_path, params=params)
+        cluster.save(tmp_path / "run", params=params)
         cluster.driver.settle()
         with pytest.raises(
             WorkerLost, match=r"params\['c'\] \(leaf 2 on c\) cannot be"
         ):
-            cluster.save(tmp_path, params=params)
+            cluster.save(tmp_path / "run", params=params)
         cluster.update(jnp.negative, [params["a"], params["b"]])
         with pytest.raises(WorkerLost, match=r"leaf 2 on c cannot be made.*none of 3"):
-            cluster.load(tmp_path, params=params)
+            cluster.load(tmp_path / "run", params=params)
         np.testing.assert_array_equal(params["b"].fetch(), -ONES)
         cluster.update(raises_at_run_time, params["b"])
         with pytest.raises(RemoteError, match=r"b\['b'\] \(leaf 1 on b\) cannot") as e:
-            cluster.save(tmp_path, b={"b": params["b"]})
+            cluster.save(tmp_path / "run", b={"b": params["b"]})
         assert isinstance(e.value.__cause__, RuntimeError)
-        anew = cluster.load(tmp_path, params={"a": "a", "b": params["b"], "c": "b"})
+        anew = cluster.load(
+            tmp_path / "run", params={"a": "a", "b": params["b"], "c": "b"}
+        )
         for leaf in fetch(anew["params"]).values():
             np.testing.assert_array_equal(leaf, ONES)
 
 
-def test_without_orbax_it_says_what_to_install(cluster, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+def test_without_safetensors_it_says_what_to_install(cluster, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
     for act in (cluster.save, cluster.load):
-        with pytest.raises(JdagError, match=r"pip install 'jdag\[checkpoint\]'"):
-            act(tmp_path, step=3)
+        with pytest.raises(JdagError, match=r"pip install 'jdag\[safetensors\]'"):
+            act(tmp_path / "run", step=3)
 
 
-def test_a_folder_is_found_from_where_one_stands(cluster, tmp_path, monkeypatch):
+def test_a_path_is_found_from_where_one_stands_or_from_home(
+    cluster, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     cluster.save("run", step=3)
-    assert Path("run").is_dir()
-    assert cluster.load(Path("run"), step=0) == {"step": 3}
+    cluster.save("~/deep/run.v2", step=4)
+    assert Path("run.safetensors").is_file()
+    assert (tmp_path / "home" / "deep" / "run.v2.safetensors").is_file()
+    assert cluster.load(Path("run.safetensors"), step=0) == {"step": 3}
+    assert cluster.load("~/deep/run.v2", step=0) == {"step": 4}
+    Path("link.safetensors").symlink_to("run.safetensors")
+    cluster.save("link", step=5)
+    assert Path("link.safetensors").is_symlink()
+    assert cluster.load("run", step=0) == {"step": 5}

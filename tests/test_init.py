@@ -10,7 +10,7 @@ import jdag
 
 # What a worker does not need: optimizers, pages, tables, pictures, the command line.
 LATER = (
-    *("jinja2", "matplotlib", "optax", "orbax", "rich", "typer"),
+    *("jinja2", "matplotlib", "optax", "safetensors", "rich", "typer"),
     *(
         "jdag.cli.commands",
         "jdag.api.optimizer",

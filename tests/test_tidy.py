@@ -49,7 +49,7 @@ HOMES = {
     "ray": ("rpc.on_ray",),
     "cryptography": ("rpc.authority",),
     "optax": ("api.leafwise", "api.optimizer"),
-    "orbax": ("api.checkpoint", "api.checkpoint_arrays"),
+    "safetensors": ("api.checkpoint",),
     "greenlet": ("sim",),
     "random": ("runtime.chooser", "lab.strategies"),
     "grpc": ("rpc",),

@@ -17,10 +17,10 @@ FIRST = TIER != "all"
 # TLS and shared memory; what the README prints. The protocol, orders of events, figures
 # and our own text are the same there.
 _FILES = """
-arrays buffers callables checkpoint checkpoint_arrays code_fingerprint compute
+arrays buffers callables checkpoint checkpoint_file code_fingerprint compute
 configuration cutting dataflow digits duals engine_in_300_lines exported
 fingerprint function_decoder function_encoder functions halves handshake hessian
-hooks init jaxprs kept_checkpoints leafwise machine modules optimizer oracle
+hooks init jaxprs leafwise machine modules optimizer oracle
 pairs parallel plain plan_runs programs python_calls pytrees readme script
 segments shared_memory specs stateful_modules tls transform trees types
 untracked values zeros

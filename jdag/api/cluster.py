@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NoReturn
 
 from jdag.api import hosted
-from jdag.api.checkpoint import Folder, load, save
+from jdag.api.checkpoint import FilePath, load, save
 from jdag.api.cluster_state import ClusterState
 from jdag.api.collectives import Collectives, Coordinator
 from jdag.api.context import Context
@@ -420,35 +420,35 @@ class Cluster(Collectives, Copying, Recoverable):
                 frames.remove(frame)
                 self._open[frame.id.id].__exit__(None, None, None)
 
-    def save(self, folder: Folder, /, **parts: Any) -> None:
-        """Write a checkpoint, with the newest versions of leaves, read by one request.
+    def save(self, path: FilePath, /, **parts: Any) -> None:
+        """Write a checkpoint, a file of safetensors, which any reader of these opens.
 
-        It replaces the former one in that folder, whole or not at all, and waits up to
-        30 s for another save or load of it. By Orbax: `pip install 'jdag[checkpoint]'`.
+        It has the versions that leaves have now, replaces a former checkpoint whole or
+        not at all, and fetches one leaf at a time. `pip install 'jdag[safetensors]'`.
 
         Args:
-            folder: its own: new, empty, or that of a former checkpoint. Files of others
-                that are beside a former checkpoint stay there.
+            path: of the file; its suffix is `.safetensors`, which is added if it is
+                missing. `~` is the home folder.
             **parts: by any names: pytrees of leaves, arrays and Python numbers; or an
                 `Optimizer`, of which its states are kept.
 
         Raises:
-            JdagError: the folder holds something else, is in use or cannot be written;
-                or something cannot be saved; or the cluster is abstract.
+            JdagError: the file cannot be written, or something cannot be saved; or the
+                cluster is abstract.
             RemoteError: a leaf's version could not be computed; names the leaf.
             WorkerLost: the owner of a leaf is gone; names both.
         """
         self._check("cluster.save")
-        save(self._assignments, folder, parts)
+        save(self._assignments, path, parts)
 
-    def load(self, folder: Folder, /, **parts: Any) -> dict[str, Any]:
+    def load(self, path: FilePath, /, **parts: Any) -> dict[str, Any]:
         """Restore what `save` has written, on this or any other placement.
 
         Leaves get their next versions, as by `update`: all of them, or none where
         something is raised. Parts of the checkpoint that are not named stay there.
 
         Args:
-            folder: as for `save`.
+            path: as for `save`.
             **parts: by the names that they were saved under, each in the structure that
                 was saved, with leaves that are to get the values, names of workers
                 where new leaves are made of them, or arrays and numbers like them, to
@@ -464,7 +464,7 @@ class Cluster(Collectives, Copying, Recoverable):
             WorkerLost: the owner of a leaf is gone.
         """
         self._check("cluster.load")
-        loaded = load(self._assignments, folder, parts)
+        loaded = load(self._assignments, path, parts)
         self._reassigned()
         return loaded
 

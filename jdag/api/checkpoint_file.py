@@ -1,0 +1,214 @@
+"""The file of a checkpoint: arrays in the format safetensors, and their description.
+
+The header names each array. Its metadata have the description of all leaves, with a
+digest of each array, and a digest of that description. Arrays of dtypes that only some
+readers have are bytes, with an axis for those of an element; keys are uint32.
+
+Invariants: arrays are made and written one at a time. A name has the former file or the
+new one, whole: this is written beside it, flushed, and takes its place.
+"""
+
+import fcntl
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import replace
+
+from jdag.compute.avals import KEYS
+from jdag.compute.pytrees import NUMBERS as NUMBER_TYPES
+from jdag.engine.arrays import DTYPES
+
+FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
+NUMBERS = {kind.__name__: kind for kind in NUMBER_TYPES}
+ARRAY, STATIC = "array", "static"
+# The names in the format of the dtypes that its readers in all languages have.
+NATIVE = {
+    **{"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{"bfloat16": "BF16", "complex64": "C64"},
+}
+NO_DIGEST = "0" * 8
+SAVERS_MAX = 100  # At once, of one checkpoint.
+
+Parts = Mapping[str, Sequence["Saved"]]
+
+
+class Saved(Struct, frozen=True, forbid_unknown_fields=True):
+    """The description of one leaf of a part.
+
+    `kind` is "array", the type of a Python number, which `text` then holds, or
+    "static", of which nothing is kept but that it is one.
+    """
+
+    path: str
+    kind: str
+    dtype: str = ""
+    shape: list[int] = []
+    text: str = ""
+    digest: str = NO_DIGEST
+    untracked: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == STATIC:
+            return "a static"
+        if self.kind in NUMBERS:
+            return f"the {self.kind} {self.text}"
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def write(
+    path: Path, parts: Parts, values: Sequence[Callable[[], Any]], check: Any
+) -> None:
+    """Write a checkpoint, which replaces the one at `path`, whole or not at all.
+
+    Args:
+        path: of the file; missing folders are made.
+        parts: the description of each leaf; digests are found here.
+        values: for each leaf a function that gives its array, JAX's or numpy's.
+        check: opens the file before it replaces another; raises if it is damaged.
+
+    Raises:
+        OSError, ValueError: it cannot be written. What `values` and `check` raise.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rest = iter(values)
+    with _beside(path) as (file, name):
+        file.write(_header(parts))
+        written = {
+            part: [_written(file, saved, next(rest)) for saved in leaves]
+            for part, leaves in parts.items()
+        }
+        file.seek(0)
+        file.write(_header(written))
+        file.flush()
+        os.fsync(file.fileno())
+        check(name)
+        os.replace(name, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
+    """Give an empty hidden file beside another; it goes if it has not replaced that."""
+    for number in range(SAVERS_MAX):
+        name = path.parent / f".{path.name}.{number}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(name, flags, 0o666), "r+b") as file:
+            if not _is_mine(file, name):
+                continue
+            try:
+                file.truncate()
+                yield file, name
+            except BaseException:
+                if _is_mine(file, name):  # Else it is in its place.
+                    name.unlink()
+                raise
+            return
+    raise FileExistsError(f"{SAVERS_MAX} others are saving there now")
+
+
+def _is_mine(file: IO[bytes], name: Path) -> bool:
+    """Lock a file, unless another saver has it. What a killed one had is free."""
+    with suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A saver that has just finished has renamed it.
+        return os.path.samestat(os.fstat(file.fileno()), name.stat())
+    return False
+
+
+def _header(parts: Parts) -> bytes:
+    """Return what precedes the arrays; digests do not change how long it is."""
+    text = json.dumps(to_builtins(parts))
+    metadata = {"jdag": FORMAT, "digest": _digest(text.encode()), "parts": text}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    begin = 0
+    arrays = [
+        (part + saved.path, saved)
+        for part, leaves in parts.items()
+        for saved in leaves
+        if saved.kind == ARRAY
+    ]
+    for name, saved in arrays:
+        if name in header:
+            raise ValueError(f"two arrays have the name {name!r}")
+        dtype, shape = _form(saved)
+        end = begin + math.prod(saved.shape) * DTYPES[saved.dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+        begin = end
+    data = json.dumps(header).encode()
+    data += b" " * (-len(data) % 8)
+    return len(data).to_bytes(8, "little") + data
+
+
+def _form(saved: Saved) -> tuple[str, list[int]]:
+    """Return the dtype and shape that an array has in the file."""
+    nbytes = DTYPES[saved.dtype]
+    if saved.dtype in KEYS:
+        return "U32", [*saved.shape, nbytes // 4]
+    if saved.dtype in NATIVE:
+        return NATIVE[saved.dtype], saved.shape
+    return "U8", [*saved.shape, nbytes] if nbytes > 1 else saved.shape
+
+
+def _written(file: IO[bytes], saved: Saved, value: Callable[[], Any]) -> Saved:
+    """Write the elements of a leaf, if it is an array; return it with its digest."""
+    if saved.kind != ARRAY:
+        return saved
+    if saved.dtype in KEYS:
+        array = np.asarray(jax.random.key_data(value()))
+    else:
+        array = np.asarray(value(), saved.dtype)
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    file.write(data)
+    return replace(saved, digest=_digest(data))
+
+
+def _digest(data: bytes | memoryview) -> str:
+    """CRC-32 in hexadecimal digits: any one flipped bit changes it."""
+    return f"{zlib.crc32(data):08x}"
+
+
+def read_parts(file: Any) -> dict[str, list[Saved]]:
+    """Return the description in an open file.
+
+    Raises:
+        ValueError: it is not as jdag wrote it.
+    """
+    metadata = file.metadata() or {}
+    if metadata.get("jdag") != FORMAT:
+        found = metadata.get("jdag", "none")
+        raise ValueError(f"its format of jdag is {found}, not {FORMAT}")
+    text = metadata["parts"]
+    if metadata["digest"] != _digest(text.encode()):
+        raise ValueError("its description has another digest than when it was saved")
+    return convert(json.loads(text), dict[str, list[Saved]])
+
+
+def read_array(file: Any, name: str, saved: Saved) -> Any:
+    """Return an array of an open file as it was when it was saved, bit by bit.
+
+    Raises:
+        ValueError: its digest or size is another. What the library raises, and others.
+    """
+    data = np.ascontiguousarray(file.get_tensor(name)).reshape(-1).view(np.uint8)
+    if _digest(data.data) != saved.digest:
+        raise ValueError("its array has another digest than when it was saved")
+    if saved.dtype not in KEYS:
+        return jnp.asarray(data.view(saved.dtype).reshape(saved.shape))
+    keys = data.view(np.uint32).reshape(_form(saved)[1])
+    return jax.random.wrap_key_data(jnp.asarray(keys), impl=KEYS[saved.dtype])
