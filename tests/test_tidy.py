@@ -55,7 +55,7 @@ HOMES = {
     "grpc": ("rpc",),
     "socket": ("rpc",),
     "threading": ("rpc", "parallel.waiting", "sim.programs", "api.refs"),
-    "time": ("rpc", "parallel.waiting", "api.folders", "runtime.signals"),
+    "time": ("rpc", "parallel.waiting", "runtime.signals"),
     "secrets": ("rpc",),
     "ctypes": ("rpc",),
     "signal": ("rpc", "runtime.signals"),

@@ -109,24 +109,24 @@ def _beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
         name = path.parent / f".{path.name}.{number}"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with os.fdopen(os.open(name, flags, 0o666), "r+b") as file:
-            if not _is_mine(file, name):
+            if not is_mine(file, name):
                 continue
             try:
                 file.truncate()
                 yield file, name
             except BaseException:
-                if _is_mine(file, name):  # Else it is in its place.
+                if is_mine(file, name):  # Else it is in its place.
                     name.unlink()
                 raise
             return
     raise FileExistsError(f"{SAVERS_MAX} others are saving there now")
 
 
-def _is_mine(file: IO[bytes], name: Path) -> bool:
-    """Lock a file, unless another saver has it. What a killed one had is free."""
+def is_mine(file: IO[bytes], name: Path) -> bool:
+    """Lock a file for its writer, who may be killed; False if another has it."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A saver that has just finished has renamed it.
+        # A writer that has just finished has renamed or removed it.
         return os.path.samestat(os.fstat(file.fileno()), name.stat())
     return False
 

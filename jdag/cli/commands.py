@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from jdag.api.folders import reading, replacing
 from jdag.cli import exploring, hosting, predicting, retiming, sweeping
 from jdag.cli.cli_errors import (
     Exit,
@@ -42,6 +42,7 @@ from jdag.cli.cli_errors import (
     say,
 )
 from jdag.cli.printing import Functions, print_functions, print_graph
+from jdag.cli.run_folder import replacing
 from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.report import (
     FORMATS,
@@ -53,7 +54,7 @@ from jdag.report import (
 )
 from jdag.report.formatting import formatted
 from jdag.report.page import WORKER, tables_of
-from jdag.report.result import RESULT, TRACE, json_of, read_result
+from jdag.report.result import RESULT, TRACE, read_result
 from jdag.runtime import signals
 from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
@@ -63,8 +64,8 @@ from jdag.scenario.driving import BY_WORKER, driver_of
 from jdag.scenario.driving import Driver as Driving
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
-RUN = "run"  # The kind of folder that `jdag run` writes.
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
+_FORMATTED = re.compile(r"trace\.(pftrace|csv|goal|\d+\.et)")
 _NARROW = 72  # Below so many columns a table leaves out descriptions.
 _INTERRUPTED = 130  # What a shell makes of Ctrl-C.
 
@@ -156,7 +157,7 @@ def _staged(folder: Path) -> Iterator[Path]:
         ScenarioError: the folder cannot be written, or holds something that is no run.
     """
     try:
-        with replacing(folder, RUN, _WRITTEN, _unmarked) as made:
+        with replacing(folder, _files_of(folder)) as made:
             yield made
     except OSError as error:
         said = "a folder that can be written: a new one, an empty one or that of a run"
@@ -164,15 +165,10 @@ def _staged(folder: Path) -> Iterator[Path]:
         raise ScenarioError(unusable("--out", str(folder), said)) from error
 
 
-def _unmarked(folder: Path) -> list[str]:
-    """Return the names that `jdag run` wrote before it wrote markers."""
-    try:
-        result = json_of(folder / RESULT)
-    except (OSError, ValueError):
-        return []
-    if not isinstance(result, dict) or "window_ns" not in result:
-        return []
-    return [name for name in _WRITTEN if os.path.lexists(folder / name)]
+def _files_of(folder: Path) -> list[str]:
+    """Return the names of what `jdag run` and `jdag report` write, and have written."""
+    traces = [path.name for path in folder.glob("trace.*")]
+    return [*_WRITTEN, *[name for name in traces if _FORMATTED.fullmatch(name)]]
 
 
 def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioResult:
@@ -385,12 +381,8 @@ def report(
         for name in formats:
             check_one_of("--trace-format", name, *FORMATS)
         try:
-            with reading(folder):
-                read_result(folder)  # Raises before anything is replaced.
             # Other formats that were asked for before are of the same trace.
-            keep = [one.name for one in folder.glob("trace.*")]
-            keep = [RESULT, *[name for name in keep if name not in WRITTEN]]
-            with replacing(folder, RUN, WRITTEN, _unmarked, keep) as made:
+            with replacing(folder, WRITTEN) as made:
                 result = read_result(folder)
                 is_traced = result["digest"] is not None or (folder / TRACE).exists()
                 trace = read_trace(folder / TRACE) if is_traced else None

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from jdag.api.folders import reading
 from jdag.cli.cli_errors import errors_in_one_line, no_run, say
+from jdag.cli.run_folder import reading
 from jdag.cli.sweeping import value_of
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.retiming import Retimed, retime

@@ -1,4 +1,4 @@
-"""Replacements of a folder by processes that die at any step, or that are two at once.
+"""Replacements of a run's files by processes that die at any step, or are two at once.
 
 Run as a script it takes the name of a case and an empty folder.
 """
@@ -6,36 +6,25 @@ Run as a script it takes the name of a case and an empty folder.
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
-from jdag.api import folders
-from jdag.api.folders import reading, replacing
+from jdag.cli.run_folder import FolderError, reading, replacing
 
-NAMES = ("a.txt", "b.txt", "tree")
-STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+NAMES = ("a.txt", "b.txt", "c.txt")
+STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
-def nothing(folder: Path) -> list[str]:
-    """What was written in a folder before there were markers."""
-    return []
-
-
-def write(folder: Path, text: str, names=NAMES, **settings) -> None:
-    """Replace the content of a folder: some files, and a folder with one in it."""
-    with replacing(folder, "test", NAMES, nothing, **settings) as made:
+def write(folder: Path, text: str, names=NAMES) -> None:
+    """Replace the files of a folder by some."""
+    with replacing(folder, NAMES) as made:
         for name in names:
-            if name == "tree":
-                (made / name).mkdir()
-            path = made / name / "c.txt" if name == "tree" else made / name
-            path.write_text(text)
+            (made / name).write_text(text)
 
 
 def content(folder: Path) -> dict[str, str]:
     """What there is of it: the texts of files by names."""
     with reading(folder):
-        paths = {name: folder / name for name in NAMES}
-        paths["tree"] /= "c.txt"
-        return {name: one.read_text() for name, one in paths.items() if one.exists()}
+        paths = [folder / name for name in NAMES]
+        return {one.name: one.read_text() for one in paths if one.exists()}
 
 
 def dies_at(step: int, folder: Path, text: str, names) -> int:
@@ -59,7 +48,7 @@ def dies_at(step: int, folder: Path, text: str, names) -> int:
 
 def killed(top: Path) -> None:
     """Die at each step; the content is the old or the new, and can be replaced."""
-    for names in (NAMES, ("b.txt", "tree"), ("a.txt",)):
+    for names in (NAMES, ("b.txt", "c.txt")):
         for has_old in (False, True):
             seen: list[bool] = []
             for step in range(1, 500):
@@ -84,17 +73,16 @@ def killed_at(step: int, folder: Path, names, has_old: bool, seen: list[bool]) -
     found = content(folder)
     assert found in (old, new), (step, found)
     seen.append(found == new)
-    write(folder, "newer", ("a.txt", "tree"))
-    assert content(folder) == {"a.txt": "newer", "tree": "newer"}, step
-    there = [".jdag", "a.txt", *["mine"] * has_old, "tree"]
+    write(folder, "newer", ("a.txt", "b.txt"))
+    assert content(folder) == {"a.txt": "newer", "b.txt": "newer"}, step
+    there = [".jdag", "a.txt", "b.txt", *["mine"] * has_old]
     assert sorted(os.listdir(folder)) == there
-    assert sorted(os.listdir(folder / ".jdag")) == ["lock", "marker.json"]
+    assert os.listdir(folder / ".jdag") == ["lock"]
     return status
 
 
 def raced(top: Path) -> None:
-    """Replace a folder by two processes at once, while a third reads it."""
-    folders.WAIT_S = 600.0
+    """Replace files by two processes at once, while a third reads: some are refused."""
     folder = top / "raced"
     write(folder, "0")
     (folder / "mine").write_text("mine")
@@ -102,31 +90,33 @@ def raced(top: Path) -> None:
     for first in (1, 2):
         children.append(os.fork())
         if not children[-1]:
-            for number in range(first, 41, 2):
-                write(folder, str(number))
+            for number in range(first, 81, 2):
+                tried(lambda number=number: write(folder, str(number)))
             os._exit(0)
-    for _ in range(40):
-        found = content(folder)
-        assert len(found) == 3 and len(set(found.values())) == 1, found
-        assert (folder / "mine").read_text() == "mine"
+    read = 0
+    while not all(
+        [
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            for child in children
+        ]
+    ):
+        found = tried(lambda: content(folder))
+        if found is not None:
+            assert len(found) == 3 and len(set(found.values())) == 1, found
+            read += 1
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
-    assert content(folder)["tree"] in ("39", "40")
+    assert read and len(set(content(folder).values())) == 1
+    assert (folder / "mine").read_text() == "mine"
+    assert os.listdir(folder / ".jdag") == ["lock"]
 
 
-def left(top: Path) -> None:
-    """Lock a folder in the instant in which another leaves it, with its lock."""
-    locks: list[Any] = []
-
-    def leave(event, details):
-        if event == "fcntl.flock" and not locks:
-            locks.append(top / ".jdag" / "lock")
-            locks[0].unlink()
-
-    sys.addaudithook(leave)
-    write(top, "new")
-    assert sorted(os.listdir(top / ".jdag")) == ["lock", "marker.json"]
-    assert locks
+def tried(act):
+    """The result of an act, or None where another process is at it."""
+    try:
+        return act()
+    except FolderError as error:
+        assert "it is in use" in str(error) or "has changed it meanwhile" in str(error)
 
 
 if __name__ == "__main__":
-    {"killed": killed, "raced": raced, "left": left}[sys.argv[1]](Path(sys.argv[2]))
+    {"killed": killed, "raced": raced}[sys.argv[1]](Path(sys.argv[2]))
