@@ -27,13 +27,13 @@ def save(path: Path, number: int, step=lambda: None) -> None:
 
     def array():
         step()
-        return np.full(100_000, number, np.int64)
+        return np.full(30_000, number, np.int64)
 
     def check(name):
         step()
         safe_open(name, framework="numpy")
 
-    described = Saved("", "array", "int64", [100_000])
+    described = Saved("", "array", "int64", [30_000])
     parts = {str(n): [described] for n in range(ARRAYS)}
     write(path, parts, [array] * ARRAYS, check)
 

@@ -183,8 +183,10 @@ def test_a_dtype_or_names_that_no_file_has_are_refused_when_saving(cluster, tmp_
         cluster.save(tmp_path / "run", **{"a": {"b": ONES}, "a['b']": ONES})
     with pytest.raises(JdagError, match="two arrays have the name '__metadata__'"):
         cluster.save(tmp_path / "run", __metadata__=ONES)
+    with pytest.raises(JdagError, match=r"no checkpoint can be written to .*utf-8"):
+        cluster.save(tmp_path / "run", **{"\ud800": ONES})
     with pytest.raises(JdagError, match=r"no checkpoint can be written to .*header"):
-        cluster.save(tmp_path / "run", **{"\ud800": ONES})  # No reader could open it.
+        cluster.save(tmp_path / "run", **{"x" * (1 << 26): ONES})  # No reader opens it.
     assert not list(tmp_path.iterdir())
 
 

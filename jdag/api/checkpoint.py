@@ -92,20 +92,15 @@ def load(
         _restored(assignments, where, entry, saved, file)
         for entry, saved in zip(entries, found, strict=True)
     ]
-    to_leaves = [
-        place
-        for place, saved in enumerate(found)
-        if saved.kind != STATIC and isinstance(entries[place].value, Ref | str)
-    ]
-    refs = assignments.write(
-        [entries[place].value for place in to_leaves],
-        [values[place] for place in to_leaves],
-        [not found[place].untracked for place in to_leaves],
-    )
-    for place, ref in zip(to_leaves, refs, strict=True):
+    rows = {
+        place: (entry.value, values[place], not saved.untracked)
+        for place, (entry, saved) in enumerate(zip(entries, found, strict=True))
+        if saved.kind != STATIC and isinstance(entry.value, Ref | str)
+    }
+    refs = assignments.write(*zip(*rows.values(), strict=True)) if rows else []
+    for place, ref in zip(rows, refs, strict=True):
         values[place] = ref
-    rest = iter(values)
-    given = {}
+    rest, given = iter(values), {}
     for part, held in parts.items():
         tree = _tree(held)
         new = jax.tree.map(lambda _: next(rest), tree)
@@ -220,20 +215,16 @@ def _values(
         rest = iter(assignments.keep(refs, apart=True))
     except WorkerLost:  # To fetch it says of which leaf.
         rest = iter(refs)
-    return [
-        partial(_fetched, assignments, entry, next(rest))
-        if is_ref(entry.value)
-        else partial(getattr, entry, "value")
-        for entry in entries
-    ]
+    kept = [next(rest) if is_ref(entry.value) else None for entry in entries]
 
+    def value_of(entry: Entry, ref: Ref | None) -> Any:
+        value = entry.value if ref is None else assignments.state.read([ref])[0]
+        if isinstance(value, Failure):
+            error = exception_of(value)
+            raise type(error)(f"{entry} cannot be saved: {error}") from error.__cause__
+        return value
 
-def _fetched(assignments: Assignments, entry: Entry, ref: Ref) -> Any:
-    (value,) = assignments.state.read([ref])
-    if isinstance(value, Failure):
-        error = exception_of(value)
-        raise type(error)(f"{entry} cannot be saved: {error}") from error.__cause__
-    return value
+    return [partial(value_of, *one) for one in zip(entries, kept, strict=True)]
 
 
 def _compare(
@@ -275,10 +266,9 @@ def _restored(
         raise JdagError(f"{entry} is {saved} in {at}, and wanted is {wanted}")
     if saved.kind == STATIC:
         return value
-    if saved.kind == "bool":
-        return saved.text == "True"
     if saved.kind in NUMBERS:
-        return NUMBERS[saved.kind](saved.text)
+        is_bool = saved.kind == "bool"
+        return saved.text == "True" if is_bool else NUMBERS[saved.kind](saved.text)
     try:
         array = read_array(file, entry.part + entry.path, saved)
     except Exception as error:  # What is there may be anything.

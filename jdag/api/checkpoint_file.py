@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
-from msgspec import Struct, convert, to_builtins
 from msgspec.structs import replace
 
 from jdag.compute.avals import KEYS
@@ -31,12 +31,11 @@ from jdag.engine.arrays import DTYPES
 FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
 NUMBERS = {kind.__name__: kind for kind in NUMBER_TYPES}
 ARRAY, STATIC = "array", "static"
-# The names in the format of the dtypes that its readers in all languages have.
-NATIVE = {
-    **{"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"},
-    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
-    **{"bfloat16": "BF16", "complex64": "C64"},
+# The names in the format of the dtypes that all of its readers have.
+NATIVE = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"} | {
+    f"{kind}{bits}": f"{kind[0].upper()}{bits}"
+    for kind in ("int", "uint", "float")
+    for bits in (8, 16, 32, 64)
 }
 NO_DIGEST = "0" * 8
 SAVERS_MAX = 100  # At once, of one checkpoint.
@@ -44,7 +43,7 @@ SAVERS_MAX = 100  # At once, of one checkpoint.
 Parts = Mapping[str, Sequence["Saved"]]
 
 
-class Saved(Struct, frozen=True, forbid_unknown_fields=True):
+class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The description of one leaf of a part.
 
     `kind` is "array", the type of a Python number, which `text` then holds, or
@@ -133,46 +132,38 @@ def is_mine(file: IO[bytes], name: Path) -> bool:
 
 def _header(parts: Parts) -> bytes:
     """Return what precedes the arrays; digests do not change how long it is."""
-    text = json.dumps(to_builtins(parts))
+    text = msgspec.json.encode(parts).decode()
     metadata = {"jdag": FORMAT, "digest": _digest(text.encode()), "parts": text}
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
-    arrays = [
-        (part + saved.path, saved)
-        for part, leaves in parts.items()
-        for saved in leaves
-        if saved.kind == ARRAY
-    ]
-    for name, saved in arrays:
-        if name in header:
-            raise ValueError(f"two arrays have the name {name!r}")
-        dtype, shape = _form(saved)
-        end = begin + math.prod(saved.shape) * DTYPES[saved.dtype]
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-        begin = end
+    for part, leaves in parts.items():
+        for saved in [one for one in leaves if one.kind == ARRAY]:
+            name = part + saved.path
+            if name in header:
+                raise ValueError(f"two arrays have the name {name!r}")
+            end = begin + math.prod(saved.shape) * DTYPES[saved.dtype]
+            header[name] = {**_form(saved), "data_offsets": [begin, end]}
+            begin = end
     data = json.dumps(header).encode()
     data += b" " * (-len(data) % 8)
     return len(data).to_bytes(8, "little") + data
 
 
-def _form(saved: Saved) -> tuple[str, list[int]]:
+def _form(saved: Saved) -> dict[str, Any]:
     """Return the dtype and shape that an array has in the file."""
     nbytes = DTYPES[saved.dtype]
-    if saved.dtype in KEYS:
-        return "U32", [*saved.shape, nbytes // 4]
     if saved.dtype in NATIVE:
-        return NATIVE[saved.dtype], saved.shape
-    return "U8", [*saved.shape, nbytes] if nbytes > 1 else saved.shape
+        return {"dtype": NATIVE[saved.dtype], "shape": saved.shape}
+    dtype, count = ("U32", nbytes // 4) if saved.dtype in KEYS else ("U8", nbytes)
+    return {"dtype": dtype, "shape": [*saved.shape, *[count] * (count > 1)]}
 
 
 def _written(file: IO[bytes], saved: Saved, value: Callable[[], Any]) -> Saved:
     """Write the elements of a leaf, if it is an array; return it with its digest."""
     if saved.kind != ARRAY:
         return saved
-    if saved.dtype in KEYS:
-        array = np.asarray(jax.random.key_data(value()))
-    else:
-        array = np.asarray(value(), saved.dtype)
+    is_key = saved.dtype in KEYS
+    array = jax.random.key_data(value()) if is_key else np.asarray(value(), saved.dtype)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
     file.write(data)
     return replace(saved, digest=_digest(data))
@@ -189,14 +180,13 @@ def read_parts(file: Any) -> dict[str, list[Saved]]:
     Raises:
         ValueError: it is not as jdag wrote it.
     """
-    metadata = file.metadata() or {}
-    if metadata.get("jdag") != FORMAT:
-        found = metadata.get("jdag", "none")
-        raise ValueError(f"its format of jdag is {found}, not {FORMAT}")
+    metadata = {"jdag": "none", **(file.metadata() or {})}
+    if metadata["jdag"] != FORMAT:
+        raise ValueError(f"its format of jdag is {metadata['jdag']}, not {FORMAT}")
     text = metadata["parts"]
     if metadata["digest"] != _digest(text.encode()):
         raise ValueError("its description has another digest than when it was saved")
-    return convert(json.loads(text), dict[str, list[Saved]])
+    return msgspec.json.decode(text, type=dict[str, list[Saved]])
 
 
 def read_array(file: Any, name: str, saved: Saved) -> Any:
@@ -210,5 +200,5 @@ def read_array(file: Any, name: str, saved: Saved) -> Any:
         raise ValueError("its array has another digest than when it was saved")
     if saved.dtype not in KEYS:
         return jnp.asarray(data.view(saved.dtype).reshape(saved.shape))
-    keys = data.view(np.uint32).reshape(_form(saved)[1])
+    keys = data.view(np.uint32).reshape(_form(saved)["shape"])
     return jax.random.wrap_key_data(jnp.asarray(keys), impl=KEYS[saved.dtype])
