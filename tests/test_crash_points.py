@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import jdag
 from jdag import testing
 from jdag.sim import Crash, LinkModel
 from jdag.testing.drawn import Program
-from tests.recovery_cases import WORKERS, Patient, bits, live
+from tests.recovery_cases import WORKERS, Patient, bits, train
 from tests.tiers import sized
 
 Play = Callable[[Any, Patient, str | None], Any]
@@ -41,57 +41,48 @@ def played(
     made: dict[str, Any]
     made = {"seed": seed, "recover": True, "network": LINK, "faults": faults}
     with jdag.simulate(workers, **made) as cluster:
-        found = play(cluster, Patient(cluster, cluster.recover), to)
+        found = play(cluster, Patient(cluster.recover), to)
         return found, len(cluster.trace)
 
 
-def lived(every: int, cluster: Any, patient: Patient, to: str | None) -> Any:
-    return live(cluster, patient, every, to)
+def trained(cluster: Any, patient: Patient, to: str | None) -> Any:
+    return train(cluster, patient, to=to)
 
 
-quiet_life = cache(lambda every: played(partial(lived, every), WORKERS))
+quiet_training = cache(partial(played, trained, WORKERS))
 
 
-@drawn_from(max_examples=sized(12, 400))
-@given(st.integers(0, 99), st.integers(1, 3), crashes(WORKERS))
-@example(42, 3, [(0.838, "c", 165, 0), (0.838, "c", 0, 549)])  # Amid two contexts.
-@example(38, 2, [(0.0026, "b", 0, 731), (0.11, "b", 997, 884)])  # Before any copies.
-def test_open_contexts_go_on_with_the_same_bits_wherever_workers_crash(
-    seed: int, every: int, crashed: Any
+@drawn_from(max_examples=sized(15, 400))
+@given(st.integers(0, 99), crashes(WORKERS))
+def test_a_training_goes_on_with_the_same_bits_wherever_workers_crash(
+    seed: int, crashed: Any
 ):
-    quiet, records = quiet_life(every)
-    found, _ = played(partial(lived, every), WORKERS, seed, crashed, records)
+    quiet, records = quiet_training()
+    found, _ = played(trained, WORKERS, seed, crashed, records)
     assert found == quiet
-
-
-class PatientContext:
-    """A context whose requests are repeated after each loss."""
-
-    def __init__(self, ctx: Any, patient: Patient) -> None:
-        self._ctx, self._patient = ctx, patient
-
-    def __getattr__(self, name: str) -> Any:
-        return partial(self._patient, getattr(self._ctx, name))
 
 
 def differentiated(
     program: Program, cluster: Any, patient: Patient, to: str | None
 ) -> Any:
-    """The bits of the gradients of a drawn program, in a context that stays open."""
+    """The bits of the gradients of a drawn program."""
     case = program.case()
+    patient(cluster.replicate_leaves, to=to)
     refs = {
         name: patient(cluster.put, case.placement[name], value)
         for name, value in case.params.items()
     }
-    patient(cluster.replicate_leaves, to=to)
-    opened = cluster.context().__enter__()
-    ctx = PatientContext(opened, patient)
-    root = case.program(ctx, refs)
-    for number in range(case.passes):
-        ctx.backward(root, retain_graph=number + 1 < case.passes, mode=case.mode)
-    found = [patient(one.fetch) for one in ctx.gradients().values()]
-    patient.left(opened)
-    return bits(found)
+
+    def run() -> Any:
+        with cluster.context() as ctx:
+            root = case.program(ctx, refs)
+            for number in range(case.passes):
+                ctx.backward(
+                    root, retain_graph=number + 1 < case.passes, mode=case.mode
+                )
+            return bits(jdag.fetch(list(ctx.gradients().values())))
+
+    return patient(run)
 
 
 @drawn_from(max_examples=sized(12, 200))

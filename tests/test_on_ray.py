@@ -24,7 +24,7 @@ from jdag.rpc.authority import fresh_authority
 from jdag.rpc.on_ray import _end_actor, _Parent, replies
 from tests import stream_cases as waiting
 from tests.ray_cases import facts, layer
-from tests.recovery_cases import train
+from tests.recovery_cases import Patient, train
 from tests.rpc_cases import options_of
 
 ROOT = Path(__file__).parent.parent
@@ -155,7 +155,7 @@ def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any) -> int:
     """Train with workers that are hurt, and have a quiet run's bits; count losses."""
     names, steps, to_hurt = ("d", "b", "c"), max(hurt) + 2, dict(hurt)
     with jdag.simulate(names, seed=0, recover=True) as cluster:
-        quiet, _ = train(cluster, steps)
+        quiet = train(cluster, Patient(cluster.recover), steps)
     needs = {"b": {"CPU": 1, "b": 1}, "c": {"CPU": 1, "left": 1}}
     with launch(names, resources=needs, allow=RECOVERED, recover=True) as cluster:
 
@@ -164,11 +164,10 @@ def trained(hurt: Mapping[int, Callable[[Any], object]], recover: Any) -> int:
                 to_hurt.pop(step)(cluster)
                 soon(lambda: bool(cluster.state.recovery.gone))
 
-        patient = partial(cluster.recover, timeout_s=600)
-        again = partial(recover, cluster, patient)
-        found, losses = train(cluster, steps, begins, recover=again)
-        assert found == quiet and not to_hurt
-        return losses
+        again = partial(recover, cluster, partial(cluster.recover, timeout_s=600))
+        patient = Patient(again)
+        assert train(cluster, patient, steps, begins) == quiet and not to_hurt
+        return patient.losses
 
 
 @pytest.mark.second

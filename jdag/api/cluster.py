@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
@@ -238,7 +238,9 @@ class Cluster(Collectives, Copying, Recoverable):
             )
         frame = self._frame()
         launches = [self._launch(frame, *item) for item in programs.items()]
-        with Context(frame, self) as ctx:
+        recovery = self._assignments.recovery
+        changing = nullcontext() if recovery is None else recovery.running()
+        with changing, Context(frame, self) as ctx:
             tasks = [frame.launch(*launch) for launch in launches]
             frame.join(tasks, answer=Coordinator(ctx, tuple(programs)).answer)
             found = collected(tasks)
@@ -397,6 +399,8 @@ class Cluster(Collectives, Copying, Recoverable):
         name = f"cluster.host of {name_of(factory)}"
         start = partial(hosted.launched, self.state, hosted.make, name, there)
         made: Hosted = start(factory, *args, **kwargs).result()
+        if (recovery := self._assignments.recovery) is not None:
+            recovery.host(made, worker, factory, args, kwargs)
         return made
 
     def drop(self, refs: Any) -> None:

@@ -23,6 +23,7 @@ from jdag.engine.protocol import (
     Failure,
     Fetched,
     LeafId,
+    ObjectId,
     Worker,
     incarnated,
     incarnation_of,
@@ -77,6 +78,7 @@ class ClusterState:
         self.nesting_max = nesting_max  # How deep programs may call each other.
         self.leaves: dict[LeafId, Leaf] = {}
         self._far: WeakValueDictionary[LeafId, Leaf] = WeakValueDictionary()
+        self.handles: WeakValueDictionary[ObjectId, Hosted] = WeakValueDictionary()
         self.closed = False
         self.trace = weakref.ref(trace_ctx.trace)  # Of the innermost transformation.
         self.configuration = configuration()
@@ -161,8 +163,6 @@ class ClusterState:
 
     def graph(self, context: ContextId) -> Any:
         """Return the graph of a context by worker, as the driver has it."""
-        if self.recovery is not None:
-            context = self.recovery.context(context)
         return self.driver.graph(context)
 
     def seen(self, failure: Failure) -> JdagError:
@@ -179,6 +179,10 @@ class ClusterState:
         # Many may be kept there in turn, and no pass looks for one that is untracked.
         is_far = id.untracked and id not in self.leaves
         return (self._far if is_far else self.leaves).setdefault(id, Leaf(id, aval))
+
+    def handle(self, id: ObjectId) -> Hosted:
+        """Return the handle of an object, of which there is one in this process."""
+        return self.handles.setdefault(id, Hosted(self, id))
 
     def leaf_ref(self, leaf: Leaf) -> Ref:
         """Return a ref to a leaf."""
@@ -270,5 +274,5 @@ class ClusterState:
 
     def _now(self, worker: str) -> Worker:
         if self.recovery is not None and self.driver.current is self.driver.port:
-            return worker  # Names of the main program last.
+            return str(self.recovery.now[worker])
         return incarnated(worker, self.driver.incarnations.get(worker, 0))

@@ -149,9 +149,9 @@ class CompiledStep:
         try:
             plan, inputs = self._planned(args, False)
             value, _ = plan.run(inputs)
-            recovery = self._cluster.state.recovery
+            recovery = self._cluster._assignments.recovery
             if recovery is not None and plan.staged:
-                recovery.replaced(plan.staged)
+                recovery.staged(plan.staged)
         except (RemoteError, WorkerLost) as error:
             if optimizer is not None:
                 optimizer.refused(error)
@@ -411,7 +411,7 @@ def _type_of(value: Any, state: Any) -> Any:
     if isinstance(value, Ref):
         leaf = value.leaf if value.holder is state else None
         known = leaf is not None and not leaf.dropped
-        return (value.key, value.tracked) if known else None
+        return (leaf, value.tracked) if known else None
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype
     if is_array_type(value.__class__):

@@ -89,6 +89,8 @@ def rest_of(state: Any, tree: Any) -> Any:
     leaves = flatten(tree)[0]
     ids = [(one.data.worker, one) for one in leaves if isinstance(one, Hosted)]
     wait([launched(state, drop, "cluster.drop", *one) for one in ids])
+    for _, handle in ids if state.recovery is not None else ():
+        state.recovery.unhost(handle)
     return [one for one in leaves if not isinstance(one, Hosted)] if ids else tree
 
 

@@ -9,7 +9,7 @@ nothing that it stored is left. A kept leaf goes once its last ref has.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,10 +85,14 @@ class _Draft:
     stored: list[tuple[Key, Any]] = field(default_factory=list)
     constants: dict[int, tuple[Key, Any]] = field(default_factory=dict)  # By id.
     leaves: dict[Leaf, None] = field(default_factory=dict)
+    given: dict[Leaf, Any] = field(default_factory=dict)  # Values of the caller.
 
 
 class Assignments:
     """Makes, replaces and drops leaves for one program."""
+
+    # Of the main program, if it was asked for: it copies what is assigned.
+    recovery: Any = None
 
     def __init__(self, state: ClusterState, port: Port) -> None:
         self.state = state
@@ -137,6 +141,7 @@ class Assignments:
             else:
                 leaf = self.leaf(place)
             kept.append(leaf)
+            draft.given[leaf] = value
             of = (leaf.id.worker, leaf.aval.device, isinstance(place, str))
             groups.setdefault(of, []).append((leaf, value))
         for (worker, device, is_new), group in groups.items():
@@ -235,6 +240,19 @@ class Assignments:
             add_part(draft, [leaf.first for leaf in leaves], leaves, call)
         self._tell(draft)
 
+    def restore(self, sources: Mapping[Leaf, Any], absent: Container[Leaf]) -> None:
+        """Give leaves the values of refs on their workers, or of arrays.
+
+        `absent`: those that are not on their workers, where they are made anew.
+        """
+        draft = self._draft()
+        for leaf, source in sources.items():  # Apart, so that one that failed is alone.
+            given = source.struct() if isinstance(source, Aval) else source
+            change = Change(transferred, (), (given,))
+            call = self._traced(draft, leaf.id.worker, change)
+            add_part(draft, [leaf.first if leaf in absent else leaf.key], [leaf], call)
+        self._tell(draft)
+
     def assign(self, changes: Sequence[Change]) -> None:
         """Make all changes, or none if one is refused or an owner is known to be lost.
 
@@ -275,6 +293,8 @@ class Assignments:
         for leaf in leaves:
             leaf.dropped = True
             self.state.leaves.pop(leaf.id, None)
+        if self.recovery is not None:
+            self.recovery.dropped(leaves)
 
     def forget(self) -> None:
         """Drop what was kept, and plans, that no program names any more."""
@@ -362,8 +382,8 @@ class Assignments:
         values = [(key, self.state.value(value)) for key, value in stored]
         self._port.tell(Assigned(draft.path, tuple(draft.parts)), values)
         self.state.leaves.update({leaf.id: leaf for leaf in draft.leaves})
-        if self.state.recovery is not None and self._port.via is not None:
-            self.state.recovery.updated()
+        if self.recovery is not None:
+            self.recovery.assigned(draft.leaves, draft.given)
 
 
 def add_part(

@@ -438,7 +438,7 @@ class ProgramFrame:
     def _bind(self, leaf: Any, holds: Mapping[Key, Hold]) -> Any:
         if type(leaf) is ObjectId:
             held = leaf in self.objects
-            return self.objects[leaf] if held else Hosted(self.state, leaf)
+            return self.objects[leaf] if held else self.state.handle(leaf)
         if type(leaf) is not RefData:
             return leaf
         key, worker, aval, tracked = leaf.key, leaf.owner, leaf.aval, leaf.tracked

@@ -6,7 +6,6 @@ from jdag.api.outcome import nanoseconds
 from jdag.api.recovery import Recovery
 from jdag.engine.protocol import incarnated, incarnation_of, named
 from jdag.errors import JdagError, JoinError, RecoveryError, WorkerLost, meant, unusable
-from jdag.runtime.tables import at_least
 
 TIMEOUT_S = 60.0
 
@@ -14,37 +13,33 @@ TIMEOUT_S = 60.0
 class Recoverable:
     """The part of a `Cluster` that is about lost workers."""
 
-    def replicate_leaves(self, every: int = 1, to: str | None = None) -> None:
+    def replicate_leaves(self, to: str | None = None) -> None:
         """Keep copies of all leaves and states of optimizers on peers from now on.
 
         `Cluster.recover` makes lost leaves again from these. What changes leaves
-        (a step of an optimizer, `update`, `keep`, `load`) then waits until the copies
-        of what it changed have arrived, and counts only then; if a worker is lost
-        before, it raises WorkerLost, and after `recover` all leaves are as before it.
-        Each leaf has its copies twice, on its own worker and on its peer, and while
-        they are replaced once more.
+        (a step of an optimizer, `update`, `keep`, `make`, `run`) then waits until the
+        copies of what it changed have arrived, and counts only then; if a worker is
+        lost before, it raises WorkerLost, and after `recover` all leaves are as before
+        it. Each leaf has its copies twice, on its own worker and on its peer, and while
+        they are replaced once more. What is put or loaded later stays with the caller
+        until it changes.
 
         Args:
-            every: copy with every so many changes. Those since the last copy, and their
-                contexts, are kept and replayed. Steps of compiled programs, and
-                `cluster.run`, are always copied.
             to: the worker that keeps the copies, but those of its own leaves. None,
                 and for these: the next one in the order of workers; two neighbours
                 lost at once lose leaves then.
 
         Raises:
-            JdagError: there is no such worker, or `every` is no number above 0, or the
-                cluster was made without recover=True.
+            JdagError: there is no such worker, or the cluster was made without
+                recover=True.
             WorkerLost: a worker is lost.
         """
         recovery = self._recovery("cluster.replicate_leaves")
-        if not at_least(1)(every):
-            raise JdagError(unusable("every", every, "a whole number above 0"))
         if to is not None:
             _check_name(recovery, "to", to)
         if len(recovery.workers) == 1:
             raise JdagError("cluster.replicate_leaves: there is no other worker")
-        recovery.replicate(every, to)
+        recovery.replicate(to)
 
     def recover(
         self,
@@ -54,14 +49,11 @@ class Recoverable:
     ) -> None:
         """Wait for a lost worker to join again, and make again what it held.
 
-        With `launch` its process is started anew. Leaves and states of optimizers come
-        from the copies that `replicate_leaves` keeps; those that were put, and not
-        changed since, from the caller. Then the open contexts are replayed: what this
-        program called in them is called again in the same order, and so are hooks, and
-        programs that ran there, by path; so functions and programs have to be pure.
-        Refs, leaves and contexts stay usable, and their values have the bits of a run
-        without the loss; a pass that exceeded its `timeout_s` does so again, at once.
-        What raised WorkerLost has not happened: ask for it again.
+        With `launch` its process is started anew. Leaves and states of optimizers, on
+        all workers, get the values that they had when the last change counted, so all
+        are of the same step: from the copies that `replicate_leaves` keeps, or from the
+        caller those that were put and not changed since. Refs to them stay usable, and
+        plans are made anew. What raised WorkerLost has not happened: repeat it.
 
             try:
                 with cluster.context() as ctx:
@@ -70,23 +62,24 @@ class Recoverable:
             except jdag.errors.WorkerLost:
                 cluster.recover()
 
-        Objects of `cluster.host` are made anew by their factories, without what calls
-        have changed in them. Not covered: the loss of the caller; `cluster.run`, which
-        raises, and may be asked for again after its leaves are as before it.
+        Contexts in which the lost worker took part are over: their use raises
+        WorkerLost. Objects of `cluster.host` are made anew by their factories, without
+        what calls have changed in them. Not covered: the loss of the caller.
 
         Args:
             worker: which; None: all that are lost. If others are lost too, or are
                 lost meanwhile, they are waited for as well.
-            to: None, or another worker that takes its place under its name. Bits stay
-                the same if nothing else of the program runs on that one, since what
-                is summed there, and what is sent, depends on placement.
+            to: None, or another worker that takes its place: calls on it, its leaves
+                and its objects are there from now on. Bits stay the same if nothing
+                else of the program runs on that one, since what is summed there, and
+                what is sent, depends on placement.
             timeout_s: how long to wait, in seconds of `cluster.now_ns`.
 
         Raises:
             RecoveryError: the worker is not lost, or has not joined in time; or there
-                is no copy of a leaf: names it; or a pass that exceeded its `timeout_s`
-                has ended before it could do so again: names its context, which is to
-                be left first. Another `recover` may follow.
+                is no copy of a leaf: names it, and none is made again. Another
+                `recover` may follow, after `load` or `drop` of that leaf.
+            RemoteError: the factory of an object raised.
             JdagError: there is no such worker, or no room for one; or the cluster was
                 made without recover=True.
         """
@@ -94,7 +87,7 @@ class Recoverable:
         timeout_ns = nanoseconds(timeout_s)
         if worker is not None:
             _check_name(recovery, "worker", worker)
-            if named(recovery.name_of(worker)) == recovery.here:
+            if named(recovery.now[worker]) == recovery.here:
                 raise JdagError(f"worker = {worker!r} is the caller's own, not lost")
         if to is not None:
             _check_name(recovery, "to", to)
@@ -109,7 +102,7 @@ class Recoverable:
     def _recovery(self, what: str) -> Recovery:
         cluster: Any = self
         cluster._check(what)
-        recovery: Recovery | None = cluster._port.via
+        recovery: Recovery | None = cluster._assignments.recovery
         if recovery is None:
             raise JdagError(
                 f"{what}: ask for it where the cluster is made, by the main program: "
@@ -129,7 +122,8 @@ def _wait_for(
         return max(left_ns, 0)
 
     def noticed() -> bool:
-        return worker in recovery.pending if worker else bool(recovery.pending)
+        pending = [*recovery.stale, *recovery.gone]
+        return worker in pending if worker else bool(pending)
 
     if not driver.until(noticed, within_ns()):
         who = f"worker {worker!r} is not" if worker else "no worker is"
@@ -139,7 +133,7 @@ def _wait_for(
             if worker in gone and to is not None:
                 if to in gone:
                     raise RecoveryError(f"to = {to!r} is lost as well")
-                recovery.moved(worker, recovery.name_of(to))
+                recovery.moved(worker, recovery.now[to])
             else:
                 _rejoin(recovery, gone[0], within_ns(), limit)
         try:
@@ -153,7 +147,7 @@ def _wait_for(
 def _rejoin(recovery: Recovery, worker: str, within_ns: int, limit: str) -> None:
     """Wait until the process of a lost worker has been replaced."""
     driver = recovery.driver
-    former = recovery.name_of(worker)
+    former = recovery.now[worker]
     name = named(former)
     why = recovery.lost(worker)
     try:

@@ -1,70 +1,37 @@
-"""Recovery: what a lost worker held is made again, from copies and a log, bit by bit.
+"""Recovery: leaves and objects of a lost worker are made again, from copies.
 
-The main program names things once and for all: workers by their first names, leaves and
-contexts by the ids that they were made with. What it tells its engine passes through
-here, where these become the names of now, and is kept in a log. To recover is to leave
-the contexts that are open, to put leaves back to what they were when the log begins,
-and to tell the log again, in its order, in new contexts.
-
-Inputs:  events of the main program (`tell`), answers to it (`wait`).
-Outputs: the same events in the names of now; copies of leaves.
-Invariants: the log begins at a snapshot, which has copies of all leaves as they were
-then, and no later than the oldest open context. A snapshot counts once all its copies
-have arrived. An update whose snapshot fails is in no log. Leaves that are dropped stay
-until the log begins after that. Nothing is logged that failed because of a loss.
+Inputs:  what the main program assigns, drops, hosts and runs on workers.
+Outputs: copies of leaves; after a loss, the leaves and objects of the last commit, on
+         workers that are there.
+Invariants: `_saved` has the value of each leaf at the last commit: the array that the
+program has put, or refs to copies of it, the first on the leaf's own worker. Leaves
+that an assignment changes get new copies together, once all of these have arrived; if
+a worker is lost before, it counts for none of them. A leaf in `_dirty` may have another
+value on its worker, one in `_absent` has none there. `now` has the incarnation that is
+meant by the name of a worker; it changes in `moved` alone, with the names of leaves.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from msgspec.structs import replace
+import numpy as np
 
-from jdag.api.current_names import CurrentNames, Values
+from jdag.api import hosted
 from jdag.api.leaves import Assignments
-from jdag.api.log_entries import (
-    Entry,
-    changed_by,
-    context_of,
-    is_lost,
-    place_of,
-    used_by,
-)
-from jdag.api.reassigning import repeated, restored
-from jdag.api.snapshots import Snapshot, Snapshots
-from jdag.engine.functions import name_of
-from jdag.engine.protocol import (
-    Assigned,
-    Assignment,
-    Attached,
-    Collected,
-    ContextId,
-    Differentiated,
-    Discarded,
-    Dropped,
-    Expired,
-    Issued,
-    Launched,
-    LeafId,
-    Left,
-    ObjectId,
-    Opened,
-    Outcome,
-    PassResult,
-    Path,
-    Worker,
-)
-from jdag.errors import RecoveryError, WorkerLost
-from jdag.runtime.failures import exception_of
+from jdag.api.refs import Leaf, Ref
+from jdag.compute.avals import frozen
+from jdag.compute.pytrees import flatten, unflatten
+from jdag.engine.protocol import LeafId, Worker, incarnated, named
+from jdag.errors import JdagError, RecoveryError, WorkerLost
 from jdag.runtime.host import Port
 
-_RUN = "jdag.api.cluster:run_here"
-_MAKE, _DROP = "jdag.api.hosted:make", "jdag.api.hosted:drop"
-_LOGGED = (Issued, Discarded, Attached, Launched)
+Copies = tuple[Ref, ...]
 
 
 class Recovery:
-    """The log and the copies of one main program.
+    """The copies of one main program, and where its workers are now.
 
     Args:
         cluster: the main program's `Cluster`.
@@ -77,419 +44,227 @@ class Recovery:
         self.driver = cluster.driver
         self._cluster = cluster
         self._state = state = cluster.state
-        port = cluster._port
-        self._port = Port(port.host, port.cause)  # This one translates nothing.
-        port.via = state.recovery = self
-        self.names = CurrentNames(state)
-        self.copies = Snapshots(cluster, self.names)
-        self._log: list[Entry] = []
-        self._number = 0  # Of the next entry.
-        self._began: dict[ContextId, int] = {}  # Of contexts that are open.
-        self._there: dict[ContextId, None] = {}  # That the engine has, of these.
-        self._asked: dict[int, tuple[Any, Values]] = {}  # By waiter.
-        self._base: Snapshot = {}  # Of the begin of the log.
-        self._latest: tuple[int, Snapshot] | None = None  # With the entry after it.
-        # Changed since; whether the newest values are the caller's own.
-        self._dirty: dict[LeafId, bool] = {}
-        self._due = 0  # Updates since.
-        self._made: dict[LeafId, None] = {}  # Leaves that are on their workers now.
-        self._stale: dict[Worker, None] = {}  # Lost, and not made again.
-        # Programs that make objects, while they run, and by what they have made.
-        self._making: dict[tuple[ContextId, Path], Launched] = {}
-        self._hosted: dict[ObjectId, Launched] = {}
-        # Programs that a loss has ended, with the refs that they were given.
-        self._ended: list[tuple[Path, Any, Any]] = []
-        self._runs: dict[ContextId, None] = {}  # Of programs of `cluster.run`.
-        self._paused = False
+        self._port: Port = cluster._port
+        state.recovery = cluster._assignments.recovery = self
+        known: Mapping[str, int] = self.driver.incarnations
+        self.now = {name: incarnated(name, known.get(name, 0)) for name in self.workers}
+        self._replicates = False  # Whether copies are on peers, too.
+        self._to: str | None = None  # The peer of all others; None: each has its own.
+        self._copier = Assignments(state, self._port)  # Of what has no copies itself.
+        self._copied = weakref.WeakSet[Leaf]()
+        self._saved: dict[Leaf, Any] = {}
+        self._dirty: dict[Leaf, None] = {}
+        self._absent: dict[Leaf, None] = {}
+        self.stale: dict[str, None] = {}  # Moved, and not all is made again.
+        self._hosted: dict[hosted.Hosted, tuple[str, Any]] = {}  # Worker, arguments.
 
-    # ------------------------------------------------------- between program and engine
+    # ------------------------------------------------------------------------- commits
 
-    def tell(self, event: Any, values: Values = ()) -> None:
-        """Tell the engine an event of the program; see `Port.tell`."""
-        if type(event) is Dropped and (event := self._dropped(event)) is None:
-            return
-        self._port.tell(self.names.of(event), self.names.stored(values))
-        if not self._paused:
-            self._note(event, values)
-
-    def wait(self, waiter: int) -> Any:
-        """Wait for an answer, in the names of the program; see `Port.wait`."""
-        event, values = self._asked.pop(waiter, (None, ()))
-        kind = type(event)
-        try:
-            found = self._port.wait(waiter)
-        finally:
-            if kind is Left:
-                self._left(event)
-        if kind is Differentiated and not is_lost(found.failure):
-            expired = found.outcome is Outcome.EXPIRED
-            self._add(event, values, news=("expired",) * expired)
-        elif kind is Collected:
-            found = self.names.answer(found)
-            self._collect(event, found)
-            return found
-        elif kind is Left and event.context in self._runs:
-            del self._runs[event.context]
-            if not any(map(is_lost, found)):  # Any leaf may have been replaced.
-                self.replaced(self._own())
-        elif kind is Left and not self._began and self._drops():
-            with suppress(WorkerLost):  # Later will do.
-                self.copy()
-        return self.names.answer(found)
-
-    def lost(self, worker: Worker) -> str | None:
-        """The reason why a worker is lost, and not recovered."""
-        return self._port.lost(self.names.workers.get(worker, worker))
-
-    def context(self, id: ContextId) -> ContextId:
-        """The engines' name of a context."""
-        return self.names.contexts.get(id, id)
-
-    def _note(self, event: Any, values: Values) -> None:
-        """Log what the engine has taken."""
-        kind = type(event)
-        if kind is Opened:
-            if not self._cluster._open[event.context.id]._frame.serves:
-                self._began[event.context] = self._number
-                self._there[event.context] = None
-                self._add(event)
-        elif kind is Launched and event.context not in self._began:
-            name = name_of(event.function)
-            if name == _MAKE:
-                self._making[event.context, event.path] = event
-            for id in event.objects if name == _DROP else ():
-                self._hosted.pop(id, None)
-        elif kind is Launched and name_of(event.function) == _RUN:
-            self._runs[event.context] = None  # Its programs have effects of their own.
-            self._forget(event.context)
-        elif kind in _LOGGED:
-            if event.context in self._began:
-                self._add(event, values)
-        elif kind in (Collected, Differentiated, Left):
-            is_run = kind is Left and event.context in self._runs
-            if is_run or event.context in self._began or self._making:
-                self._asked[event.waiter] = event, values
-        elif kind is Assigned:
-            outputs = [key for part in event.parts for key in part.outputs]
-            self._made.update(dict.fromkeys([key.name for key in outputs]))
-            self._dirty.update(changed_by(event))
-            replaces = any([key.kind == "newest" for key in outputs])
-            self._due += replaces or bool(used_by(event))
-            self._add(event, values)
-
-    def _add(self, event: Any, values: Values = (), news: tuple[Any, ...] = ()) -> None:
-        self._log.append(Entry(self._number, event, tuple(values), news))
-        self._number += 1
-
-    def _collect(self, event: Collected, news: Sequence[Any]) -> None:
-        """Log which programs have ended; those that a loss ended are to run again."""
-        for one in news if self._making else ():
-            made = self._making.pop((event.context, one.path), None)
-            if made is not None and one.failure is None:
-                self._hosted[one.result.result] = made
-        if event.context not in self._began:
-            return
-        tasks = self._cluster._open[event.context.id]._frame.tasks
-        lost = [one.path for one in news if is_lost(one.failure)]
-        self._add(event, news=tuple([n.path for n in news if n.path not in lost]))
-        for path in lost:
-            task = tasks[path]
-            if task.is_call:  # What called it is to call it again.
-                where = event.context, path
-                self._log = [e for e in self._log if place_of(e.event) != where]
-            else:
-                self._ended.append((path, task, task.held))
-
-    def _left(self, event: Left) -> None:
-        """Drop from the log a context of which no update is made."""
-        context = event.context
-        if self._began.pop(context, None) is None:
-            return
-        self._there.pop(context, None)
-        self._advance()
-        events = [entry.event for entry in self._log]
-        if any([context in used_by(one) for one in events if type(one) is Assigned]):
-            self._add(event)
-        else:
-            self._forget(context)
-
-    def _forget(self, context: ContextId) -> None:
-        """Replay nothing of a context."""
-        self._log = [e for e in self._log if context_of(e.event) != context]
-        for names in (self._began, self._there, self.names.contexts):
-            names.pop(context, None)
-
-    def _drops(self) -> bool:
-        return any([type(entry.event) is Dropped for entry in self._log])
-
-    def _dropped(self, event: Dropped) -> Dropped | None:
-        """Keep what the log needs; return what may be dropped at once."""
-        copies = [leaf for leaf in event.leaves if leaf in self.copies.copied]
-        for leaf in copies:
-            del self.copies.copied[leaf]
-        if len(copies) < len(event.leaves):
-            rest = [leaf for leaf in event.leaves if leaf not in copies]
-            self._add(Dropped(tuple(rest)))
-        return Dropped(tuple(copies)) if copies else None
-
-    # ------------------------------------------------------------------------- copies
-
-    def updated(self) -> None:
-        """The last entry of the log is an assignment: copy what is due.
+    def assigned(self, leaves: Iterable[Leaf], given: Mapping[Leaf, Any]) -> None:
+        """Leaves were assigned to: copy them, but those `given` values of the caller.
 
         Raises:
-            WorkerLost: the copies have not all arrived; then the update is in no log.
+            WorkerLost: not all copies have arrived; then new leaves are dropped.
         """
-        if self._paused or not self._due or self._due < self.copies.every:
+        if given:
+            self._saved.update(given)
+            for leaf in given:
+                self._dirty.pop(leaf, None)
             return
-        update = self._log[-1]
-        assert type(update.event) is Assigned, update
+        self._dirty.update(dict.fromkeys(leaves))
         try:
-            self.copy()
+            self._commit()
+        except WorkerLost as error:
+            new = [leaf for leaf in leaves if leaf not in self._saved]
+            self._cluster._assignments.drop(list(map(self._state.leaf_ref, new)))
+            raise WorkerLost(
+                f"{error}\nno leaf counts as changed, since not all copies have "
+                "arrived: cluster.recover(), then repeat what changes them"
+            ) from error.__cause__
+
+    def staged(self, leaves: Iterable[LeafId]) -> None:
+        """A step of a plan has replaced leaves; see `assigned`."""
+        self.assigned([self._state.leaves[id] for id in leaves], {})
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """All leaves may change meanwhile; at the end they count as they are then.
+
+        Not if a worker is lost: `recover` then puts them back.
+        """
+        self._dirty.update(dict.fromkeys(self._own()))
+        try:
+            yield
         except WorkerLost:
-            self._log = [entry for entry in self._log if entry is not update]
-            for key in [key for part in update.event.parts for key in part.outputs]:
-                if key.kind == "leaf":  # It is new, and nobody has a ref to it.
-                    self._dirty.pop(key.name, None)
-                    self._state.leaves.pop(key.name, None)
             raise
+        except JdagError:
+            self._ran()
+            raise
+        self._ran()
 
-    def replaced(self, leaves: Iterable[LeafId]) -> None:
-        """These leaves were replaced by what is not replayed: take a snapshot."""
-        self._dirty.update(dict.fromkeys(leaves, False))
-        self.copy()
-        if self._latest is not None:
-            _, snapshot = self._latest
-            self._add(snapshot)
-            self._latest = self._number, snapshot
+    def _ran(self) -> None:
+        self.dropped([leaf for leaf in self._saved if leaf.dropped])
+        self.assigned(self._own(), {})
 
-    def replicate(self, every: int, to: str | None) -> None:
+    def replicate(self, to: str | None) -> None:
         """Keep copies of all leaves on peers from now on; make the first ones."""
-        copies = self.copies
-        before = copies.every, copies.to, self._dirty
-        copies.every, copies.to = every, to
-        self._dirty = dict.fromkeys(self._own(), False)
+        before, dirty = (self._replicates, self._to), self._dirty
+        self._replicates, self._to = True, to
+        self._dirty = dict.fromkeys(self._own())
         try:
-            self.copy()
+            self._commit()
         except WorkerLost:
-            copies.every, copies.to, self._dirty = before
+            (self._replicates, self._to), self._dirty = before, dirty
             raise
 
-    def _own(self) -> list[LeafId]:
-        """All leaves but copies, each once: programs may know it by another name."""
-        leaves = [id for id in self._state.leaves if id not in self.copies.copied]
-        return [id for id in leaves if self.names.leaf(id) == id]
+    def dropped(self, leaves: Iterable[Leaf]) -> None:
+        """Leaves were dropped: so are their copies."""
+        for leaf in leaves:
+            for table in (self._saved, self._dirty, self._absent):
+                table.pop(leaf, None)
+        self._copier.forget()
 
-    def copy(self) -> None:
-        """Take a snapshot, and let the log begin there if it may.
+    def _own(self) -> list[Leaf]:
+        """All leaves but copies."""
+        leaves = self._state.leaves.values()
+        return [leaf for leaf in leaves if leaf not in self._copied]
+
+    def _commit(self) -> None:
+        """Copy all that has changed; its values count from now on.
 
         Raises:
             WorkerLost: not all copies have arrived.
         """
-        before = self._base if self._latest is None else self._latest[1]
-        with self._apart():
-            snapshot = self.copies.taken(before, self._dirty)
-        self._latest = self._number, snapshot
+        refs = list(map(self._state.leaf_ref, self._dirty))
+        near = zip(self._dirty, self._kept(refs), strict=True)
+        made: dict[Leaf, Copies] = {leaf: (copy,) for leaf, copy in near}
+        far: dict[str, list[Ref]] = {}
+        for ref in refs:
+            if (peer := self._peer(ref.owner)) is not None:
+                far.setdefault(peer, []).append(ref)
+        if far:
+            with self._cluster.context() as ctx:  # Left once all have arrived.
+                for peer, those in far.items():
+                    moved = self._kept(ctx.move(peer, those))
+                    for ref, copy in zip(those, moved, strict=True):
+                        made[ref.leaf] += (copy,)  # type: ignore[index]
+        self._saved.update(made)
         self._dirty.clear()
-        self._due = 0
-        self._advance()
+        self._copier.forget()
 
-    @contextmanager
-    def _apart(self) -> Iterator[None]:
-        """What is told meanwhile is of this module, and in no log."""
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+    def _kept(self, refs: Sequence[Ref]) -> list[Ref]:
+        kept: list[Ref] = self._copier.keep(list(refs), apart=True)
+        self._copied.update([ref.leaf for ref in kept if ref.leaf is not None])
+        return kept
 
-    def _advance(self) -> None:
-        """Let the log begin at the latest snapshot, if it needs no context from before.
+    def _peer(self, worker: Worker) -> str | None:
+        """The name of the worker that keeps copies of a worker's leaves, or None."""
+        if not self._replicates:
+            return None
+        begin = self.workers.index(named(worker)) + 1
+        others = (*self.workers[begin:], *self.workers[:begin])
+        if self._to is not None:
+            others = (self._to, *others)
+        return next((one for one in others if self.now[one] != worker), None)
 
-        Those are the contexts that are open, and those of which an update after the
-        snapshot used values.
-        """
-        if self._latest is None:
-            return
-        number, snapshot = self._latest
-        if any([began < number for began in self._began.values()]):
-            return
-        over = [entry.event for entry in self._log if entry.number < number]
-        rest = [entry for entry in self._log if entry.number >= number]
-        begun = [event.context for event in over if type(event) is Opened]
-        updates = [e.event for e in rest if type(e.event) is Assigned]
-        if any([context in begun for one in updates for context in used_by(one)]):
-            return
-        over += [entry.event for entry in rest if context_of(entry.event) in begun]
-        self._log = [e for e in rest if context_of(e.event) not in begun]
-        self._base, self._latest = snapshot, None
-        for event in over:
-            if type(event) is Dropped:
-                for leaf in event.leaves:
-                    self._made.pop(leaf, None)
-                self._port.tell(self.names.of(event))
-            elif type(event) is Left:
-                self.names.contexts.pop(event.context, None)
+    # ------------------------------------------------------------------------- objects
 
-    # ----------------------------------------------------------------------- recovering
+    def host(self, made: hosted.Hosted, worker: str, *given: Any) -> None:
+        """An object was made on a worker, by a factory with these arguments."""
+        leaves, treedef = flatten(given)
+        kept = [frozen(one) if isinstance(one, np.ndarray) else one for one in leaves]
+        self._hosted[made] = worker, unflatten(treedef, kept)
+
+    def unhost(self, handle: hosted.Hosted) -> None:
+        """An object was dropped."""
+        self._hosted.pop(handle, None)
+
+    def _host(self) -> None:
+        """Make lost objects anew, by the same factories and in the same order."""
+        state = self._state
+        for handle, (worker, (factory, args, kwargs)) in self._hosted.items():
+            if self._port.lost(handle.data.worker) is not None:
+                name = f"cluster.recover of {handle!r}"
+                of = state, hosted.make, name, self.now[worker], factory
+                made: hosted.Hosted = hosted.launched(*of, *args, **kwargs).result()
+                handle.data = made.data
+                state.handles[handle.data] = handle
+
+    # ---------------------------------------------------------------------- recovering
+
+    def lost(self, name: str) -> str | None:
+        """The reason why a worker is lost, and has no successor yet; else None."""
+        return self._port.lost(self.now[name])
 
     @property
-    def gone(self) -> list[Worker]:
-        """The workers that are lost, and not recovered."""
-        return [one for one in self._state.workers if self.lost(one) is not None]
+    def gone(self) -> list[str]:
+        """The workers that are lost, and have no successor yet."""
+        return [name for name in self.workers if self.lost(name) is not None]
 
-    @property
-    def pending(self) -> list[Worker]:
-        """These, and those of which not all was made again."""
-        return [*self._stale, *self.gone]
-
-    def name_of(self, worker: Worker) -> Worker:
-        """The engines' name of a worker."""
-        return self.names.workers.get(worker, worker)
-
-    def moved(self, worker: Worker, now: Worker) -> None:
-        """What was on a lost worker is to be made again on this one."""
-        former = self.names.workers.get(worker, worker)
-        for one in self._state.workers:  # Another may have been moved there.
-            if self.names.workers.get(one, one) == former:
-                self.names.workers[one] = now
-                self._stale[one] = None
-                for leaf in [leaf for leaf in self._made if leaf.worker == one]:
-                    del self._made[leaf]
+    def moved(self, name: str, now: Worker) -> None:
+        """What was on a lost worker is to be on this one."""
+        former = self.now[name]
+        for one in self.workers:  # Another may have been moved there.
+            if self.now[one] == former:
+                self.now[one] = now
+                self.stale[one] = None
+        leaves = self._state.leaves
+        for leaf in [one for one in self._saved if one.id.worker == former]:
+            leaf.moved(now)
+            self._absent[leaf] = None
+        renamed = {leaf.id: leaf for leaf in leaves.values()}
+        leaves.clear()
+        leaves.update(renamed)
 
     def again(self) -> None:
         """Make again all that was lost; repeatable if another worker is lost meanwhile.
 
         Raises:
-            RecoveryError: there is no copy of a leaf, or a context cannot be replayed.
+            RecoveryError: there is no copy of a leaf. None is made again then.
             WorkerLost: a worker is lost.
         """
-        with self._apart():
-            for context in tuple(self._there):
-                self._answered(Left, self.context(context))
-                del self._there[context]
-            kept = [e.event for e in self._log if type(e.event) is dict]
-            self.copies.complete([self._base, *kept], self._stale)
-            self._restore(self._base)
-            self._host()
-            came: dict[ContextId, dict[Path, Any]] = {}
-            passes: dict[ContextId, int] = {}
-            for entry in self._log:
-                self._replay(entry, came, passes)
-        self._resume(came, passes)
-        self._stale.clear()
+        self._dirty = dict.fromkeys(self._restored())
+        self._commit()
+        self._host()
+        self.stale.clear()
         self.count += 1
-        if self._latest is not None:
-            self._latest = None
-            for entry in self._log:
-                self._dirty.update(changed_by(entry.event))
-        if self._dirty and self.copies.every:  # Else the log has what changed.
-            self.copy()
 
-    def _host(self) -> None:
-        """Make lost objects anew, by the same factories."""
-        for id in [one for one in self._hosted if one.worker in self._stale]:
-            made = self._hosted[id]
-            frame = self._cluster.caller(id.worker, anew=True)
-            asked = made.function, made.arguments, (), id.name, made.call_site
-            task = frame.launch(id.worker, *asked)
-            frame.join([task])
-            self.names.objects[id] = task.collect().data
+    def _restored(self) -> list[Leaf]:
+        """Give leaves the values of the last commit; return those that lack copies."""
+        sources: dict[Leaf, Any] = {}  # Of leaves that get their values again.
+        lacking: list[Leaf] = []
+        for leaf, saved in self._saved.items():
+            source = saved
+            if type(saved) is tuple:
+                source = self._source(leaf, saved)
+                if any([self._port.lost(copy.owner) is not None for copy in saved]):
+                    lacking.append(leaf)
+            if leaf in self._absent or leaf in self._dirty:
+                sources[leaf] = source
+        self._dirty.update(dict.fromkeys(sources))  # Until all have arrived.
+        self._restore(sources)
+        return lacking
 
-    def _resume(
-        self,
-        came: Mapping[ContextId, Mapping[Path, Any]],
-        passes: Mapping[ContextId, int],
-    ) -> None:
-        """Let open contexts go on where their replays have ended."""
-        for path, task, held in self._ended:
-            task.end, task.given, task.asked, task.held = None, None, False, held
-            task.frame.tasks[path] = task
-        self._ended.clear()
-        for context in self._began:
-            opened = self._cluster._open[context.id]
-            opened._passes = passes.get(context, 0)
-            news = came.get(context, {})
-            opened._frame._taken = len(news)
-            for path, task in opened._frame.tasks.items():
-                if task.end is None and path in news:  # It has ended earlier this time.
-                    task.held, task.end = None, self.names.news(news[path])
+    def _source(self, leaf: Leaf, copies: Copies) -> Ref:
+        """A copy of a leaf that is left, on its own worker if there is one.
 
-    def _restore(self, snapshot: Snapshot) -> None:
-        assignments: Assignments = self._cluster._assignments
-        self._told(*restored(assignments, snapshot, self._made))
-
-    def _assign(self, event: Assigned, values: Values) -> None:
-        assignments: Assignments = self._cluster._assignments
-        self._told(*repeated(assignments, event, values, self._made))
-
-    def _told(self, path: Path, parts: Sequence[Assignment], values: Values) -> None:
-        """Tell an assignment that is in no log yet, or again."""
-        self._state.numbers(self._port.worker).assignments += 1
-        if parts:
-            told = self.names.of(Assigned(path, tuple(parts)))
-            self._port.tell(told, self.names.stored(values))
-            made = [key.name for part in parts for key in part.outputs]
-            self._made.update(dict.fromkeys(made))
-
-    def _replay(
-        self,
-        entry: Entry,
-        came: dict[ContextId, dict[Path, Any]],
-        passes: dict[ContextId, int],
-    ) -> None:
-        """Tell an event of the log again, and wait where the program has waited."""
-        event = entry.event
-        kind = type(event)
-        context = context_of(event)
-        if kind is Opened:
-            id = self._cluster._next_id()
-            self.names.contexts[context] = id
-            self._port.tell(Opened(id))
-            self._there[context] = None
-        elif kind is Assigned:
-            self._assign(event, entry.values)
-        elif kind is dict:
-            self._restore(event)
-        elif kind is Left:
-            self._answered(Left, self.context(context))
-            self._there.pop(context, None)
-        elif kind is Differentiated:
-            number = passes.get(context, 0) + 1
-            passes[context] = self._differentiated(entry, number).number
-        elif kind is Collected:
-            self._ends(entry, came.setdefault(context, {}))
-        elif kind is not Dropped:
-            self._port.tell(self.names.of(event), self.names.stored(entry.values))
-
-    def _differentiated(self, entry: Entry, number: int) -> PassResult:
-        asked = replace(entry.event, waiter=self._port.waiter(), timeout_ns=None)
-        told = self.names.of(asked)
-        self._port.tell(told, self.names.stored(entry.values))
-        if entry.news:  # It expires again, now at once.
-            self._port.tell(Expired(told.context, number))
-        result: PassResult = self._port.wait(asked.waiter)
-        if result.failure is not None and is_lost(result.failure):
-            raise exception_of(result.failure)
-        if entry.news and result.outcome is not Outcome.EXPIRED:
+        Raises:
+            RecoveryError: there is none.
+        """
+        held = [copy for copy in copies if self._port.lost(copy.owner) is None]
+        if not held:
             raise RecoveryError(
-                f"context {entry.event.context} cannot be replayed: pass {number} took "
-                "longer than its timeout_s, and now ends before it can; leave the "
-                "context, then recover"
+                f"{leaf.id.label} is lost with worker {named(copies[0].owner)!r}, and "
+                "there is no copy of it: cluster.replicate_leaves() keeps copies of "
+                "leaves on peers. After cluster.load or drop of it recover once more"
             )
-        return result
+        return next((one for one in held if one.owner == leaf.id.worker), held[0])
 
-    def _ends(self, entry: Entry, came: dict[Path, Any]) -> None:
-        """Wait until the same programs have ended, perhaps in another order."""
-        event = entry.event
-        while not all([path in came for path in entry.news]):
-            asked = self.context(event.context), event.path, len(came), None
-            for one in self._answered(Collected, *asked):
-                if is_lost(one.failure):
-                    raise exception_of(one.failure)
-                came[one.path] = one
-
-    def _answered(self, event: Callable[..., Any], *fields: Any) -> Any:
-        waiter = self._port.waiter()
-        self._port.tell(event(waiter, *fields))
-        return self._port.wait(waiter)
+    def _restore(self, sources: dict[Leaf, Any]) -> None:
+        """Give leaves the values of these copies or arrays, each on its worker."""
+        with self._cluster.context() as ctx:  # Left once all have arrived.
+            for leaf, source in sources.items():
+                if isinstance(source, Ref) and source.owner != leaf.id.worker:
+                    sources[leaf] = ctx.move(self._state.leaf_ref(leaf).place, source)
+            self._copier.restore(sources, self._absent)
+            self._absent.clear()

@@ -31,7 +31,7 @@ class Leaf:
     """A leaf as its cluster knows it, shared by all of its refs.
 
     `key` names its newest version, and where it is assigned the next one: which that
-    is, only its owner knows.
+    is, only its owner knows. It is on the worker that `id` names.
     """
 
     __slots__ = ("__weakref__", "aval", "dropped", "held", "id", "key")
@@ -42,6 +42,13 @@ class Leaf:
         self.key = NewestKey(None, id, 0)
         self.dropped = False
         self.held: Callable[[], Hold | None] = lambda: None  # Of what is kept, weakly.
+
+    def moved(self, worker: Worker) -> None:
+        """It was lost, and is to be made again on this worker."""
+        self.id = LeafId(worker, self.id.number)
+        self.key = NewestKey(None, self.id, 0)
+        if (hold := self.held()) is not None:
+            hold.moved(self.key, worker)
 
     @property
     def tracked(self) -> bool:
@@ -96,6 +103,10 @@ class Hold:
         if self.collecting != self._thread():
             self._loose.append((self._key, self._worker))
 
+    def moved(self, key: Key, worker: Worker) -> None:
+        """The value has another name, on another worker."""
+        self._key, self._worker = key, worker
+
     def keep(self) -> None:
         """Let the value live as long as its context."""
         self._loose = deque()
@@ -135,14 +146,13 @@ class Ref(RefBase):
     Attributes:
         tracked: whether cotangents flow back through it: it is inexact, descends from a
             tracked leaf, and no `jdag.stop_gradient` cut it off.
-        key: the name of the value; of a leaf, that of whichever version is the newest.
 
     Shape and dtype are known before the array is computed. Refs of one leaf are equal
     and hash alike, whatever their version.
     """
 
     __slots__ = (
-        "aval", "descends", "hold", "holder", "key", "leaf", "owner", "tracked",
+        "_key", "_owner", "aval", "descends", "hold", "holder", "leaf", "tracked",
     )  # fmt: skip
 
     def __init__(
@@ -158,8 +168,8 @@ class Ref(RefBase):
         hold: Hold | None = None,
     ) -> None:
         self.holder = holder
-        self.key = key
-        self.owner = owner  # Which incarnation of the worker.
+        self._key = key
+        self._owner = owner
         self.aval = aval
         self.tracked = tracked
         self.descends = descends
@@ -173,6 +183,18 @@ class Ref(RefBase):
             "its changes: cluster.copy(refs) copies leaves, on their workers; "
             "jdag.fetch(refs) gives values, which can be copied and pickled"
         )
+
+    @property
+    def key(self) -> Key:
+        """The name of the value; of a leaf, that of whichever version is the newest."""
+        leaf = self.leaf
+        return self._key if leaf is None else leaf.key
+
+    @property
+    def owner(self) -> Worker:
+        """Which incarnation of a worker has the array."""
+        leaf = self.leaf
+        return self._owner if leaf is None else leaf.id.worker
 
     @property
     def worker(self) -> str:
@@ -271,7 +293,8 @@ class Ref(RefBase):
         return self.key == other.key and self.holder.state is other.holder.state
 
     def __hash__(self) -> int:
-        return hash(self.key)
+        leaf = self.leaf  # Its name may change, its number does not.
+        return hash(self._key if leaf is None else leaf.id.number)
 
     @property
     def __jax_array__(self) -> NoReturn:

@@ -18,10 +18,7 @@ class Task:
         worker: the name of the worker on which the program runs.
     """
 
-    __slots__ = (
-        *("_site", "asked", "end", "frame", "given", "held", "is_call", "name"),
-        "worker",
-    )
+    __slots__ = ("_site", "asked", "end", "frame", "given", "held", "name", "worker")
 
     def __init__(
         self, frame: Any, worker: Worker, name: str, site: str, held: Any = None
@@ -31,7 +28,6 @@ class Task:
         self.name = name
         self._site = site
         self.held = held  # Refs of its arguments live until it ends.
-        self.is_call = False  # Whether the program waits in a call of it.
         self.asked = False  # Whether its program asked for its result.
         self.given: tuple[Any, ...] | None = None  # The result, once it was taken.
         self.end: Any = None  # How the program ended, as its frame knows it.
@@ -60,7 +56,6 @@ class Task:
 
     def called(self) -> Any:
         """Return what a call of the program returns, which nobody else waits for."""
-        self.is_call = True
         if self.end is None:  # In the oracle it has ended.
             self.frame.join([self])
         return self.collect()

@@ -307,11 +307,9 @@ class Port:
         cause: the record of the last result, which causes the program's next events.
         asked: its pending waiters, in order of creation.
         waiter: returns a new waiter.
-        via: what the program's requests pass through, in place of this port: another
-            with the methods below, or None.
     """
 
-    __slots__ = ("asked", "cause", "host", "via", "waiter", "worker")
+    __slots__ = ("asked", "cause", "host", "waiter", "worker")
 
     def __init__(self, host: Host, cause: int = NO_CAUSE) -> None:
         self.host = host
@@ -319,7 +317,6 @@ class Port:
         self.waiter = host.waiters.number
         self.cause = cause
         self.asked: deque[int] = deque()
-        self.via: Any = None
 
     def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and carry out its effects.
@@ -331,10 +328,7 @@ class Port:
             JdagError: the engine refuses the event, the cluster is closed, or a
                 function cannot travel to where it is to run.
         """
-        if self.via is not None:
-            self.via.tell(event, values)
-        else:
-            self.host.driver.tell(self, event, values)
+        self.host.driver.tell(self, event, values)
 
     def wait(self, waiter: int) -> Any:
         """Block until the engine resumes a waiter; return the result.
@@ -345,8 +339,6 @@ class Port:
         Raises:
             JdagError: the waiter can never be resumed, or the cluster is closed.
         """
-        if self.via is not None:
-            return self.via.wait(waiter)
         try:
             result, self.cause = self.host.driver.wait(self, waiter)
             return result
@@ -357,9 +349,6 @@ class Port:
 
     def lost(self, worker: str) -> str | None:
         """The reason why this incarnation is lost; None if it is not known to be."""
-        if self.via is not None:
-            found: str | None = self.via.lost(worker)
-            return found
         return self.host.lost.get(worker)
 
 
