@@ -36,7 +36,7 @@ demo: install
 test: install-test
 	@$(SUITE) --lint --tier first
 
-# All: more random programs, the other carrier, and what takes long.
+# All: more random programs, and what takes long.
 test-all: install-test
 	@$(SUITE) --lint --tier all
 

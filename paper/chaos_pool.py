@@ -22,7 +22,7 @@ from jdag.rpc.node import MakeNode
 from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
 from paper.proxy import Gate, Proxy
 
-MODES = ("unix", "tcp", "grpc", "tls")
+MODES = ("unix", "tcp", "tls")
 NAMES = ("w0", "w1", "w2", "w3")  # w0 is main.
 DEADLINE_S = 5.0
 FILE_BYTES = 1 << 14  # What a worker may write to a file when its disk is full.
@@ -68,7 +68,7 @@ class Pool:
 
     Args:
         mode: "unix": streams are as `jdag up` makes them on one host; else they go
-            through proxies, as they are, in TLS, or in streams of gRPC.
+            through proxies, as they are or in TLS.
         folder: for certificates and the cluster's file.
         seed: of the proxies.
         allow: modules that workers may run by name.
@@ -85,10 +85,7 @@ class Pool:
         self._files = self._certificates("own")
         self._strange = self._certificates("strange")
         self.path = folder / "cluster.toml"
-        lines = [
-            f'carrier = "{"grpc" if mode == "grpc" else "socket"}"',
-            f"deadline_s = {DEADLINE_S}",
-        ]
+        lines = [f"deadline_s = {DEADLINE_S}"]
         if mode == "tls":
             lines += ["[tls]"]
             keys = ("ca", "certificate", "key")
@@ -119,7 +116,6 @@ class Pool:
             name,
             None,
             allow=tuple(self._allow),
-            carrier="grpc" if self.mode == "grpc" else "socket",
             value_bytes_max=VALUE_BYTES_MAX,
         )
         changes: dict[str, Any] = {"control": f"127.0.0.1:{control}"}
@@ -127,7 +123,7 @@ class Pool:
         if self.mode != "unix":
             changes |= {"node": f"{__name__}:member"}
             changes |= {"data": f"tcp:127.0.0.1:{data}"}
-            env = {_ANNOUNCED: "" if self.mode == "grpc" else self._announced[name]}
+            env = {_ANNOUNCED: self._announced[name]}
         if self.mode == "tls":
             changes |= {"tls": self._strange if strange else self._files}
             changes |= {"hosts": dict.fromkeys(NAMES, "127.0.0.1")}

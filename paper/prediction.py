@@ -2,10 +2,10 @@
 
     python -m paper.prediction
 
-For each number of workers, shape and carrier, functions are measured in steps of 1F1B
-and of ZB-H1 with `CALIBRATED` micro-batches, links once for each carrier. From these
-costs the simulator predicts the steps of other numbers of micro-batches and schedules,
-which then run on processes. Each process computes on one thread (`NPROC=1`), so a
+For each number of workers and shape, functions are measured in steps of 1F1B and of
+ZB-H1 with `CALIBRATED` micro-batches, links once. From these costs the simulator
+predicts the steps of other numbers of micro-batches and schedules, which then run on
+processes. Each process computes on one thread (`NPROC=1`), so a
 worker has a core of its own if there are as many; else results are apart. Not modelled:
 that workers without a core of their own wait for one (durations of functions were
 measured under it), and other load of the machine. So all is measured in bursts of
@@ -43,14 +43,13 @@ CALIBRATED, MICRO_BATCHES = 4, (6, 8)
 BURST, BURSTS, COUNTED = 5, 6, 3
 QUIET = 0.05
 WAIT_S = 240  # For other processes to pause, in all.
-# Workers, width, rows and carrier.
+# Workers, width and rows.
 GROUPS = (
-    (2, 512, 128, "socket"),
-    (2, 512, 512, "socket"),
-    (2, 768, 512, "socket"),
-    (2, 512, 512, "grpc"),
-    (3, 512, 256, "socket"),
-    (4, 512, 256, "socket"),
+    (2, 512, 128),
+    (2, 512, 512),
+    (2, 768, 512),
+    (3, 512, 256),
+    (4, 512, 256),
 )
 SUBSETS = {True: "a worker per core", False: "more workers than cores"}
 Row = dict[str, Any]
@@ -63,14 +62,13 @@ class Setting:
     workers: int
     width: int
     rows: int
-    carrier: str
     kind: str
     micro_batches: int
 
     @property
     def choice(self) -> tuple[Any, ...]:
         """What settings have in common among which a schedule is to be chosen."""
-        return (self.workers, self.width, self.rows, self.carrier, self.micro_batches)
+        return (self.workers, self.width, self.rows, self.micro_batches)
 
     def file(self, folder: Path) -> Path:
         """Write the scenario of this setting; return its file."""
@@ -142,23 +140,21 @@ class Load:
         return sorted(found, key=lambda one: one[0])
 
 
-def costs_of(
-    setting: Setting, folder: Path, links: dict[str, Any], load_of: Load
-) -> Path:
+def costs_of(setting: Setting, folder: Path, links: list[Any], load_of: Load) -> Path:
     """Measure the functions of a setting; return the file of its costs."""
     file = setting.file(folder)
     scenario = load(file)
-    driver = driver_of(scenario.settings, "rpc", device=None, carrier=setting.carrier)
+    driver = driver_of(scenario.settings, "rpc", device=None)
     with closing(driver):
         cluster = driver.cluster(0, clean=True)
         steps = Steps(case_of(scenario), cluster)
         burst = partial(measured, steps, cluster, BURST)
         devices = load_of.calm([burst] * BURSTS)[0][1]
-        if setting.carrier not in links:
+        if not links:
             names = scenario.settings.names
             probes = [partial(probe, cluster, names, BURST)] * COUNTED
-            links[setting.carrier] = load_of.calm(probes)[0][1]
-    network, job_ns = links[setting.carrier]
+            links += load_of.calm(probes)[0][1]
+    network, job_ns = links
     devices = {"job_ns": job_ns, **devices}
     costs = file.with_suffix(".costs")
     tables = {"measured": {}, "network": network, "devices": devices}
@@ -169,7 +165,7 @@ def costs_of(
 def row_of(setting: Setting, file: Path, costs: Path, load_of: Load) -> Row:
     """Predict and measure a setting."""
     scenario = load(file)
-    driver = driver_of(scenario.settings, "rpc", device=None, carrier=setting.carrier)
+    driver = driver_of(scenario.settings, "rpc", device=None)
     with closing(driver):
         steps = Steps(case_of(scenario), driver.cluster(0, clean=True))
         for _ in range(WARM):
@@ -275,15 +271,15 @@ def markdown(
             said = told(sums[part]) if part in sums else "none."
             lines += [f"{part.capitalize()}: {said}", ""]
         lines += [
-            "| workers | width x rows | carrier | micro-batches | schedule "
+            "| workers | width x rows | micro-batches | schedule "
             "| predicted | measured | quartiles | error | others |",
-            "| ---: | --- | --- | ---: | --- | ---: | ---: | --- | ---: | ---: |",
+            "| ---: | --- | ---: | --- | ---: | ---: | --- | ---: | ---: |",
         ]
         for row in rows:
             low, high = row["measured_quartiles_ns"]
             lines.append(
                 f"| {row['workers']} | {row['width']} x {row['rows']} | "
-                f"{row['carrier']} | {row['micro_batches']} | {row['kind']} | "
+                f"{row['micro_batches']} | {row['kind']} | "
                 f"{row['predicted_ns'] / 1e6:.1f} ms | {row['measured_ns'] / 1e6:.1f} "
                 f"ms | {low / 1e6:.1f} to {high / 1e6:.1f} | "
                 f"{row['predicted_by_measured'] - 1:+.1%} | {row['others']:.0%} |"
@@ -346,7 +342,7 @@ def main() -> None:
     os.environ["NPROC"] = "1"  # Before JAX computes.
     sys.path.insert(0, str(SCENARIOS))
     rows: list[Row] = []
-    links: dict[str, Any] = {}
+    links: list[Any] = []
     load_of = Load()
     try:
         with tempfile.TemporaryDirectory() as folder:

@@ -140,12 +140,12 @@ def virtual_rows(
 # -------------------------------------------------------------------- on real processes
 
 
-def real_rows(carrier: str) -> list[Row]:
+def real_rows() -> list[Row]:
     """All rows on processes; the caller owns what is replicated."""
     rows = []
     for count in REAL_COUNTS:
         names = [f"r{number}" for number in range(count)]
-        with jdag.launch(["owner", *names], carrier=carrier) as cluster:
+        with jdag.launch(["owner", *names]) as cluster:
             for size in PAYLOADS_BYTES:
                 rows += on_processes(cluster, names, size)
     return rows
@@ -264,7 +264,6 @@ def main() -> None:
     """Measure, and write both files."""
     parser = argparse.ArgumentParser(description="Replicas over workers.")
     parser.add_argument("--driver", choices=("sim", "rpc"), default="sim")
-    parser.add_argument("--carrier", choices=("socket", "grpc"), default="socket")
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
     if asked.driver == "sim":
@@ -272,9 +271,9 @@ def main() -> None:
         found: Row = {"figure": "replicas", "latency_ns": 10_000, "bytes_per_s": RATE}
         write(asked.out / "replicas", about, {**found, "rows": virtual_rows()})
     else:
-        about = f"Processes of one host over {asked.carrier}; medians of {REPEATS}."
-        found = {"figure": "replicas_rpc", "carrier": asked.carrier}
-        found |= {"machine": machine(), "rows": real_rows(asked.carrier)}
+        about = f"Processes of one host; medians of {REPEATS}."
+        found = {"figure": "replicas_rpc", "machine": machine()}
+        found["rows"] = real_rows()
         write(asked.out / "replicas_rpc", about, found)
 
 

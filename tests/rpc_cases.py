@@ -233,14 +233,11 @@ def free_address() -> Address:
 class Seated:
     """A seat with a thread that serves, a control server, and a client of that."""
 
-    def __init__(
-        self, name: str, address: Address = ANY, *, grpc: bool = False, **own: Any
-    ) -> None:
+    def __init__(self, name: str, address: Address = ANY, **own: Any) -> None:
         self.nodes: list[PlainNode] = []
         handshake, tls = own.pop("handshake", ours()), own.pop("tls", None)
         make_node = own.pop("make_node", self._make)
-        carrier = "grpc" if grpc else "socket"
-        own = {"allow": ("models",), "once": False, "carrier": carrier, **own}
+        own = {"allow": ("models",), "once": False, **own}
         (options,) = options_of(name, **own)
         self.seat = WorkerServer(options, handshake, make_node, tls)
         self.server = ControlServer(
@@ -248,7 +245,6 @@ class Seated:
             address,
             self.seat.answers,
             tls=tls,
-            enter=self.seat.enter if grpc else None,
             hosts=options.hosts,
             knows=self.seat.knows,
         )

@@ -27,17 +27,16 @@ NAMES = ("a", "b", "c", "d")
 _kept: dict[tuple[Any, ...], "Workers"] = {}
 
 
-def kept(carrier: str = "socket", **env: str) -> "Workers":
+def kept(**env: str) -> "Workers":
     """Return the pool for workers a to d of this process of the suite, all alive.
 
     Args:
-        carrier: "socket" or "grpc".
         **env: variables of the environment for the workers.
     """
-    key = (carrier, *sorted(env.items()))
+    key = tuple(sorted(env.items()))
     if key not in _kept:
         allow = (*ALLOWED, *SCENARIOS)
-        _kept[key] = Workers(NAMES, carrier=carrier, allow=allow, env=env or None)
+        _kept[key] = Workers(NAMES, allow=allow, env=env or None)
         atexit.register(_kept[key].close)
     _kept[key].revive()
     return _kept[key]
@@ -48,7 +47,6 @@ class Workers:
 
     Args:
         names: of all workers.
-        carrier: "socket" or "grpc".
         allow: modules whose functions may be named.
         env: variables of the environment for the workers.
         deadline_s: of the cluster.
@@ -59,7 +57,6 @@ class Workers:
         self,
         names: Sequence[str],
         *,
-        carrier: str = "socket",
         allow: Sequence[str] = ALLOWED,
         env: Mapping[str, str] | None = None,
         deadline_s: float = 10.0,
@@ -67,7 +64,6 @@ class Workers:
     ) -> None:
         self._tls = tls
         self.names = tuple(names)
-        self._carrier = carrier
         self._allow = tuple(allow)
         self._env = env
         self._deadline_s = deadline_s
@@ -95,7 +91,7 @@ class Workers:
         launch = Launch(options, env=self._env, ready_s=600)  # However slow it is here.
         self._launches.update(dict.fromkeys(dead, launch))
         self._addresses.update(launch.addresses)
-        lines = [f'carrier = "{self._carrier}"', f"deadline_s = {self._deadline_s}"]
+        lines = [f"deadline_s = {self._deadline_s}"]
         if self._tls is not None:
             files = self._tls._asdict().items()
             lines += ["[tls]", *[f'{key} = "{file}"' for key, file in files]]
@@ -112,7 +108,6 @@ class Workers:
         """Return what the process of a worker is told."""
         options = worker_options(
             name,
-            carrier=self._carrier,
             device=os.environ.get("JDAG_DEVICE"),
             allow=tuple(self._allow),
             value_bytes_max=1 << 34,

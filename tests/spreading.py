@@ -11,14 +11,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.test_parallel import PARTS
 
-# Drivers of the conformance suite whose workers are processes, kept for the next test.
-CARRIERS = ("socket", "grpc")
-# Files whose tests compile the same functions, or use the processes of a carrier.
+# The driver of the conformance suite whose workers are processes, kept for other tests.
+REAL = "socket"
+# Files whose tests compile the same functions, or use these processes.
 TOGETHER = {
     f"tests/test_{name}.py": group
     for group, names in {
         "random programs": ("random", "failures", "hessian", "issuers", "seeds"),
-        "socket": ("compiled_scenarios", "drivers", "driving", "sizes"),
+        REAL: ("compiled_scenarios", "drivers", "driving", "sizes"),
     }.items()
     for name in names
 }
@@ -27,7 +27,7 @@ APART = ("tests/test_parallel.py",)
 LONGEST = (
     *[f"tests/test_parallel.py::test_with_eight_devices[{part}]" for part in PARTS],
     "random programs",
-    *CARRIERS,
+    REAL,
     "tests/test_engine_random.py",
     "tests/test_gpu.py",
     "tests/test_failing_workers.py",
@@ -41,10 +41,8 @@ LONGEST = (
 def group_of(test: str) -> str:
     """Return what a test, by its id, belongs to."""
     file, _, name = test.partition("::")
-    if file.startswith("tests/conformance/"):
-        for carrier in CARRIERS:
-            if f"[{carrier}" in name:
-                return carrier
+    if file.startswith("tests/conformance/") and f"[{REAL}" in name:
+        return REAL
     return test if file in APART else TOGETHER.get(file, file)
 
 

@@ -276,7 +276,6 @@ def test_options_say_what_is_allowed(place: Path):
     for option, value, allowed in (
         ("--driver", "mpi", "allowed is one of sim, rpc"),
         ("--device", "gpu", "allowed is cpu; with --driver rpc also gpu, gpu:1"),
-        ("--carrier", "grpc", "allowed is only with --driver rpc"),
         ("--seed", -1, "allowed is an integer >= 0"),
         ("--seed", "two", "allowed is an integer >= 0"),
         ("--seed", "9" * 5000, "allowed is an integer >= 0 of at most 1000 digits"),
@@ -298,6 +297,15 @@ def test_a_wrong_command_line_is_one_line_and_2(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("jdag: ") and err.count("\n") == 1
+
+
+def test_an_option_that_has_gone_says_what_to_do_instead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(sys, "argv", ["jdag", "run", "x.toml", "--carrier", "grpc"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "leave it out; sockets carry all" in capsys.readouterr().err
 
 
 def test_no_command_is_answered_by_help(capsys: pytest.CaptureFixture):

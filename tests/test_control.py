@@ -1,7 +1,6 @@
 """The control plane: what is asked and refused, over real sockets on loopback."""
 
 import json
-import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,7 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc import control
-from jdag.rpc.addresses import Address, parse
-from jdag.rpc.carrier import open_carried
+from jdag.rpc.addresses import Address
 from jdag.rpc.control import (
     ANSWERS_MAX,
     BODY_BYTES_MAX,
@@ -31,7 +29,7 @@ from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import load
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
-from tests.stream_cases import receive, send_all, soon
+from tests.stream_cases import soon
 
 ANY = Address("127.0.0.1", 0)
 NAME = "worker 'w'"
@@ -311,33 +309,6 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
         assert "1 answers are under way; ask again" in str(refused(client))
         asked.let.set()
         assert (first.result(), second.result()) == ({}, {"token": "k"})
-
-
-def test_streams_are_carried_and_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(control, "CARRIED_MAX", 2)
-    came: queue.Queue[Any] = queue.Queue()
-    server = ControlServer(NAME, ANY, Asked().answers, enter=came.put)
-    address = parse(f"grpc:{server.address}")
-    near = [open_carried(address, None, "w", 60) for _ in range(2)]
-    send_all(near[0], b"ab")
-    send_all(near[1], b"cd")
-    far = [came.get(timeout=60) for _ in near]
-    by_bytes = {receive(one, 2): one for one in far}  # They come in any order.
-    assert sorted(by_bytes) == [b"ab", b"cd"]
-    third = open_carried(address, None, "w", 60)
-    with pytest.raises(ConnectionError, match="RESOURCE_EXHAUSTED: 2 streams are und"):
-        receive(third, 1)
-    near[0].close()
-    with pytest.raises(ConnectionError):
-        receive(by_bytes[b"ab"], 1)
-    soon(lambda: server._under_way["streams"] < 2)
-    again = open_carried(address, None, "w", 60)
-    send_all(again, b"xy")
-    far.append(came.get(timeout=60))
-    assert receive(far[-1], 2) == b"xy"
-    for one in (*near, *far, third, again):
-        one.close()
-    server.close()
 
 
 # --------------------------------------------------------------------------------- TLS

@@ -189,7 +189,6 @@ def test_launched_workers_bound_calls_and_one_that_is_killed_is_lost_with_its_li
         ({"workers": []}, "workers = \\[\\]: allowed is a list of one name or more"),
         ({"workers": ["a", "a"]}, "none twice"),
         ({"workers": ["a", "b#1"]}, "b#1"),
-        ({"workers": ["a", "b"], "carrier": "pigeon"}, "carrier = 'pigeon'"),
         ({"workers": ["a", "b"], "device": "tpu"}, "device"),
         ({"workers": None}, "workers = None"),
         ({"workers": ["a", "b"], "allow": ["__main__"]}, "__main__.*a list of mo"),

@@ -83,18 +83,15 @@ class Shared(Real):
     """Plays on a cluster that is there, and stays."""
 
     def __init__(self, settings: Any, cluster: Cluster) -> None:
-        super().__init__(settings, device="cpu", carrier="socket")
+        super().__init__(settings, device="cpu")
         self._cluster = cluster
 
 
-@pytest.fixture(
-    scope="module",
-    params=["socket", pytest.param("grpc", marks=pytest.mark.second)],
-)
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
     settings = load(SCENARIOS / "chain.toml").settings  # With x64, as in `small`.
     exact = configured(settings, exact=True)  # Its workers have this setting, too.
-    with exact, kept(request.param, **EXACT).connect() as made:
+    with exact, kept(**EXACT).connect() as made:
         yield made
 
 
@@ -104,7 +101,7 @@ def silent(done: int, total: int, numbers: Mapping[str, float]) -> None:
 
 @cache
 def in_virtual_time(path: Path) -> tuple[Scenario, Mapping[str, Any]]:
-    """A scenario made small, and its figures there: the same for either carrier."""
+    """A scenario made small, and its figures there."""
     scenario = small(path)
     with closing(Virtual(scenario.settings)) as driver:
         return scenario, run_scenario(scenario, silent, driver).figures
@@ -162,19 +159,10 @@ def test_what_is_there_in_virtual_time_alone_is_refused_by_its_key(tmp_path: Pat
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"device": "tpu"}, "--device = 'tpu': allowed is cpu, gpu"),
-        ({"carrier": "pigeon"}, "--carrier = 'pigeon': allowed is one of socket, grpc"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused(options: Any, text: str):
+def test_a_device_that_cannot_be_is_refused():
     settings = load(SCENARIOS / "chain.toml").settings
-    given: dict[str, Any] = {"device": None, "carrier": None, **options}
-    with pytest.raises(ScenarioError) as caught:
-        driver_of(settings, "rpc", **given)
-    assert text in str(caught.value)
+    with pytest.raises(ScenarioError, match="--device = 'tpu': allowed is cpu, gpu"):
+        driver_of(settings, "rpc", device="tpu")
 
 
 def test_the_command_runs_it_on_processes_and_says_what_they_held_and_sent(

@@ -311,13 +311,6 @@ def test_with_tls_it_is_so_and_who_refuses_a_certificate_prints_nothing_of_it(
 
 
 @pytest.mark.second
-def test_over_grpc_it_is_so(tmp_path: Path) -> None:
-    with opened(carrier="grpc") as by_grpc:
-        lost_and_back(in_backward, signal.SIGKILL, by_grpc, tmp_path)
-        lost_and_back(in_a_step, signal.SIGSTOP, by_grpc, tmp_path)
-
-
-@pytest.mark.second
 def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
     with jdag.launch(["a", "b"], allow=ALLOWED) as cluster, Clock() as clock:
         leaf = cluster.put("b", X)

@@ -199,11 +199,11 @@ def test_up_takes_the_workers_of_this_host_alone(file: Path):
 def test_a_worker_is_told_what_the_file_says(file: Path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     text = file.read_text().replace("[workers.b]", '[workers.b]\nallow = ["mine"]')
-    file.write_text('carrier = "grpc"\n' + text)
+    file.write_text(text)
     settings = load(file)
     options = options_of(settings, "b", "cpu")
     assert options.control == str(settings.worker("b").control)
-    assert (options.token, options.carrier, options.device) == (TOKEN, "grpc", "cpu")
+    assert (options.token, options.device) == (TOKEN, "cpu")
     assert options.allow == ("mine",)
     assert not options.once
     # Modules beside the file are found.

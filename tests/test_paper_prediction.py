@@ -11,7 +11,7 @@ from paper.prediction import KINDS, Row, rank_correlation, summary, written_resu
 
 def row(kind: str, predicted: int, measured: int, **other: Any) -> Row:
     return {
-        **{"workers": 2, "width": 8, "rows": 4, "carrier": "socket", "kind": kind},
+        **{"workers": 2, "width": 8, "rows": 4, "kind": kind},
         "micro_batches": 6,
         "predicted_ns": predicted * 10**6,
         "measured_ns": measured * 10**6,
@@ -58,5 +58,5 @@ def test_rows_that_were_not_quiet_are_told_apart_and_all_is_drawn(
     assert "A worker per core, quiet: 3 settings: mean error 23.3%" in text
     assert "More workers than cores: 3 settings: mean error 25.0%" in text
     assert "More workers than cores, quiet: none." in text
-    assert "| 2 | 8 x 4 | socket | 6 | zb_h1 | 80.0 ms | 160.0 ms |" in text
+    assert "| 2 | 8 x 4 | 6 | zb_h1 | 80.0 ms | 160.0 ms |" in text
     assert (tmp_path / "prediction.png").stat().st_size > 10_000

@@ -51,13 +51,10 @@ def test_a_prediction_is_printed_beside_real_steps(
     ("arguments", "error"),
     [
         (["calibrate", "{}/none.toml"], "none.toml: No such file"),
-        (["calibrate", "{}/mine.toml", "--carrier", "x"], "--carrier = 'x': allowed"),
         (["calibrate", "{}/mine.toml", "--device", "x"], "--device = 'x': allowed is"),
         (["calibrate", "{}/mine.toml", "-o", "{}/x/y.toml"], "out = "),
         (["predict", "{}/none.toml"], "none.toml: No such file"),
         (["predict", "{}/mine.toml", "--costs", "{}/x.toml"], "x.toml: No such file"),
-        (["predict", "{}/mine.toml", "--measure", "1", "--carrier", "x"], "one of soc"),
-        (["predict", "{}/mine.toml", "--carrier", "grpc"], "only with --measure"),
         (["predict", "{}/mine.toml", "--device", "cpu"], "only with --measure"),
     ],
 )

@@ -285,13 +285,11 @@ def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypa
             Session(plan_of(controls(workers), tls=other))
 
 
-@pytest.mark.parametrize("grpc", [False, True])
-def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
+def test_a_certificate_is_held_to_the_worker_who_shows_it(tmp_path):
     issuer = Issuer(tmp_path, "ca")
     tls = {name: load(*issuer.issue(name)) for name in "mab"}
-    own: dict[str, Any] = {"tls": tls["b"], "hosts": {"m": "10.1.1.1"}, "grpc": grpc}
-    if not grpc:
-        own["data"] = "tcp:127.0.0.1:0"
+    own: dict[str, Any] = {"tls": tls["b"], "hosts": {"m": "10.1.1.1"}}
+    own["data"] = "tcp:127.0.0.1:0"
     with seated("b", **own) as worker:
         plan = plan_of({"b": worker.server.address}, tls=tls["m"])
         with Session(plan):
@@ -308,10 +306,7 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(grpc: bool, tmp_path):
             mine = ControlClient("b", worker.server.address, tls=tls["m"])
             token = bytes.fromhex(mine.ask(knock)["ticket"])
             with pytest.raises(JdagError, match="refused this worker, or its certific"):
-                data = held.listener.address
-                if grpc:
-                    data = f"grpc:{worker.server.address}"
-                dial(data, token, 0, tls=tls["a"], timeout_s=LONG_S)
+                dial(held.listener.address, token, 0, tls=tls["a"], timeout_s=LONG_S)
             for client in (other, mine):
                 client.close()
         with pytest.raises(JoinError, match=said):

@@ -12,7 +12,6 @@ from jdag.rpc.settings import load
 from tests.certificates import Issuer
 
 GOOD = """
-carrier = "grpc"
 deadline_s = 2.5
 token_file = "token"
 
@@ -43,7 +42,7 @@ def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
     assert str(ps0.control) == "[::1]:7001"
     assert settings.listener("ps0") == "tcp:localhost:7002"
     assert ps0.allow == ("mymodels", "other.models")
-    assert (ps0.device, settings.carrier, settings.deadline_s) == ("gpu:1", "grpc", 2.5)
+    assert (ps0.device, settings.deadline_s) == ("gpu:1", 2.5)
     assert settings.listener("trainer") == "unix:@"
     assert settings.token == "0123456789abcdef"
     assert settings.tls_files is None
@@ -129,14 +128,14 @@ WRONG = (
     ),
     (WORKER + "colour = 1", "workers.a.colour = 1: allowed is one of the keys control"),
     (
-        'carier = "grpc"\n' + WORKER,
-        "carier = 'grpc': allowed is one of the keys workers, tls, token_file, "
-        "carrier, deadline_s, ready_s, value_bytes_max, nesting_max "
-        "(do you mean carrier?)",
+        "redy_s = 1\n" + WORKER,
+        "redy_s = 1: allowed is one of the keys workers, tls, token_file, deadline_s, "
+        "ready_s, value_bytes_max, nesting_max (do you mean ready_s?)",
     ),
     (
-        'carrier = "pigeon"\n' + WORKER,
-        "carrier = 'pigeon': allowed is one of socket, grpc",
+        'carrier = "grpc"\n' + WORKER,
+        "carrier = 'grpc': allowed is no such key: sockets carry all data, gRPC is the "
+        "control plane",
     ),
     ("deadline_s = 0\n" + WORKER, "deadline_s = 0: allowed is a number of seconds"),
     (

@@ -21,7 +21,7 @@ def test_the_files_that_are_named_are_there_and_their_groups_are_used():
     [
         ("tests/test_trees.py::test_it[a-socket]", "tests/test_trees.py"),
         ("tests/conformance/test_ids.py::test_it[socket]", "socket"),
-        ("tests/conformance/test_ids.py::test_it[grpc-3]", "grpc"),
+        ("tests/conformance/test_ids.py::test_it[socket-3]", "socket"),
         (
             "tests/conformance/test_ids.py::test_it[sim]",
             "tests/conformance/test_ids.py",

@@ -28,7 +28,6 @@ from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (
     ALLOW,
-    CARRIER,
     DEADLINE_S,
     DEVICE,
     FILE,
@@ -169,7 +168,6 @@ def launch(  # noqa: PLR0913 - keyword options.
     *,
     device: str | None = None,
     allow: Sequence[str] = (),
-    carrier: str = "socket",
     deadline_s: float = DEADLINE_S,
     env: Mapping[str, str] | None = None,
     logs: str | os.PathLike[str] | None = None,
@@ -199,7 +197,6 @@ def launch(  # noqa: PLR0913 - keyword options.
         allow: modules, or packages, whose functions and programs the others may run by
             name, beside those of a script with a guard (`if __name__ == "__main__":`).
             Other functions travel compiled (`jax.export`), programs not at all.
-        carrier: "socket", or "grpc" where only that passes.
         deadline_s: a worker that gives no sign of life for so many seconds is lost.
         env: variables of the environment for the others, beside those of this process.
         logs: a folder for their output; None: a temporary one, kept if one died.
@@ -257,7 +254,6 @@ def _launched(asked: "_Launch") -> Cluster:
             worker_options(
                 name,
                 asked.device,
-                carrier=asked.carrier,
                 allow=allow,
                 token=token,
                 value_bytes_max=asked.value_bytes_max,
@@ -425,7 +421,6 @@ class _Launch(_Simulated, _Connected):
     journal_bytes: COUNT
     workers: Annotated[Any, only(_NAMES, _are_names)]
     device: DEVICE | None
-    carrier: CARRIER
     env: Annotated[Mapping[str, str], only(_VARIABLES, _are_variables)] | None
     logs: Annotated[Any, only(LOGS, is_path)] | None
     on: Annotated[str, one_of("ray")] | None

@@ -94,9 +94,6 @@ Device = Annotated[
     str | None,
     typer.Option(help="With rpc, where workers compute: cpu, gpu or gpu:1."),
 ]
-Carrier = Annotated[
-    str | None, typer.Option(help="With rpc, what carries data: socket or grpc.")
-]
 
 
 def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
@@ -104,7 +101,7 @@ def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
 
 
 @app.command()
-def run(  # noqa: PLR0913 - options of a command.
+def run(
     file: File,
     *,
     as_json: Json = False,
@@ -114,7 +111,6 @@ def run(  # noqa: PLR0913 - options of a command.
     functions: Functions = False,
     driver: Driver = "sim",
     device: Device = None,
-    carrier: Carrier = None,
 ) -> None:
     """Run a scenario, compare it with what it expects, and report.
 
@@ -124,9 +120,7 @@ def run(  # noqa: PLR0913 - options of a command.
     with errors_in_one_line(), _programs_are_silent(as_json):
         scenario = load(file, seed=None if seed is None else natural("--seed", seed))
         with wrong(scenario.path):
-            driving = driver_of(
-                scenario.settings, driver, device=device, carrier=carrier
-            )
+            driving = driver_of(scenario.settings, driver, device=device)
         folder = out or Path("runs") / scenario.settings.name
         with closing(driving), _staged(folder) as made:
             console = Console(quiet=as_json)
@@ -425,6 +419,9 @@ def _version(is_asked: bool) -> None:
         raise typer.Exit
 
 
+# Options that have gone, and what to do instead.
+_GONE = {"--carrier": "leave it out; sockets carry all data"}
+
 Version = Annotated[
     bool,
     typer.Option(
@@ -454,6 +451,8 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command_path = context.command_path if context is not None else "jdag"
         line = " ".join(said().split()).rstrip(".")
+        gone = _GONE.get(getattr(error, "option_name", ""))
+        line = line if gone is None else f"{line}: {gone}"
         typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT
     if code == _INTERRUPTED:

@@ -161,7 +161,6 @@ def options_of(
         control=str(own.control),
         data=settings.listener(name),
         token=settings.token,
-        carrier=settings.carrier,
         allow=own.allow,
         device=device or own.device,
         # Modules that it allows may lie beside the file.

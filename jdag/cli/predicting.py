@@ -20,7 +20,6 @@ Costs = Annotated[
         help="What `jdag calibrate` wrote, in place of [network] and [devices]."
     ),
 ]
-CARRIER = typer.Option(help="What carries data: socket or grpc.")
 Device = Annotated[
     str | None, typer.Option(help="Where workers compute: cpu, gpu or gpu:1.")
 ]
@@ -32,7 +31,6 @@ def calibrate(
     file: File,
     *,
     out: Out = Path("costs.toml"),
-    carrier: Annotated[str, CARRIER] = "socket",
     device: Device = None,
     steps: Steps = calibration.STEPS,
 ) -> None:
@@ -41,9 +39,7 @@ def calibrate(
     Exit codes: 0; 2 bad input.
     """
     with errors_in_one_line():
-        found = calibration.calibrate(
-            file, out, carrier=carrier, device=device, steps=steps
-        )
+        found = calibration.calibrate(file, out, device=device, steps=steps)
     table = Table(title="measured", title_justify="left")
     for column in ("", "F", "B, or I", "W"):
         table.add_column(column, justify="left" if not column else "right")
@@ -64,7 +60,6 @@ def predict(
     *,
     costs: Costs = None,
     measure: Measure = 0,
-    carrier: Annotated[str | None, CARRIER] = None,
     device: Device = None,
 ) -> None:
     """Simulate a step of a scenario with measured costs; compare it with real ones.
@@ -72,9 +67,7 @@ def predict(
     Exit codes: 0; 2 bad input.
     """
     with errors_in_one_line():
-        found = prediction.predict(
-            file, costs, measure=measure, carrier=carrier, device=device
-        )
+        found = prediction.predict(file, costs, measure=measure, device=device)
     table = Table(title=f"a step of {file.stem}", title_justify="left")
     for column in ("worker", "busy", "peak activations"):
         table.add_column(column, justify="left" if column == "worker" else "right")

@@ -117,7 +117,6 @@ def calibrate(
     file: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
-    carrier: str = "socket",
     device: str | None = None,
     steps: int = STEPS,
 ) -> dict[str, dict[str, Any]]:
@@ -126,7 +125,6 @@ def calibrate(
     Args:
         file: the scenario; its program returns a `Case`, of which some steps are run.
         out: the file of costs to write; None: none.
-        carrier: of the links, "socket" or "grpc".
         device: where workers compute, as of `jdag.launch`.
         steps: how many are measured, after `WARM`.
 
@@ -141,7 +139,7 @@ def calibrate(
         raise ScenarioError(unusable("steps", steps, "an integer >= 1"))
     scenario = load(Path(file))
     settings = scenario.settings
-    driver = driver_of(settings, "rpc", device=device, carrier=carrier)
+    driver = driver_of(settings, "rpc", device=device)
     if out is not None:  # What cannot be written is known before the run.
         with _writing(out):
             is_new = not Path(out).exists()
@@ -153,7 +151,7 @@ def calibrate(
         cluster = driver.cluster(settings.seed, clean=True)
         step_ns, found = measured(Steps(case, cluster), cluster, steps)
         network, job_ns = probe(cluster, settings.names, steps)
-    about = {"scenario": settings.name, "carrier": carrier, "step_ns": step_ns}
+    about = {"scenario": settings.name, "step_ns": step_ns}
     tables = {
         "measured": {**about, **_machine()},
         "network": network,

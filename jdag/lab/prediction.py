@@ -50,7 +50,6 @@ def predict(
     costs: str | os.PathLike[str] | None = None,
     *,
     measure: int = 0,
-    carrier: str | None = None,
     device: str | None = None,
 ) -> Prediction:
     """Predict a step of a scenario's program, with values as shapes if that will do.
@@ -62,7 +61,6 @@ def predict(
         costs: the file that `jdag calibrate` wrote, in place of the tables of network
             and devices; None: what the scenario says.
         measure: how many real steps to run as well, on processes of this host.
-        carrier: of these, "socket" or "grpc"; None: socket.
         device: where these compute, as of `jdag.launch`.
 
     Raises:
@@ -71,16 +69,15 @@ def predict(
     """
     if type(measure) is not int or measure < 0:
         raise ScenarioError(unusable("measure", measure, "an integer >= 0"))
-    for key, given in (("--carrier", carrier), ("--device", device)):
-        if given is not None and not measure:
-            raise ScenarioError(unusable(key, given, "only with --measure"))
+    if device is not None and not measure:
+        raise ScenarioError(unusable("--device", device, "only with --measure"))
     path, changes = Path(file), dict[str, Any]()
     if costs is not None:
         changes = {"costs": str(Path(costs).resolve()), "network": {}, "devices": {}}
     scenario = load(path, changes=changes)
     settings, real = scenario.settings, None
     if measure:
-        real = driver_of(settings, "rpc", device=device, carrier=carrier)
+        real = driver_of(settings, "rpc", device=device)
     with in_one_line(scenario):
         if settings.faults:
             kind = settings.faults[0]["kind"]

@@ -1,8 +1,7 @@
 """Addresses of nodes, as text and as sockets.
 
-`tcp:HOST:PORT` (`tcp:[::1]:0`; port 0 lets the system choose), `unix:@NAME` (an
-abstract Unix socket name; `unix:@` chooses a random one) and `grpc:HOST:PORT` (a
-control server whose streams carry the bytes).
+`tcp:HOST:PORT` (`tcp:[::1]:0`; port 0 lets the system choose) and `unix:@NAME` (an
+abstract Unix socket name; `unix:@` chooses a random one).
 """
 
 import ipaddress
@@ -24,8 +23,8 @@ BACKLOG_MAX = 1024
 class Address(NamedTuple):
     """A host, by name or number, and a port; port 0 lets the system choose.
 
-    `kind` is `unix` (then `host` is the socket name), `tcp` or `grpc` for a data
-    connection, and empty for a control server.
+    `kind` is `unix` (then `host` is the socket name) or `tcp` for a data connection,
+    and empty for a control server.
     """
 
     host: str
@@ -79,10 +78,10 @@ def parse(text: str) -> Address:
             )
         return Address(rest[1:], kind=kind)
     found = address_of(rest)
-    if found is None or kind not in ("tcp", "grpc"):
+    if found is None or kind != "tcp":
         raise JdagError(
-            f"address {text!r} is none of tcp:HOST:PORT, unix:@NAME and grpc:HOST:PORT,"
-            " with a port below 65536"
+            f"address {text!r} is neither tcp:HOST:PORT, with a port below 65536, nor "
+            "unix:@NAME"
         )
     return found._replace(kind=kind)
 

@@ -2,7 +2,7 @@
 
 Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret.
     Each has one message, a request of `jdag.rpc.requests` in JSON; the rpc is named
-    after its class. Streams of the carrier `grpc`.
+    after its class.
 Outputs: answers in JSON, or a refusal. The client raises a one-line `JoinError` for a
     refusal, an unreachable host or an untrusted certificate.
 Invariants: without certificates, the server listens on loopback only; with them, TLS is
@@ -34,23 +34,20 @@ import msgspec
 from jdag.errors import JdagError, JoinError, reason
 from jdag.rpc.addresses import Address, bound, hold_to_loopback
 from jdag.rpc.background import loop, wait_for
-from jdag.rpc.carrier import METHOD, serve_carried
-from jdag.rpc.carrier import SERVER_OPTIONS as CARRIER_OPTIONS
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names, check_identity, names_of
 from jdag.rpc.requests import Request
-from jdag.rpc.streams import Stream
 from jdag.rpc.tickets import proof_of
 from jdag.rpc.tls import Tls
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16
-# Concurrent calls: authenticated, anonymous, and streams of the carrier.
-CALLS_MAX, STRANGERS_MAX, CARRIED_MAX = 256, 64, 256
+# Concurrent calls: authenticated, anonymous.
+CALLS_MAX, STRANGERS_MAX = 256, 64
 READ_S = 5.0
 ASK_S = 10.0
 PROOF, VERSION = "jdag-proof", "jdag-protocol"
-_SERVICE, CARRY = METHOD.strip("/").split("/")
+_SERVICE = "jdag.Control"
 # To find out whether a server uses TLS, without checking its certificate.
 _TRUSTING = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 _TRUSTING.check_hostname, _TRUSTING.verify_mode = False, ssl.CERT_NONE
@@ -73,7 +70,6 @@ _OPTIONS = (
 )
 _SERVER_OPTIONS = (
     *_OPTIONS,
-    *CARRIER_OPTIONS,
     # Otherwise two processes could share one port, each getting half of the calls.
     ("grpc.so_reuseport", 0),
 )
@@ -106,7 +102,6 @@ class ControlServer:
         answers: for each class of request a function that answers it, on a thread. A
             `JdagError` that it raises is the refusal.
         tls: mutual TLS; without it only loopback may be listened at.
-        enter: takes the streams of the carrier `grpc`; None where it is not used.
         hosts: of workers, by name; with TLS, a caller that claims to be a worker has to
             show a certificate of it.
         knows: whether a text proves a secret of this process; see `jdag.rpc.tickets`.
@@ -122,7 +117,6 @@ class ControlServer:
         answers: Answers,
         *,
         tls: Tls | None = None,
-        enter: Callable[[Stream], None] | None = None,
         hosts: Mapping[str, str] = {},
         knows: Callable[[str], bool] = lambda proof: False,
     ) -> None:
@@ -142,9 +136,6 @@ class ControlServer:
             )
             for kind, answer in answers.items()
         }
-        if enter is not None:
-            carry = partial(_guarded, partial(self._carry, enter))
-            methods[CARRY] = grpc.stream_stream_rpc_method_handler(carry)
         handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
         self.address = Address(
             address.host, wait_for(self._start(address, tls, handler))
@@ -203,15 +194,6 @@ class ControlServer:
                 names = names_of(context.auth_context())
                 run = loop().run_in_executor
                 return await run(self._threads, answer, body, names)
-
-    async def _carry(
-        self,
-        enter: Callable[[Stream], None],
-        messages: AsyncIterator[bytes],
-        context: Context,
-    ) -> None:
-        with self._counted("streams", CARRIED_MAX):  # Their hello has a version.
-            await serve_carried(messages, context, enter)
 
 
 async def _guarded(

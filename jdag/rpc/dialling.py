@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jdag.errors import JoinError
 from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.control import ControlClient
-from jdag.rpc.listener import CARRIED, dial
+from jdag.rpc.listener import dial
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
 from jdag.rpc.requests import Health, Healthy, Ticket, TicketIssued
@@ -78,7 +78,6 @@ class Routes:
         client = self.client(peer)
         known = self._members[peer].whereabouts
         assert known is not None, peer
-        data = f"grpc:{client.address}" if known.data == CARRIED else known.data
         asked = Ticket(
             secret=self._secrets[peer],
             worker=self._members.here,
@@ -86,7 +85,9 @@ class Routes:
         )
         answer = client.learn(asked, TicketIssued, timeout_s=self._timeout_s)
         ticket = bytes.fromhex(answer.ticket)
-        return dial(data, ticket, received, tls=self._tls, timeout_s=self._timeout_s)
+        return dial(
+            known.data, ticket, received, tls=self._tls, timeout_s=self._timeout_s
+        )
 
     def connect(self, node: Node, peer: str) -> None:
         """Connect a node to a known peer."""

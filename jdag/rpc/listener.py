@@ -4,8 +4,7 @@ The dialling end sends a hello: magic, protocol version, single-use ticket, and 
 highest number that its link has received. The listener answers with its version, a
 verdict and its own such number; then frames begin.
 
-Inputs: connections at one address (TCP, TLS or a Unix socket), and streams that the
-    control server carried (`enter`).
+Inputs: connections at one address (TCP, TLS or a Unix socket).
 Outputs: `take(admission, stream, received)` for each one whose ticket is valid. Each
     refusal is one line of the log.
 Invariants: a stream that `take` gets has exchanged hello and answer, and nothing else
@@ -37,7 +36,6 @@ from jdag.rpc.addresses import (
     parse,
 )
 from jdag.rpc.background import loop, wait_for
-from jdag.rpc.carrier import open_carried
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names
 from jdag.rpc.streams import SocketStream, Stream
@@ -46,7 +44,6 @@ from jdag.rpc.tls import Tls, TlsStream
 
 HELLO_S = 5.0
 VISITORS_MAX = 64
-CARRIED = "grpc"  # The address of a listener whose streams the control server carries.
 # How long a listener waits when the system gives no more connections (EMFILE).
 _REST_S = 0.2
 
@@ -76,8 +73,8 @@ class Listener:
     """Lets peers in at one address until it is closed; see the module.
 
     Args:
-        address: `unix:@`, `tcp:127.0.0.1:0` or the like; `grpc` for none, where all
-            streams come by `enter`. `self.address` is the one that is listened at.
+        address: `unix:@`, `tcp:127.0.0.1:0` or the like; `self.address` is the one that
+            is listened at.
         tls: for TCP; without it only loopback may be listened at.
         admit: called with the ticket and the names in the peer's certificate. Redeems
             the ticket; returns None for an invalid one. A JoinError is a refusal.
@@ -91,32 +88,25 @@ class Listener:
     def __init__(
         self, address: str, *, tls: Tls | None = None, admit: Admit, take: Take
     ) -> None:
-        self.address = address
         self._tls = tls
         self._admit = admit
         self._take = take
         self._visitors: dict[asyncio.Task[None], Stream] = {}
         self._entered: dict[asyncio.Task[None], Stream] = {}
         self._closing = False
-        self._listener: socket.socket | None = None
-        if address != CARRIED:
-            where = parse(address)
-            if tls is None:
-                hold_to_loopback(where, "is listened at")
-            self._listener, where = listen(where)
-            self.address = str(where)
-            loop().call_soon_threadsafe(self._watch, self._listener)
-
-    def enter(self, stream: Stream) -> None:
-        """Let a stream come in that the control server carries; from any thread."""
-        loop().call_soon_threadsafe(self._welcome, stream)
+        where = parse(address)
+        if tls is None:
+            hold_to_loopback(where, "is listened at")
+        self._listener, where = listen(where)
+        self.address = str(where)
+        loop().call_soon_threadsafe(self._watch)
 
     def close(self) -> None:
         """Stop listening and close visitors; streams that were taken stay open."""
         wait_for(self._close())
 
     async def _close(self) -> None:
-        if self._listener is not None and not self._closing:
+        if not self._closing:
             loop().remove_reader(self._listener)
             self._listener.close()
         self._closing = True
@@ -124,20 +114,20 @@ class Listener:
             visitor.cancel()
         await asyncio.gather(*self._visitors, *self._entered, return_exceptions=True)
 
-    def _watch(self, listener: socket.socket) -> None:
+    def _watch(self) -> None:
         if not self._closing:
-            loop().add_reader(listener, self._accept, listener)
+            loop().add_reader(self._listener, self._accept)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            connected, _ = listener.accept()
+            connected, _ = self._listener.accept()
         except BlockingIOError:
             return
         except OSError as error:
             # It stays readable while nothing can be accepted: look away meanwhile.
             _log.warning("%s accepts nobody now: %s", self.address, reason(error))
-            loop().remove_reader(listener)
-            loop().call_later(_REST_S, self._watch, listener)
+            loop().remove_reader(self._listener)
+            loop().call_later(_REST_S, self._watch)
             return
         try:
             hold_to_own_user(connected)
@@ -291,8 +281,6 @@ def dial(
 
 
 def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> Stream:
-    if where.kind == "grpc":
-        return open_carried(where, tls, name, max(0.001, timeout_s))
     connected = connect(where, max(0.001, timeout_s))
     try:
         hold_to_own_user(connected)

@@ -1,6 +1,5 @@
 """A cluster's file: its workers, where they listen, how they trust each other.
 
-    carrier = "socket"              # or "grpc", where only gRPC passes
     token_file = "token"            # a secret that all of them have
 
     [workers.trainer]
@@ -46,14 +45,13 @@ from jdag.runtime.tables import (
     checked,
     is_table,
     number,
-    one_of,
     only,
     read,
     text_in,
 )
 from jdag.runtime.tables import wrong as said_with_its_file
 
-CARRIERS = ("socket", "grpc")
+GONE_CARRIER = "no such key: sockets carry all data, gRPC is the control plane"
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
 READY_S = 60.0
@@ -94,7 +92,6 @@ DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
 _MODULES = 'a list of modules, such as ["mymodels"]'
 _SECONDS = "a number of seconds from 0.1 to 3600"
 ALLOW = Annotated[tuple[str, ...], only(_MODULES, _are_modules)]
-CARRIER = Annotated[str, one_of(*CARRIERS)]
 DEVICE = Annotated[str, only(DEVICES, is_device)]
 WAIT_S = Annotated[float, only(_SECONDS, number(0.1, 3600))]
 # The last of the validators is the first to run.
@@ -126,7 +123,6 @@ class ClusterSettings(Table):
     workers: Annotated[dict[str, WorkerTable], only(_WORKERS, _are_workers)]
     tls: TlsTable | None = None
     token_file: TEXT | None = None
-    carrier: CARRIER = "socket"
     deadline_s: WAIT_S = DEADLINE_S
     # So long `jdag up` and `connect` wait for workers that start.
     ready_s: WAIT_S = READY_S
@@ -256,9 +252,8 @@ class WorkerOptions(BaseModel):
         node: import path of what makes its node maker from these options:
             `module:function`.
         control: the address of its control server.
-        data: the address of its listener, unless the carrier is `grpc`.
+        data: the address of its listener.
         token: the secret of the cluster; empty if there is none.
-        carrier: `socket` or `grpc`.
         allow: modules whose functions others may name.
         device: where it computes; None: as JAX chooses.
         config: settings of JAX, by name.
@@ -279,7 +274,6 @@ class WorkerOptions(BaseModel):
     control: str
     data: str = "unix:@"
     token: str = Field(default="", repr=False)
-    carrier: str = "socket"
     allow: tuple[str, ...] = ()
     device: str | None = None
     config: dict[str, Any] = Field(default={})
@@ -301,7 +295,10 @@ def load(path: str | Path) -> ClusterSettings:
     """
     path = Path(path)
     with said_with_its_file(path):
-        settings = checked(ClusterSettings, read(path, FILE)[1])
+        table = read(path, FILE)[1]
+        if (carrier := table.get("carrier")) is not None:
+            raise ScenarioError(unusable("carrier", carrier, GONE_CARRIER))
+        settings = checked(ClusterSettings, table)
         settings._path = path
         for name in settings.names:
             if not is_name(name):

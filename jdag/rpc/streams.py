@@ -1,8 +1,7 @@
 """Non-blocking streams of bytes between two nodes.
 
 The loop that owns a stream receives and sends when epoll says so. Streams through TLS
-(`jdag.rpc.tls`) and through gRPC (`jdag.rpc.carrier`) are used alike. Nothing here
-frames or resends.
+(`jdag.rpc.tls`) are used alike. Nothing here frames or resends.
 
 Invariants: `recv_into` and `send` move at least one byte or raise. Besides
 BlockingIOError they raise only ConnectionError, with the peer's address and the reason;
@@ -186,7 +185,7 @@ class SocketStream:
                 os.close(descriptor)
 
 
-Stream = SocketStream  # Those of TLS and gRPC derive from it.
+Stream = SocketStream  # That of TLS derives from it.
 
 
 def ended(peer: str) -> ConnectionError:

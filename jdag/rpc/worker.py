@@ -84,7 +84,6 @@ def run(options: WorkerOptions, watch: Watch) -> None:
         control,
         worker.answers,
         tls=tls,
-        enter=worker.enter if options.carrier == "grpc" else None,
         hosts=options.hosts,
         knows=worker.knows,
     )

@@ -22,7 +22,7 @@ from jdag.errors import JoinError
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.handshake import Handshake, refuse_mismatch
-from jdag.rpc.listener import CARRIED, Admission, Listener
+from jdag.rpc.listener import Admission, Listener
 from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
 from jdag.rpc.node import MakeNode
 from jdag.rpc.peer_identity import Names, check_identity
@@ -105,9 +105,10 @@ class CallerLease:
             )
         )
         self.node.joined(main, where.incarnation)
-        data = CARRIED if options.carrier == "grpc" else options.data
         try:
-            self.listener = Listener(data, tls=tls, admit=self._admit, take=self._take)
+            self.listener = Listener(
+                options.data, tls=tls, admit=self._admit, take=self._take
+            )
         except BaseException:
             self.node.close()
             raise
@@ -273,14 +274,6 @@ class WorkerServer:
             lease = self._lease
         if lease is not None:
             lease.node.drain()
-
-    def enter(self, stream: Stream) -> None:
-        """Hand a stream of the control server to the session, if there is one."""
-        lease = self._lease
-        if lease is None:
-            stream.close()
-        else:
-            lease.listener.enter(stream)
 
     def _attach(self, asked: AttachWorker) -> Mapping[str, Any]:
         worker = self._options.worker

@@ -10,7 +10,7 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.rpc.settings import CARRIERS, DEVICES, is_device
+from jdag.rpc.settings import DEVICES, is_device
 from jdag.scenario.case import Figures
 from jdag.scenario.tables import (
     Settings,
@@ -88,11 +88,10 @@ class Real:
 
     virtual = False
 
-    def __init__(self, settings: Settings, *, device: str | None, carrier: str) -> None:
+    def __init__(self, settings: Settings, *, device: str | None) -> None:
         refuse_virtual(settings)
         self._settings = settings
         self._device = device
-        self._carrier = carrier
         self._cluster: Cluster | None = None
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
@@ -104,7 +103,6 @@ class Real:
                 self._cluster = launch(
                     settings.names,
                     device=self._device,
-                    carrier=self._carrier,
                     allow=[settings.program.partition(":")[0]],
                     nesting_max=settings.nesting_max,
                     schedule=schedule_of(settings),
@@ -151,16 +149,13 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
     raise ScenarioError(unusable(key, value, f"{allowed} with --driver rpc"))
 
 
-def driver_of(
-    settings: Settings, driver: str, *, device: str | None, carrier: str | None
-) -> Driver:
+def driver_of(settings: Settings, driver: str, *, device: str | None) -> Driver:
     """Return the driver of a scenario.
 
     Args:
         settings: what the file says.
         driver: "sim" or "rpc".
         device: with rpc, where workers compute: cpu, gpu or gpu:1; None: as JAX does.
-        carrier: with rpc, "socket" or "grpc"; None: socket.
 
     Raises:
         ScenarioError: names what is unusable, its value and what is allowed.
@@ -172,13 +167,7 @@ def driver_of(
         if device not in (None, "cpu"):
             allowed = "cpu; with --driver rpc also gpu, gpu:1"
             raise ScenarioError(unusable("--device", device, allowed))
-        if carrier is not None:
-            allowed = "only with --driver rpc"
-            raise ScenarioError(unusable("--carrier", carrier, allowed))
         return Virtual(settings)
     if device is not None and not is_device(device):
         raise ScenarioError(unusable("--device", device, DEVICES))
-    if carrier not in (None, *CARRIERS):
-        allowed = "one of " + ", ".join(CARRIERS)
-        raise ScenarioError(unusable("--carrier", carrier, allowed))
-    return Real(settings, device=device, carrier=carrier or CARRIERS[0])
+    return Real(settings, device=device)

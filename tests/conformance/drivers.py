@@ -105,8 +105,7 @@ def jdag_name(fn: Any) -> str:
 
 DRIVERS: dict[str, Driver] = {
     "sim": Simulated(),
-    "socket": Real("socket"),
-    "grpc": Real("grpc"),
+    "socket": Real(),
 }
 
 

@@ -1,4 +1,4 @@
-"""The real driver, on which the conformance suite runs: processes, either carrier."""
+"""The real driver, on which the conformance suite runs: processes on sockets."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,12 +15,9 @@ class Real:
     A dying function kills the process that runs it; the next test has another one.
     """
 
+    name = "socket"
     workers_max = 4
     loss_max_s = 10.0
-
-    def __init__(self, carrier: str) -> None:
-        self.name = carrier
-        self._carrier = carrier
 
     def names(self, count: int) -> Sequence[str]:
         """So many of the four."""
@@ -29,10 +26,10 @@ class Real:
     def cluster(self, workers: Sequence[str] = NAMES) -> Any:
         """A new session over the processes of all four."""
         assert tuple(workers) == NAMES[: len(workers)], workers
-        return kept(self._carrier).connect()
+        return kept().connect()
 
     def _troubled(self) -> Workers:
-        return kept(self._carrier, **{functions.TROUBLED: "1"})
+        return kept(**{functions.TROUBLED: "1"})
 
     def rough(self, workers: Sequence[str], runs: int) -> Iterator[Any]:
         """Real time is other in each run."""

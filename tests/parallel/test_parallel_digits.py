@@ -24,7 +24,7 @@ def short() -> Scenario:
 
 
 def played(scenario: Scenario, driver: str) -> ScenarioResult:
-    made = driver_of(scenario.settings, driver, device=None, carrier=None)
+    made = driver_of(scenario.settings, driver, device=None)
     with closing(made):
         return run_scenario(scenario, lambda done, total, numbers: None, made)
 
