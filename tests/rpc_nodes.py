@@ -40,7 +40,7 @@ def place_of(
 
 
 def whereabouts(incarnation: int, allow: Sequence[str]) -> Whereabouts:
-    return Whereabouts(incarnation=incarnation, control="", data="", allow=tuple(allow))
+    return Whereabouts(incarnation=incarnation, data="", allow=tuple(allow))
 
 
 def _undialled(peer: str, received: int) -> tuple[Any, int]:

@@ -11,12 +11,14 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
-from jdag.rpc.listener import Admission, Listener, dial
+from jdag.rpc.greeting import OPENING, Pair, opening
+from jdag.rpc.listener import Listener, dial
 from jdag.rpc.streams import SocketStream, Stream
 from jdag.rpc.tls import Tls
 
 DEADLINE_MS = 60_000
-TOKEN = bytes(range(32))
+PAIR = Pair("ps0#3", "w", "what they share")
+RECEIVED = 41
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
@@ -78,25 +80,32 @@ def no_new_descriptors() -> Iterator[None]:
 
 
 class Gate:
-    """A listener, the tokens that it admits, and who has come in."""
+    """The listener of `w`, who may dial it, and who has come in."""
 
     def __init__(self, address: str, tls: Tls | None = None) -> None:
-        self.tokens = {TOKEN: Admission("ps0", 3, 41)}
-        self.came: queue.Queue[tuple[Admission, Stream, int]] = queue.Queue()
+        self.pairs = [PAIR._replace(dialler="ps0"), PAIR]
+        self.came: queue.Queue[tuple[str, Stream, int]] = queue.Queue()
         self.listener = Listener(
             address,
             tls=tls,
-            admit=lambda token, shown: self.tokens.get(token),
+            pairs=lambda: self.pairs,
+            admit=lambda worker, names: RECEIVED,
             take=lambda *arrival: self.came.put(arrival),
         )
         self.address = self.listener.address
 
     def dial(self, received: int = 8, **settings: Any) -> tuple[Stream, Stream]:
         """Both ends of a stream that comes in."""
-        stream, theirs = dial(self.address, TOKEN, received, timeout_s=60, **settings)
-        admission, far, told = self.came.get(timeout=60)
-        assert (theirs, admission, told) == (41, self.tokens[TOKEN], received)
+        stream, theirs = self.dialled(PAIR, received, **settings)
+        worker, far, told = self.came.get(timeout=60)
+        assert (theirs, worker, told) == (RECEIVED, PAIR.dialler, received)
         return stream, far
+
+    def dialled(
+        self, pair: Pair = PAIR, received: int = 8, **settings: Any
+    ) -> tuple[Stream, int]:
+        """The near end alone, and what the other has received."""
+        return dial(self.address, pair, received, **{"timeout_s": 60, **settings})
 
     def raw(self) -> socket.socket:
         """Connect, and say nothing."""
@@ -111,6 +120,17 @@ class Gate:
         self.listener.close()
         while not self.came.empty():
             self.came.get()[1].close()
+
+
+def hello_by(near: socket.socket) -> bytes:
+    """What a dialler says over a socket, on which the listener has begun."""
+    return hello_to(near.recv(OPENING.size, socket.MSG_WAITALL))
+
+
+def hello_to(theirs: bytes) -> bytes:
+    """What a dialler says to the opening of a listener."""
+    said = opening(8)
+    return said + PAIR.proof("dialler", theirs, said)
 
 
 def talk(stream: Stream, far: Stream) -> None:

@@ -25,7 +25,7 @@ from jdag.rpc.control import (
 )
 from jdag.rpc.handshake import PROTOCOL
 from jdag.rpc.requests import Detach, Health, Info, Mesh, Request
-from jdag.rpc.tickets import proof_of
+from jdag.rpc.shared_secrets import proof_of
 from jdag.rpc.tls import load
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
@@ -372,10 +372,3 @@ def test_a_caller_with_tls_is_told_that_the_worker_does_not_use_it(
         f"cannot reach worker 'w' at {server.address}: it does not use TLS and this "
         "process does; [tls] has to be in the cluster's file on both sides"
     )
-
-
-def test_a_client_that_was_closed_says_so():
-    client = ControlClient("worker 'a'", Address("127.0.0.1", 9))
-    client.close()
-    with pytest.raises(JoinError, match=r"worker 'a' at 127.0.0.1:9 is asked no more"):
-        client.ask(Health())

@@ -12,10 +12,9 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.rpc.addresses import Address
-from jdag.rpc.control import ControlClient, ControlServer
-from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.membership import Membership
-from jdag.rpc.requests import Detach, Health, Whereabouts
+from jdag.rpc.control import ControlServer
+from jdag.rpc.dialling import Lookout
+from jdag.rpc.requests import Detach, Health
 from jdag.rpc.session import Session
 from paper.proxy import Proxy
 from tests.rpc_cases import ANY, free_address, plan_of, seated
@@ -27,8 +26,6 @@ class Main:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.members = Membership("w", ("m", "w", "v"))
-        self.routes = Routes(self.members, {}, tls=None, timeout_s=5.0)
         self.server = self.open(ANY)
 
     def open(self, address: Address) -> ControlServer:
@@ -36,16 +33,13 @@ class Main:
 
     def lookout(self, control: str | None = None, pid: int = os.getpid()) -> Lookout:
         at = str(self.server.address) if control is None else control
-        where = Whereabouts(incarnation=0, control=at, data="", allow=())
-        self.members.attach("m", 0, where)
-        return Lookout(self.routes, "m", pid)
+        return Lookout("m", at, pid, None)
 
 
 @pytest.fixture
 def main() -> Iterator[Main]:
     made = Main()
     yield made
-    made.routes.close()
     made.server.close()
 
 
@@ -58,37 +52,6 @@ def test_main_is_there_until_its_process_ends(main: Main):
         lookout.look("m")
     assert caught.value.absent
     lookout.look("v")  # Of others it says nothing.
-
-
-def test_a_dial_that_is_under_way_when_the_session_ends_leaves_no_client(main: Main):
-    main.lookout()
-    main.routes.close()
-    with pytest.raises(JoinError, match="'m' is not dialled: the session is closed"):
-        main.routes.client("m")
-    assert main.routes._clients == {}
-
-
-class Ending:
-    """A lock; the session ends as soon as it is let go the first time."""
-
-    def __init__(self, routes: Routes) -> None:
-        self.routes: Routes | None = routes
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        routes, self.routes = self.routes, None
-        if routes is not None:
-            routes.close()
-
-
-def test_a_client_that_another_replaces_as_the_session_ends_is_closed(main: Main):
-    former = main.routes.reach("m", main.server.address)
-    former.ask(Health())
-    main.routes._lock = Ending(main.routes)  # type: ignore[assignment]
-    main.routes.reach("m", main.server.address)
-    with pytest.raises(JoinError, match="is asked no more"):
-        former.ask(Health())
 
 
 def test_another_process_at_its_address_is_not_main(main: Main):
@@ -112,14 +75,14 @@ def test_who_was_never_found_is_not_missed(main: Main, other: dict[str, Any]):
 
 def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch):
     missing, again = free_address(), threading.Semaphore(0)
-    reach = Routes.reach
+    find = Session._find
 
-    def counted(routes: Routes, peer: str, control: Address) -> ControlClient:
-        if control == missing:
+    def counted(session: Session, peer: str) -> None:
+        if peer == "d":
             again.release()
-        return reach(routes, peer, control)
+        find(session, peer)
 
-    monkeypatch.setattr(Routes, "reach", counted)
+    monkeypatch.setattr(Session, "_find", counted)
     with ExitStack() as stack:
         workers = [stack.enter_context(seated(name)) for name in "abc"]
         controls = {one.seat._options.worker: one.server.address for one in workers}
@@ -155,8 +118,11 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
         plan = plan_of({"a": server.address._replace(port=port)}, deadline_s=60.0)
         with Session(plan) as session:
             proxy.do(gate, refuses=True)
-            with pytest.raises(JoinError, match="cannot reach"):
-                session._routes.client("a").ask(Health())
+            with (
+                pytest.raises(JoinError, match="cannot reach"),
+                session._client("a") as client,
+            ):
+                client.ask(Health())
             leaving = threading.Thread(target=session.close)
             leaving.start()
             soon(lambda: "a was not told: cannot reach" in caplog.text)

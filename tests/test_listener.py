@@ -1,10 +1,9 @@
-"""A listener lets in peers with a ticket; nobody else costs it anything."""
+"""A listener lets in who proves itself; nobody else costs it anything."""
 
 import logging
 import os
 import random
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -12,11 +11,11 @@ import pytest
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import listener as listeners
-from jdag.rpc.handshake import PROTOCOL
-from jdag.rpc.listener import Admission, Listener, dial
+from jdag.rpc.listener import dial
 from tests.stream_cases import (
-    TOKEN,
+    PAIR,
     Gate,
+    hello_by,
     no_new_descriptors,
     receive,
     send_all,
@@ -26,7 +25,6 @@ from tests.stream_cases import (
 from tests.tiers import sized
 
 PLACES = ("unix:@", "tcp:127.0.0.1:0", "tcp:[::1]:0", "tcp:localhost:0")
-HELLO = listeners._HELLO
 
 
 @pytest.fixture(params=PLACES)
@@ -54,61 +52,33 @@ def closed(connected: socket.socket) -> bool:
     return True
 
 
-def test_who_has_a_token_comes_in_and_both_learn_what_was_received(host: Gate):
+def test_who_knows_the_secret_comes_in_and_both_learn_what_was_received(host: Gate):
     stream, far = host.dial(2**64 - 1)
     assert stream.local == far.local == host.address.startswith("unix")
     talk(stream, far)
 
 
-def test_an_unknown_token_is_refused_by_name(host: Gate, caplog):
-    with pytest.raises(JdagError, match=r"^cannot reach .*: it refused the ticket: "):
-        dial(host.address, bytes(32), 0, timeout_s=60)
-    talk(*host.dial())
-    refusals = [
-        record for record in caplog.records if record.name == listeners.__name__
-    ]
-    assert len(refusals) == 1 and "its ticket is unknown" in refusals[0].getMessage()
-
-
-@pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_dialler_of_another_protocol_is_refused(tcp: Gate, theirs: int, caplog):
-    near = tcp.raw()
-    near.sendall(HELLO.pack(b"jdag", theirs, TOKEN, 0))
-    assert listeners._ANSWER.unpack(near.recv(99)) == (b"jdag", PROTOCOL, 2, 0)
-    near.close()
-    older = "it" if theirs < PROTOCOL else "this worker"
-    soon(lambda: f"it speaks version {theirs} of jdag's protocol and" in caplog.text)
-    assert f"version {PROTOCOL}; upgrade jdag for {older}\n" in caplog.text
+def test_who_does_not_know_the_secret_is_refused(tcp: Gate, caplog):
+    for other in ({"secret": "other"}, {"dialler": "ps1"}, {"listener": "w#1"}):
+        with pytest.raises(JoinError, match="does not know this one in its"):
+            tcp.dialled(PAIR._replace(**other))
     talk(*tcp.dial())
+    assert caplog.text.count("does not prove that it is a worker of this session") == 3
 
 
-@pytest.mark.parametrize("mine", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_listener_of_another_protocol_is_named_with_both(
-    mine: int,
-):
-    def answer() -> None:
-        came, _ = other.accept()
-        with came:
-            came.recv(listeners._HELLO.size)
-            came.sendall(listeners._ANSWER.pack(b"jdag", mine, 2, 0))
-
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        thread = threading.Thread(target=answer)
-        thread.start()
-        address = f"tcp:127.0.0.1:{other.getsockname()[1]}"
-        with pytest.raises(JoinError) as caught:
-            dial(address, TOKEN, 0, timeout_s=60)
-        thread.join()
-    older = f"the worker at {address}" if mine < PROTOCOL else "this process"
-    assert str(caught.value) == (
-        f"the worker at {address} speaks version {mine} of jdag's protocol and this "
-        f"process version {PROTOCOL}; upgrade jdag for {older}"
-    )
+def test_a_hello_is_of_no_use_a_second_time(tcp: Gate):
+    with tcp.raw() as first, tcp.raw() as second:
+        overheard = hello_by(first)
+        for near in (first, second):
+            near.sendall(overheard)
+        tcp.came.get(timeout=60)[1].close()
+        assert closed(second)
+    assert tcp.came.empty()
 
 
 def test_bytes_that_follow_the_hello_at_once_are_left_to_the_node(tcp: Gate):
     near = tcp.raw()
-    near.sendall(HELLO.pack(b"jdag", PROTOCOL, TOKEN, 9) + b"first frame")
+    near.sendall(hello_by(near) + b"first frame")
     _, far, _ = tcp.came.get(timeout=60)
     assert receive(far, 11) == b"first frame"
     near.close()
@@ -117,10 +87,10 @@ def test_bytes_that_follow_the_hello_at_once_are_left_to_the_node(tcp: Gate):
 
 def test_a_hello_in_single_bytes_is_whole(tcp: Gate):
     near = tcp.raw()
-    for byte in HELLO.pack(b"jdag", PROTOCOL, TOKEN, 9):
+    for byte in hello_by(near):
         near.send(bytes([byte]))
-    _, far, received = tcp.came.get(timeout=60)
-    assert received == 9
+    worker, far, received = tcp.came.get(timeout=60)
+    assert (worker, received) == (PAIR.dialler, 8)
     near.close()
     far.close()
 
@@ -138,20 +108,21 @@ def test_mutated_hellos_hurt_nobody(caplog, monkeypatch):
     host = Gate("unix:@")
     caplog.set_level(logging.CRITICAL)
     chance = random.Random(4)
-    good = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
-    host.tokens.clear()  # A mutation may leave the token as it was.
     with no_new_descriptors():
         for _ in range(sized(20, 200)):
             nears = [host.raw() for _ in range(50)]
             for near in nears:
-                near.sendall(mutated(good, chance))
+                good = hello_by(near)
+                bad = mutated(good, chance)
+                if bad[: len(good)] == good:  # It was left as it was.
+                    bad = good[:-1]
+                near.sendall(bad)
                 with suppress(OSError):  # It may be refused, and cut off, already.
                     near.shutdown(socket.SHUT_WR)
             for near in nears:
                 assert closed(near)
                 near.close()
     assert host.came.empty()
-    host.tokens[TOKEN] = Admission("ps0", 3, 41)
     talk(*host.dial())
     host.close()
 
@@ -171,15 +142,14 @@ def test_what_speaks_another_protocol_is_closed(tcp: Gate, said: bytes, caplog):
 def test_half_a_hello_is_closed_in_time_and_nobody_waits_for_it(
     tcp: Gate, monkeypatch, caplog
 ):
-    half = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)[:20]
     monkeypatch.setattr(listeners, "HELLO_S", 0.3)
     with tcp.raw() as slow:
-        slow.sendall(half)
+        slow.sendall(hello_by(slow)[:20])
         assert closed(slow)
     soon(lambda: "no whole hello came within 0.3 s" in caplog.text)
     monkeypatch.setattr(listeners, "HELLO_S", 600.0)
     with tcp.raw() as slow:
-        slow.sendall(half)
+        slow.sendall(hello_by(slow)[:20])
         soon(lambda: len(tcp.listener._visitors) == 1)
         talk(*tcp.dial())
         assert len(tcp.listener._visitors) == 1
@@ -202,15 +172,15 @@ def come_from(host: Gate, source: str) -> socket.socket:
 
 def test_the_host_that_has_most_makes_room_for_the_others(tcp: Gate, monkeypatch):
     monkeypatch.setattr(listeners, "HELLO_S", 600.0)
-    hello = HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
     slow = [come_from(tcp, f"127.0.0.{number}") for number in (3, 4)]
-    for near in slow:
+    hellos = {near: hello_by(near) for near in slow}
+    for near, hello in hellos.items():
         near.sendall(hello[:20])
     idle = [come_from(tcp, "127.0.0.2") for _ in range(3 * listeners.VISITORS_MAX)]
     left = listeners.VISITORS_MAX - len(slow)
     for near in idle[:-left]:
         assert closed(near)
-    for near in slow:
+    for near, hello in hellos.items():
         near.sendall(hello[20:])
         tcp.came.get(timeout=60)[1].close()
     soon(lambda: len(tcp.listener._visitors) == left)
@@ -236,7 +206,7 @@ def test_another_user_of_this_host_is_refused(monkeypatch):
     with pytest.raises(
         JdagError, match=r"process \d+ there runs as user \d+, not 12345"
     ):
-        dial(host.address, TOKEN, 0, timeout_s=60)
+        host.dialled()
     assert host.came.empty()
     monkeypatch.undo()
     talk(*host.dial())
@@ -244,7 +214,7 @@ def test_another_user_of_this_host_is_refused(monkeypatch):
 
 
 def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Gate):
-    stream, _ = dial(tcp.address, TOKEN, 0, timeout_s=60)
+    stream, _ = tcp.dialled()
     outside = tcp.raw()
     tcp.listener.close()
     assert closed(outside)
@@ -254,15 +224,17 @@ def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Gate):
     assert receive(stream, 10) == b"still here"
     stream.close()
     far.close()
-    with pytest.raises(JdagError, match=r"cannot reach tcp:.*: Connection refused"):
-        dial(tcp.address, TOKEN, 0, timeout_s=60)
+    said = r"cannot reach worker 'w' at tcp:.*: Connection refused"
+    with pytest.raises(JoinError, match=said) as caught:
+        tcp.dialled()
+    assert caught.value.absent and not caught.value.reached
 
 
 def test_what_never_answers_is_given_up_in_time():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         address = f"tcp:127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(JdagError, match=r"no answer within 0\.2 s"):
-            dial(address, TOKEN, 0, timeout_s=0.2)
+            dial(address, PAIR, 0, timeout_s=0.2)
 
 
 @pytest.mark.parametrize(
@@ -270,14 +242,15 @@ def test_what_never_answers_is_given_up_in_time():
 )
 def test_other_hosts_are_neither_listened_to_nor_dialled_without_tls(address: str):
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
-        Listener(address, admit=lambda *_: None, take=lambda *_: None)
+        Gate(address)
     with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
-        dial(address, TOKEN, 0, timeout_s=1)
+        dial(address, PAIR, 0, timeout_s=1)
 
 
 def test_a_gate_outlives_what_its_owner_does_wrong(tcp: Gate, caplog):
-    tcp.tokens[b"x" * 32] = "no admission"  # type: ignore[assignment]
+    tcp.pairs = [PAIR._replace(secret=5)]  # type: ignore[arg-type]
     with pytest.raises(JdagError, match="closed the connection"):
-        dial(tcp.address, b"x" * 32, 0, timeout_s=60)
+        tcp.dialled()
     soon(lambda: "AttributeError" in caplog.text)
+    tcp.pairs = [PAIR]
     talk(*tcp.dial())

@@ -14,14 +14,15 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from jdag.errors import JdagError
 from jdag.rpc import listener as listeners
 from jdag.rpc.background import wait_for
-from jdag.rpc.handshake import PROTOCOL
-from jdag.rpc.listener import Listener, dial
+from jdag.rpc.greeting import OPENING
+from jdag.rpc.listener import dial
 from jdag.rpc.streams import SocketStream
 from jdag.rpc.tls import Tls, TlsStream, load
 from tests.certificates import Files, Issuer
 from tests.stream_cases import (
-    TOKEN,
+    PAIR,
     Gate,
+    hello_to,
     pour,
     receive,
     send_all,
@@ -94,13 +95,13 @@ def test_a_certificate_for_another_name_is_refused_by_name(gate, trainer: Tls):
     with pytest.raises(
         JdagError, match=r"TLS with .* failed: Hostname mismatch.*'ps1'"
     ):
-        dial(gate.address, TOKEN, 0, tls=trainer, name="ps1", timeout_s=60)
+        gate.dialled(tls=trainer, name="ps1")
     assert gate.came.empty()
 
 
 def test_a_certificate_of_another_cluster_is_refused_by_both(gate, stranger, caplog):
     with pytest.raises(JdagError, match=r"TLS with tcp:.* failed: .*certificate"):
-        dial(gate.address, TOKEN, 0, tls=stranger, timeout_s=60)
+        gate.dialled(tls=stranger)
     assert gate.came.empty()
 
 
@@ -109,7 +110,7 @@ def test_a_listener_refuses_whom_its_own_issuer_does_not_vouch_for(
 ):
     blind = load_without_checking(stranger)
     with pytest.raises(JdagError, match="does not trust the issuer"):
-        dial(gate.address, TOKEN, 0, tls=blind, timeout_s=60)
+        gate.dialled(tls=blind)
     assert gate.came.empty()
     soon(lambda: "refused tcp:127.0.0.1:" in caplog.text)
     talk(*gate.dial(tls=trainer))
@@ -128,7 +129,7 @@ def test_who_shows_no_certificate_is_refused(gate, trainer: Tls, issuer, caplog)
         bare.wrap_socket(raw, server_hostname="ps0") as near,
         pytest.raises(OSError),
     ):
-        near.sendall(bytes(48))
+        near.sendall(bytes(99))
         while near.recv(100):
             pass
     soon(lambda: "it shows no certificate" in caplog.text)
@@ -144,19 +145,20 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
         near = gate.raw()
         made = trainer.dial(SocketStream(near, "ps0"), "ps0")
         shake_hands(made)
-        send_all(made, hello[:20])
+        hellos.append(hello_to(receive(made, OPENING.size)))
+        send_all(made, hellos[-1][:20])
         return made
 
     async def certified() -> int:
         return sum(bool(one.certificate) for one in visitors.values())
 
     visitors = gate.listener._visitors
-    hello = listeners._HELLO.pack(b"jdag", PROTOCOL, TOKEN, 0)
+    hellos: list[bytes] = []
     known = [come()]
     soon(lambda: wait_for(certified()) == 1)
     idle = [gate.raw() for _ in range(2 * listeners.VISITORS_MAX)]
     soon(lambda: caplog.text.count("and others come") > listeners.VISITORS_MAX)
-    send_all(known[0], hello[20:])
+    send_all(known[0], hellos[0][20:])
     gate.came.get(timeout=60)[1].close()
     # Nor do those who have come before all others.
     for _ in range(listeners.VISITORS_MAX):
@@ -172,15 +174,15 @@ def test_who_has_shown_a_certificate_is_not_driven_out_by_those_who_have_not(
 
 def test_a_plain_dialler_is_refused_in_one_line(gate, trainer: Tls, caplog):
     with pytest.raises(JdagError, match=r"closed the connection|not speak jdag"):
-        dial(gate.address, TOKEN, 0, timeout_s=60)
+        gate.dialled()
     soon(lambda: "it does not speak TLS" in caplog.text)
     talk(*gate.dial(tls=trainer))
 
 
 def test_dialling_a_plain_listener_with_tls_says_so(trainer: Tls):
-    plain = Listener("tcp:127.0.0.1:0", admit=lambda *_: None, take=lambda *_: None)
-    with pytest.raises(JdagError, match="in the TLS handshake"):
-        dial(plain.address, TOKEN, 0, tls=trainer, timeout_s=60)
+    plain = Gate("tcp:127.0.0.1:0")
+    with pytest.raises(JdagError, match="it does not speak TLS"):
+        plain.dialled(tls=trainer)
     plain.close()
 
 
@@ -197,7 +199,7 @@ def test_a_tls_handshake_that_is_not_answered_is_given_up_in_time(trainer: Tls):
         thread.start()
         address = f"tcp:127.0.0.1:{mute.getsockname()[1]}"
         with pytest.raises(JdagError, match=r"no answer within 0\.2 s$"):
-            dial(address, TOKEN, 0, tls=trainer, timeout_s=0.2)
+            dial(address, PAIR, 0, tls=trainer, timeout_s=0.2)
         given_up.set()
         thread.join()
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError
 from jdag.rpc import worker_server as module
+from jdag.rpc.greeting import Pair
 from jdag.rpc.handshake import ours
 from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
@@ -22,10 +23,9 @@ from jdag.rpc.requests import (
     Info,
     Mesh,
     Peer,
-    Ticket,
     Whereabouts,
 )
-from jdag.rpc.tickets import proof_of
+from jdag.rpc.shared_secrets import proof_of
 from tests.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.stream_cases import receive
 
@@ -33,7 +33,7 @@ SECRET = "the secret of m and w"
 WITH_V = "the secret of v and w"
 WITH_U = "the secret of u and w"
 THREE = {"workers": ("m", "w", "v", "u"), "secrets": {"v": WITH_V, "u": WITH_U}}
-NOBODY = Whereabouts(incarnation=0, control="127.0.0.1:1", data="unix:@no", allow=())
+NOBODY = Whereabouts(incarnation=0, data="unix:@no", allow=())
 
 
 @pytest.fixture
@@ -58,9 +58,19 @@ def attach(**changed: Any) -> AttachWorker:
     return AttachWorker(**{**asked, **changed})
 
 
-def knock(**changed: Any) -> Ticket:
-    secret = WITH_V if changed.get("worker") == "v" else SECRET
-    return Ticket(**{"secret": secret, "worker": "m", "incarnation": 0, **changed})
+def come_in(
+    answer: Any, secret: str = SECRET, dialler: str = "m", listener: str = "w"
+) -> Any:
+    """Dial a worker that has answered AttachWorker, as main or another one does."""
+    pair = Pair(dialler, listener, secret)
+    return dial(answer["data"], pair, 3, timeout_s=60)
+
+
+def unknown(answer: Any, secret: str, dialler: str, listener: str = "w") -> None:
+    """Whoever shows this secret under this name is not let in."""
+    with pytest.raises(JoinError, match="does not know this one") as caught:
+        come_in(answer, secret, dialler, listener)
+    assert not caught.value.given_up
 
 
 def peer(whereabouts: Whereabouts, **changed: Any) -> Peer:
@@ -75,20 +85,6 @@ def refused(ask: Callable[[], object]) -> str:
     for secret in (TOKEN, SECRET, WITH_V):
         assert secret not in str(caught.value)
     return str(caught.value)
-
-
-def given_up(worker: Seated, asked: Ticket) -> str:
-    """Why the worker lets somebody in no more, as it says itself."""
-    with pytest.raises(JoinError) as caught:
-        worker.ask(asked)
-    assert caught.value.given_up and caught.value.reached
-    return str(caught.value)
-
-
-def come_in(worker: Seated, answer: Any) -> Any:
-    """Come in as main does."""
-    token = bytes.fromhex(worker.ask(knock())["ticket"])
-    return dial(answer["data"], token, 3, timeout_s=60)
 
 
 # ----------------------------------------------------------------------------- attach
@@ -107,7 +103,7 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
         node = worker.nodes[-1]
         assert node.place.members["m"].allowed == ("mine",)
         assert node.incarnations == {"m": 0}
-        stream, theirs = come_in(worker, answer)
+        stream, theirs = come_in(answer)
         assert theirs == 7  # What the node says that it has received.
         node.wait(lambda node=node: "m" in node.streams)
         assert worker.ask(Detach(secret=SECRET)) == {"ended": True}
@@ -116,7 +112,7 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
             receive(stream, 10)
         stream.close()
         with pytest.raises(JdagError, match="cannot reach"):
-            dial(answer["data"], bytes(32), 0, timeout_s=60)
+            come_in(answer)
     assert len(worker.nodes) == 2
 
 
@@ -180,7 +176,7 @@ def test_main_takes_a_worker_anew_that_it_has_lost(worker):
 
 
 def test_a_session_ends_when_its_main_is_lost(worker):
-    stream, _ = come_in(worker, worker.ask(attach()))
+    stream, _ = come_in(worker.ask(attach()))
     node = worker.nodes[0]
     node.wait(lambda: "m" in node.streams)
     stream.close()
@@ -209,70 +205,54 @@ def test_a_wrong_secret_is_refused_whatever_is_asked(worker):
     worker.ask(attach())
     wrong = "not it"
     for asked in (
-        knock(secret=wrong),
         Mesh(secret=wrong, peers={}, dial=()),
         peer(NOBODY, secret=wrong),
         # What v knows is of no use to be taken for main.
-        knock(secret=WITH_V),
         Mesh(secret=WITH_V, peers={}, dial=()),
         peer(NOBODY, secret=WITH_V),
     ):
         said = refused(partial(worker.ask, asked))
-        assert "the secret is not that of 'm' in its session with 'm'" in said
+        assert "the secret is not that of 'm' in this session" in said
     assert worker.ask(Detach(secret=WITH_V)) == {"ended": False}
     assert worker.ask(Detach(secret=wrong)) == {"ended": False}
     assert worker.ask(Health())["state"] == "held"
 
 
-def test_who_knocks_as_another_is_refused_by_name(worker):
-    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0, "u": 0}, **THREE))
-    assert worker.ask(knock(worker="u", secret=WITH_U))["ticket"]
+def test_who_comes_as_another_or_to_another_is_not_let_in(worker):
+    answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0, "u": 0}, **THREE))
+    come_in(answer, WITH_U, "u")[0].close()
     for secret in (WITH_V, SECRET, "", "x" * 64):
-        said = refused(partial(worker.ask, knock(worker="u", secret=secret)))
-        assert "the secret is not that of 'u' in its session with 'm'" in said
+        unknown(answer, secret, "u")
+    for name in ("u#1", "w", "x"):
+        unknown(answer, WITH_U, name)
+    for name in ("w#1", "v"):
+        unknown(answer, WITH_U, "u", name)
 
 
 def test_who_has_no_secret_yet_is_let_in_by_none(worker):
-    worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}, secrets={}))
+    answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}, secrets={}))
     for secret in ("", SECRET, WITH_V):
-        refused(partial(worker.ask, knock(worker="v", secret=secret)))
+        unknown(answer, secret, "v")
 
 
-def test_who_is_in_no_session_lets_nobody_in(worker):
-    assert refused(lambda: worker.ask(knock())) == "worker 'w' is in no session"
+def test_who_is_in_no_session_holds_nobody(worker):
+    asked = Mesh(secret=SECRET, peers={}, dial=())
+    assert refused(lambda: worker.ask(asked)) == "worker 'w' is in no session"
     assert worker.ask(Detach(secret=SECRET)) == {"ended": False}
 
 
-def test_a_token_opens_the_gate_once(worker):
-    answer = worker.ask(attach())
-    token = bytes.fromhex(worker.ask(knock())["ticket"])
-    dial(answer["data"], token, 0, timeout_s=60)[0].close()
-    with pytest.raises(JdagError):
-        dial(answer["data"], token, 0, timeout_s=60)
-    with pytest.raises(JdagError):
-        dial(answer["data"], bytes(32), 0, timeout_s=60)
-
-
-def test_who_was_given_up_is_told_so_by_control_server_and_gate(worker):
+def test_who_was_given_up_is_told_so_if_it_proves_itself(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
-    token = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
     worker.nodes[0].place.members.lose("v", 0, "it was silent")
-    assert given_up(worker, knock(worker="v")) == (
-        "worker 'w' has given 'v' up: it was silent"
-    )
-    with pytest.raises(JoinError, match="it has given this worker up") as caught:
-        dial(answer["data"], token, 0, timeout_s=60)
+    with pytest.raises(JoinError, match="has given this one up") as caught:
+        come_in(answer, WITH_V, "v")
     assert caught.value.given_up
     assert "v" not in worker.nodes[0].streams
-    # Strangers are not told.
-    with pytest.raises(JoinError, match="the secret is not that of 'v'") as caught:
-        worker.ask(knock(worker="v", secret=SECRET))
-    assert not caught.value.given_up
+    unknown(answer, SECRET, "v")  # Strangers are not told.
 
 
-def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
+def test_a_new_incarnation_replaces_the_old_one(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
-    old = bytes.fromhex(worker.ask(knock(worker="v"))["ticket"])
     newer = replace(NOBODY, incarnation=1, allow=("theirs",))
     worker.ask(peer(newer, shared=WITH_U))
     node = worker.nodes[0]
@@ -280,23 +260,19 @@ def test_a_new_incarnation_replaces_the_old_one_and_its_tokens(worker):
     assert node.incarnations["v"] == known.incarnation == 1
     assert known.allowed == ("theirs",)
     with pytest.raises(JoinError) as caught:
-        dial(answer["data"], old, 0, timeout_s=60)
+        come_in(answer, WITH_V, "v")
     assert caught.value.given_up
-    assert "incarnation 0 of 'v' is gone" in given_up(worker, knock(worker="v"))
     assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(peer(NOBODY)))
     # Nor is the former one taken for the new one: they are known by other secrets.
-    assert "the secret is not that of 'v'" in refused(
-        lambda: worker.ask(knock(worker="v", incarnation=1))
-    )
-    assert worker.ask(knock(worker="v", incarnation=1, secret=WITH_U))["ticket"]
+    unknown(answer, WITH_V, "v#1")
+    come_in(answer, WITH_U, "v#1")[0].close()
 
 
 def test_who_is_to_be_dialled_has_to_be_there(worker):
     worker.ask(attach())
     nowhere = Mesh(secret=SECRET, peers={"v": NOBODY}, dial=("v",))
-    assert "cannot reach worker 'v' at 127.0.0.1:1" in refused(
-        lambda: worker.ask(nowhere)
-    )
+    said = "cannot reach worker 'v' at unix:@no: Connection refused"
+    assert refused(lambda: worker.ask(nowhere)) == said
     unknown = Mesh(secret=SECRET, peers={}, dial=("v",))
     assert "is to be dialled, and not said" in refused(lambda: worker.ask(unknown))
     strange = Mesh(secret=SECRET, peers={"x": NOBODY}, dial=())
@@ -338,14 +314,14 @@ def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
         assert [node.closed for node in made] == [True]
 
 
-def test_who_shows_a_secret_of_the_worker_or_its_session_is_known(worker):
+def test_who_shows_the_token_or_the_secret_of_main_is_known(worker):
     def known(*secrets: str) -> list[bool]:
         return [worker.seat.knows(proof_of(secret)) for secret in secrets]
 
     all_of_them = (TOKEN, SECRET, WITH_V, "other", "")
     assert known(*all_of_them) == [True, False, False, False, False]
     worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
-    assert known(*all_of_them) == [True, True, True, False, False]
+    assert known(*all_of_them) == [True, True, False, False, False]
     for odd in ("", TOKEN, "\udcff", "é"):
         assert not worker.seat.knows(odd)
     worker.ask(Detach(secret=SECRET))

@@ -37,7 +37,7 @@ from jdag.rpc.settings import (
     WorkerOptions,
     load,
 )
-from jdag.rpc.tickets import fresh_secret
+from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX, SUFFIX

@@ -37,7 +37,7 @@ from jdag.rpc.background import loop, wait_for
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names, check_identity, names_of
 from jdag.rpc.requests import Request
-from jdag.rpc.tickets import proof_of
+from jdag.rpc.shared_secrets import proof_of
 from jdag.rpc.tls import Tls
 
 BODY_BYTES_MAX = 1 << 22
@@ -77,9 +77,6 @@ _CLIENT_OPTIONS = (
     *_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
-    # A network that works again is found so soon: by default after up to 120 s.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 200),
 )
 
 _log = logging.getLogger(__name__)
@@ -104,7 +101,7 @@ class ControlServer:
         tls: mutual TLS; without it only loopback may be listened at.
         hosts: of workers, by name; with TLS, a caller that claims to be a worker has to
             show a certificate of it.
-        knows: whether a text proves a secret of this process; see `jdag.rpc.tickets`.
+        knows: whether a text proves a secret of this process (`shared_secrets`).
 
     Raises:
         JoinError: it cannot listen there, or may not.
@@ -293,8 +290,6 @@ class ControlClient:
         except _MALFORMED as error:
             said = f"{self} answered what cannot be used: {kind.__name__}: {error}"
             raise JoinError(said) from None
-        except ValueError:  # Of gRPC, for lack of a channel: a session ends meanwhile.
-            raise JoinError(f"{self} is asked no more", reached=False) from None
 
     def close(self) -> None:
         """Close the connection."""

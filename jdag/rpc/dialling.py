@@ -1,16 +1,18 @@
-"""Dialling other nodes: get a ticket from the control server, then connect."""
+"""Dialling the other nodes of a session, and looking for main."""
 
 import logging
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable
+from contextlib import closing
 
+from jdag.engine.protocol import incarnated
 from jdag.errors import JoinError
-from jdag.rpc.addresses import Address, address_of
+from jdag.rpc.addresses import address_of
 from jdag.rpc.control import ControlClient
+from jdag.rpc.greeting import Pair
 from jdag.rpc.listener import dial
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
-from jdag.rpc.requests import Health, Healthy, Ticket, TicketIssued
+from jdag.rpc.requests import Health, Healthy
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
 
@@ -18,54 +20,24 @@ _log = logging.getLogger(__name__)
 
 
 class Routes:
-    """Connections to the other processes of a session; thread-safe.
+    """Data connections to the other processes of a session.
 
-    `secrets` are shared with each other process, and may change. `timeout_s` bounds
-    each request and each dial.
+    `secret_with` gives the secret that this process shares with that of a name now.
+    `timeout_s` bounds each dial.
     """
 
     def __init__(
         self,
         members: Membership,
-        secrets: Mapping[str, str],
+        secret_with: Callable[[str], str],
         *,
         tls: Tls | None,
         timeout_s: float,
     ) -> None:
         self._members = members
-        self._secrets = secrets
+        self._secret_with = secret_with
         self._tls = tls
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._clients: dict[str, ControlClient] = {}
-        self._is_closed = False
-
-    def reach(self, peer: str, control: Address) -> ControlClient:
-        """Return a new client for a peer, whose address is `control` from now on."""
-        client = ControlClient(f"worker {peer!r}", control, tls=self._tls)
-        with self._lock:
-            is_closed = self._is_closed
-            former = None if is_closed else self._clients.pop(peer, None)
-            if not is_closed:
-                self._clients[peer] = client
-        if is_closed:  # A dial that was under way when the session ended.
-            client.close()
-            raise JoinError(f"worker {peer!r} is not dialled: the session is closed")
-        if former is not None:
-            former.close()
-        return client
-
-    def client(self, peer: str) -> ControlClient:
-        """Return the client of a peer; JoinError if its address is not known."""
-        known = self._members[peer].whereabouts
-        control = None if known is None else address_of(known.control)
-        if control is None:
-            raise JoinError(f"the address of worker {peer!r} is not known here")
-        with self._lock:
-            client = self._clients.get(peer)
-        if client is None or client.address != control:
-            client = self.reach(peer, control)
-        return client
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
         """Connect to a known peer, from which `received` frames have arrived.
@@ -75,33 +47,19 @@ class Routes:
         Raises:
             JdagError: the peer refuses, or is not reached.
         """
-        client = self.client(peer)
-        known = self._members[peer].whereabouts
-        assert known is not None, peer
-        asked = Ticket(
-            secret=self._secrets[peer],
-            worker=self._members.here,
-            incarnation=self._members.incarnation,
-        )
-        answer = client.learn(asked, TicketIssued, timeout_s=self._timeout_s)
-        ticket = bytes.fromhex(answer.ticket)
-        return dial(
-            known.data, ticket, received, tls=self._tls, timeout_s=self._timeout_s
-        )
+        members = self._members
+        member = members[peer]
+        if member.whereabouts is None:
+            raise JoinError(f"the address of worker {peer!r} is not known here")
+        here = incarnated(members.here, members.incarnation)
+        there = incarnated(peer, member.incarnation)
+        pair, data = Pair(here, there, self._secret_with(peer)), member.whereabouts.data
+        return dial(data, pair, received, tls=self._tls, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:
         """Connect a node to a known peer."""
         stream, theirs = self.dial(peer, node.received(peer))
         node.adopt(peer, self._members[peer].incarnation, stream, theirs)
-
-    def close(self) -> None:
-        """Close all clients."""
-        with self._lock:
-            self._is_closed = True
-            clients = list(self._clients.values())
-            self._clients.clear()
-        for client in clients:
-            client.close()
 
 
 class Lookout:
@@ -111,10 +69,11 @@ class Lookout:
     address shows at once that process `pid` has ended.
     """
 
-    def __init__(self, routes: Routes, main: str, pid: object) -> None:
-        self._routes = routes
+    def __init__(self, main: str, control: str, pid: object, tls: Tls | None) -> None:
         self._main = main
+        self._control = address_of(control)
         self._pid = pid
+        self._tls = tls
         self._has_found = False
 
     def find(self) -> None:
@@ -136,6 +95,10 @@ class Lookout:
             self._look()
 
     def _look(self) -> None:
-        found = self._routes.client(self._main).learn(Health(), Healthy)
+        if self._control is None:
+            raise JoinError("it has no address")
+        client = ControlClient(f"main {self._main!r}", self._control, tls=self._tls)
+        with closing(client):
+            found = client.learn(Health(), Healthy)
         if found.pid != self._pid:
             raise JoinError(f"process {found.pid} is where main {self._main!r} was")

@@ -27,7 +27,7 @@ from jdag.rpc.settings import VALUE_BYTES_MAX
 from jdag.runtime.versions import UNKNOWN, version_of
 
 # The version of requests, hello, frames and messages.
-PROTOCOL = 7
+PROTOCOL = 8
 
 Handshake = Mapping[str, Any]
 

@@ -1,31 +1,27 @@
-"""Data connections: a listener that lets peers in by tickets, and dialling one.
-
-The dialling end sends a hello: magic, protocol version, single-use ticket, and the
-highest number that its link has received. The listener answers with its version, a
-verdict and its own such number; then frames begin.
+"""Data connections: a listener that lets in workers of its session, and dialling one.
 
 Inputs: connections at one address (TCP, TLS or a Unix socket).
-Outputs: `take(admission, stream, received)` for each one whose ticket is valid. Each
-    refusal is one line of the log.
-Invariants: a stream that `take` gets has exchanged hello and answer, and nothing else
-    was read from it; every other connection is closed. A hello takes at most HELLO_S.
-    At most VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest
-    without a certificate, of the host that has most; so a flood keeps a peer out only
-    if it comes from that peer's own host, and no longer than one hello takes to arrive.
+Outputs: `take(worker, stream, received)` for each one that proves itself (see
+    `jdag.rpc.greeting`). Each refusal is one line of the log.
+Invariants: a stream that `take` gets has exchanged greetings, and nothing else was read
+    from it; every other connection is closed. A hello takes at most HELLO_S. At most
+    VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest without
+    a certificate, of the host that has most; so a flood keeps a peer out only if it
+    comes from that peer's own host, and no longer than one hello takes to arrive.
 """
 
 import asyncio
 import logging
 import select
 import socket
-import struct
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
+from jdag.engine.protocol import Worker
 from jdag.errors import JdagError, JoinError, reason
 from jdag.rpc.addresses import (
     Address,
@@ -36,10 +32,22 @@ from jdag.rpc.addresses import (
     parse,
 )
 from jdag.rpc.background import loop, wait_for
-from jdag.rpc.handshake import PROTOCOL, protocols_differ
+from jdag.rpc.greeting import (
+    ANSWER_BYTES,
+    GIVEN_UP,
+    HELLO_BYTES,
+    OPENING,
+    UNKNOWN,
+    WELCOME,
+    Pair,
+    answer,
+    answered,
+    is_by,
+    opened,
+    opening,
+)
 from jdag.rpc.peer_identity import Names
 from jdag.rpc.streams import SocketStream, Stream
-from jdag.rpc.tickets import TICKET_BYTES
 from jdag.rpc.tls import Tls, TlsStream
 
 HELLO_S = 5.0
@@ -47,26 +55,13 @@ VISITORS_MAX = 64
 # How long a listener waits when the system gives no more connections (EMFILE).
 _REST_S = 0.2
 
-_MAGIC = b"jdag"
-_HELLO = struct.Struct(f"<4sB3x{TICKET_BYTES}sQ")
-_ANSWER = struct.Struct("<4sBB2xQ")
-_WELCOME, _UNKNOWN, _OTHER_PROTOCOL, _GIVEN_UP, _REFUSED = range(5)
-
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class Admission:
-    """The holder of a ticket, and the highest number that the link to it received."""
-
-    worker: str
-    incarnation: int
-    received: int
-
-
-Admit = Callable[[bytes, Names], Admission | None]
-Take = Callable[[Admission, Stream, int], None]
+Pairs = Callable[[], Iterable[Pair]]
+Admit = Callable[[Worker, Names], int]
+Take = Callable[[Worker, Stream, int], None]
 
 
 class Listener:
@@ -76,19 +71,28 @@ class Listener:
         address: `unix:@`, `tcp:127.0.0.1:0` or the like; `self.address` is the one that
             is listened at.
         tls: for TCP; without it only loopback may be listened at.
-        admit: called with the ticket and the names in the peer's certificate. Redeems
-            the ticket; returns None for an invalid one. A JoinError is a refusal.
-        take: called with the stream of each peer that was let in, and the highest
-            number that the peer has received. Both are called on threads.
+        pairs: those who may dial this worker, with their secrets; does not block.
+        admit: called with a worker that has proved itself, and the names in its
+            certificate; returns how many of its frames have come. A JoinError is a
+            refusal.
+        take: called with each worker that was let in, its stream, and how many frames
+            it has received. Both are called on threads.
 
     Raises:
         JdagError: it cannot listen there.
     """
 
     def __init__(
-        self, address: str, *, tls: Tls | None = None, admit: Admit, take: Take
+        self,
+        address: str,
+        *,
+        tls: Tls | None = None,
+        pairs: Pairs,
+        admit: Admit,
+        take: Take,
     ) -> None:
         self._tls = tls
+        self._pairs = pairs
         self._admit = admit
         self._take = take
         self._visitors: dict[asyncio.Task[None], Stream] = {}
@@ -178,13 +182,10 @@ class Listener:
     async def _visit(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout(HELLO_S):
-                hello = await _read(stream, _HELLO.size)
-                admission = await self._admission(hello, stream)
-                answer = _ANSWER.pack(_MAGIC, PROTOCOL, _WELCOME, admission.received)
-                await _write(stream, answer)
+                worker, received = await self._admission(stream)
         except TimeoutError:
             self._refused(stream, f"no whole hello came within {HELLO_S:g} s")
-        except OSError as error:
+        except (OSError, JoinError) as error:
             self._refused(stream, str(error))
         except Exception as error:  # A mistake of ours must not end the listener.
             _log.exception("%s met an error of its own", self.address)
@@ -193,42 +194,36 @@ class Listener:
             visitor = asyncio.current_task()
             assert visitor is not None
             self._entered[visitor] = self._visitors.pop(visitor)  # It stays open.
-            received = _HELLO.unpack(hello)[-1]
             try:
-                await asyncio.to_thread(self._take, admission, stream, received)
+                await asyncio.to_thread(self._take, worker, stream, received)
             except Exception:
                 _log.exception("%s could not hand over a stream", self.address)
                 stream.close()
 
-    async def _admission(self, hello: bytearray, stream: Stream) -> Admission:
-        """Return the admission of a hello; ConnectionError says why there is none."""
-        magic, protocol, ticket, _ = _HELLO.unpack(hello)
-        if magic != _MAGIC:
-            raise ConnectionError("it does not speak jdag's protocol")
-        if protocol != PROTOCOL:
-            _answer(stream, _OTHER_PROTOCOL)
-            raise ConnectionError(protocols_differ(protocol, "it", "this worker"))
+    async def _admission(self, stream: Stream) -> tuple[Worker, int]:
+        """Exchange greetings; an error says why the peer is not let in."""
+        if isinstance(stream, TlsStream):
+            await _when(stream, stream.shake_hands, select.POLLIN)
+        ours = opening()
+        await _write(stream, ours)
+        hello = await _read(stream, HELLO_BYTES)
+        theirs = opened(hello, "it", "this worker")
+        pair = next((one for one in self._pairs() if is_by(one, ours, hello)), None)
         try:
+            if pair is None:
+                raise JoinError("it does not prove that it is a worker of this session")
             admit, names = self._admit, stream.certificate
-            admission = await asyncio.to_thread(admit, ticket, names)
+            received = await asyncio.to_thread(admit, pair.dialler, names)
         except JoinError as error:
-            _answer(stream, _GIVEN_UP if error.given_up else _REFUSED)
-            raise ConnectionError(str(error)) from None
-        if admission is None:
-            _answer(stream, _UNKNOWN)
-            raise ConnectionError("its ticket is unknown, used or too old")
-        return admission
+            verdict = GIVEN_UP if error.given_up else UNKNOWN
+            with suppress(BlockingIOError):  # Said if its socket takes it at once.
+                stream.send([memoryview(answer(pair, ours, hello, verdict))])
+            raise
+        await _write(stream, answer(pair, ours, hello, WELCOME, received))
+        return pair.dialler, theirs
 
     def _refused(self, stream: Stream, why: str) -> None:
         _log.warning("%s refused %s: %s", self.address, stream.peer, why)
-
-
-def _answer(stream: Stream, verdict: int) -> None:
-    """Tell a refused peer why, if its socket takes it at once."""
-    try:
-        stream.send([memoryview(_ANSWER.pack(_MAGIC, PROTOCOL, verdict, 0))])
-    except BlockingIOError:
-        return
 
 
 def _name_of(connected: socket.socket) -> str:
@@ -240,7 +235,7 @@ def _name_of(connected: socket.socket) -> str:
 
 def dial(
     address: str,
-    ticket: bytes,
+    pair: Pair,
     received: int,
     *,
     tls: Tls | None = None,
@@ -251,33 +246,36 @@ def dial(
 
     Args:
         address: of the listener.
-        ticket: a ticket that the other node issued for this one.
-        received: the highest number that this side's link has received; 0 for none.
+        pair: who dials whom.
+        received: how many frames of the other side have come.
         tls: for mutual TLS; without it only loopback may be dialled.
         name: whom the certificate there is to be for; the address's host if None.
         timeout_s: how long this may take.
 
     Returns:
-        The stream, and the highest number that the other side has received.
+        The stream, and the number of frames that the other side has received.
 
     Raises:
         JdagError: names the address and why it cannot be reached.
-        JoinError: it speaks another protocol, or has given this worker up.
+        JoinError: nobody listens there; or it speaks another protocol, does not know
+            this worker, or has given it up.
     """
-    assert len(ticket) == TICKET_BYTES, len(ticket)
     where = parse(address)
     if tls is None:
         hold_to_loopback(where, "is dialled")
-    hello = _HELLO.pack(_MAGIC, PROTOCOL, ticket, received)
     due_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+    there = f"worker {pair.listener!r} at {address}"
     try:
         stream = _connected(where, tls, name or where.host, timeout_s)
-        return wait_for(_greet(stream, hello, where, due_ns))
+        return wait_for(_greet(stream, pair, received, due_ns))
     except TimeoutError as error:
-        said = f"cannot reach {address}: no answer within {timeout_s:g} s"
+        said = f"cannot reach {there}: no answer within {timeout_s:g} s"
         raise JdagError(said) from error
+    except ConnectionRefusedError as error:
+        said = f"cannot reach {there}: {reason(error)}"
+        raise JoinError(said, reached=False, absent=True) from error
     except OSError as error:
-        raise JdagError(f"cannot reach {address}: {reason(error)}") from error
+        raise JdagError(f"cannot reach {there}: {reason(error)}") from error
 
 
 def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> Stream:
@@ -292,43 +290,31 @@ def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> 
 
 
 async def _greet(
-    stream: Stream, hello: bytes, where: Address, due_ns: int
+    stream: Stream, pair: Pair, received: int, due_ns: int
 ) -> tuple[Stream, int]:
     try:
         async with asyncio.timeout((due_ns - time.monotonic_ns()) / 1e9):
             if isinstance(stream, TlsStream):
                 await _when(stream, stream.shake_hands, select.POLLIN)
-            await _write(stream, hello)
-            answer = await _read(stream, _ANSWER.size)
-        return stream, _accepted(answer, where)
+            said = opening(received)
+            await _write(stream, said)
+            theirs = await _read(stream, OPENING.size)
+            opened(theirs, f"worker {pair.listener!r}", "this process")
+            proof = pair.proof("dialler", theirs, said)
+            await _write(stream, proof)
+            reply = await _read(stream, ANSWER_BYTES)
+        return stream, answered(pair, theirs, said + proof, reply)
     except BaseException:
         stream.close()
         raise
 
 
-def _accepted(answer: bytearray, where: Address) -> int:
-    """Return what the other side has received; raise what its answer says instead."""
-    magic, protocol, verdict, received = _ANSWER.unpack(answer)
-    if magic != _MAGIC:
-        raise ConnectionError("what listens there does not speak jdag's protocol")
-    if protocol != PROTOCOL:
-        there = f"the worker at {where}"
-        raise JoinError(protocols_differ(protocol, there, "this process"))
-    if verdict == _GIVEN_UP:
-        raise JoinError("it has given this worker up", given_up=True)
-    if verdict == _REFUSED:
-        raise ConnectionError("it refused this worker, or its certificate")
-    if verdict != _WELCOME:
-        raise ConnectionError("it refused the ticket: unknown, used or too old")
-    return int(received)
-
-
-async def _read(stream: Stream, count: int) -> bytearray:
+async def _read(stream: Stream, count: int) -> bytes:
     data, came = bytearray(count), 0
     while came < count:
         rest = memoryview(data)[came:]
         came += await _when(stream, partial(stream.recv_into, rest), select.POLLIN)
-    return data
+    return bytes(data)
 
 
 async def _write(stream: Stream, data: bytes) -> None:

@@ -170,21 +170,9 @@ class Membership:
                 self._apply(name, "lose")
 
     def admit(self, name: str, incarnation: int) -> None:
-        """Refuse a process that is not the one of this name.
-
-        Raises:
-            JoinError: the name is unknown; the process is lost or was replaced
-                (`given_up`), or is not announced yet.
-        """
+        """Refuse a process that is lost or was replaced: JoinError, `given_up`."""
         member = self[name]
         known = member.incarnation
-        if member.state == ABSENT:
-            raise JoinError(f"{name!r} is lost, and no other process has joined as it")
-        if incarnation > known:
-            raise JoinError(
-                f"incarnation {incarnation} of {name!r} is not announced yet; {known} "
-                "is known"
-            )
         if incarnation < known:
             raise JoinError(_replaced(name, incarnation, known), given_up=True)
         if member.state == LOST:

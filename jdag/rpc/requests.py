@@ -1,8 +1,8 @@
 """Requests of the control plane: one class per rpc, validated before use.
 
 Non-empty answers are validated too. Every text, list and number is bounded. Main sends
-Attach, Mesh, Peer and Detach to workers; workers and main send Ticket to each other;
-Info requires the cluster's token; any process may send Health.
+Attach, Mesh, Peer and Detach to workers; Info requires the cluster's token; any process
+may send Health.
 """
 
 from typing import Annotated, Any, ClassVar
@@ -86,7 +86,6 @@ class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):
     """Which process a name stands for, where it is reached, and what it allows."""
 
     incarnation: Incarnation
-    control: Text
     data: Text
     allow: Modules
 
@@ -109,18 +108,6 @@ class Peer(Request, frozen=True):
     shared: Text
     worker: Name
     whereabouts: Whereabouts
-
-
-class Ticket(Request, frozen=True):
-    """Issue a single-use, short-lived ticket for a data connection of this worker.
-
-    The secret is the one that the two share.
-    """
-
-    ASKER = "worker"
-    secret: Text
-    worker: Name
-    incarnation: Incarnation
 
 
 class Detach(Request, frozen=True):
@@ -151,9 +138,3 @@ class Healthy(Struct, frozen=True):
     """Answer to Health: which process it is."""
 
     pid: int
-
-
-class TicketIssued(Struct, frozen=True):
-    """Answer to Ticket: the ticket, in hexadecimal."""
-
-    ticket: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]

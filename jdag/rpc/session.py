@@ -5,7 +5,7 @@ program runs. The loss of a worker is announced to the others. With `rejoin`, ma
 the address of a lost worker, and a new process there joins as the next incarnation.
 
 Invariants: main alone numbers the incarnations of a name: 0, 1, ... The others know a
-new one before it asks them for a ticket. After a failure all workers are detached.
+new one, and its secret, before it dials them. After a failure all workers are detached.
 """
 
 import atexit
@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,7 @@ from jdag.rpc.requests import (
     WorkerAttached,
 )
 from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.tickets import fresh_secret, secret_between
+from jdag.rpc.shared_secrets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
 from jdag.runtime.tables import NESTING_MAX
 from jdag.schedules import Schedule, to_csv
@@ -104,6 +104,7 @@ class Session:
         self._plan = plan
         self._process = os.getpid()
         self._moved: dict[str, Address] = {}  # Where workers that joined again are.
+        self._attached_at: dict[str, Address] = {}
         self._refused: dict[str, str] = {}  # Why lost ones have not joined again.
         # Starts the process of a worker anew, within so many seconds.
         self.restart: Callable[[str, float], Address] | None = None
@@ -115,7 +116,10 @@ class Session:
         }
         self.members = Membership(plan.main, plan.workers)
         self._routes = Routes(
-            self.members, self._secrets, tls=plan.tls, timeout_s=plan.deadline_s
+            self.members,
+            self._secrets.__getitem__,
+            tls=plan.tls,
+            timeout_s=plan.deadline_s,
         )
         self._lock = threading.Lock()
         self._joining = threading.Lock()  # One worker joins again at a time.
@@ -210,8 +214,16 @@ class Session:
         return self._moved.get(peer) or self._plan.controls[peer]
 
     def _find(self, peer: str) -> None:
-        client = self._routes.reach(peer, self._control(peer))
-        client.ask(Info(token=self._plan.token), timeout_s=self._plan.deadline_s)
+        asked = Info(token=self._plan.token)
+        with self._client(peer, self._control(peer)) as client:
+            client.ask(asked, timeout_s=self._plan.deadline_s)
+
+    def _client(self, peer: str, at: Address | None = None) -> closing[ControlClient]:
+        """Return a client of a peer, at its address or where it was attached."""
+        if at is not None:
+            self._attached_at[peer] = at
+        address, tls = self._attached_at[peer], self._plan.tls
+        return closing(ControlClient(f"worker {peer!r}", address, tls=tls))
 
     def _attach(self, peer: str, incarnation: int) -> Whereabouts:
         plan = self._plan
@@ -238,25 +250,21 @@ class Session:
             journal=plan.journal,
             handshake=dict(plan.handshake),
         )
-        control = self._control(peer)
-        client = self._routes.reach(peer, control)
         mine, its = f"main {plan.main!r}", f"worker {peer!r}"
-        try:
-            answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
-            refuse_mismatch(plan.handshake, answer.handshake, mine, its)
-        except JoinError as error:
-            if error.reached:  # It may hold the unwanted session.
-                with suppress(JoinError):
-                    client.ask(self._detach(peer), timeout_s=self._leaving_s)
-            raise
+        with self._client(peer, self._control(peer)) as client:
+            try:
+                answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
+                refuse_mismatch(plan.handshake, answer.handshake, mine, its)
+            except JoinError as error:
+                if error.reached:  # It may hold the unwanted session.
+                    with suppress(JoinError):
+                        client.ask(self._detach(peer), timeout_s=self._leaving_s)
+                raise
         other = other_cpu(plan.handshake, answer.handshake, mine, its)
         if other is not None:
             warnings.warn(other, stacklevel=2)
         there = Whereabouts(
-            incarnation=incarnation,
-            control=str(control),
-            data=answer.data,
-            allow=answer.allow,
+            incarnation=incarnation, data=answer.data, allow=answer.allow
         )
         self.members.attach(peer, incarnation, there, is_dialled=True)
         self.node.joined(peer, incarnation)
@@ -266,7 +274,8 @@ class Session:
         peers = self.members.announced
         peers.pop(peer, None)
         asked = Mesh(secret=self._secrets[peer], peers=peers, dial=tuple(dial))
-        self._routes.client(peer).ask(asked, timeout_s=self._plan.deadline_s)
+        with self._client(peer) as client:
+            client.ask(asked, timeout_s=self._plan.deadline_s)
 
     def _detach(self, peer: str) -> Detach:
         return Detach(secret=self._secrets[peer])
@@ -380,7 +389,8 @@ class Session:
         def tell(peer: str) -> None:
             while (rest_s := due_s - time.monotonic()) > 0:
                 try:
-                    self._routes.client(peer).ask(asked(peer), timeout_s=rest_s)
+                    with self._client(peer) as client:
+                        client.ask(asked(peer), timeout_s=rest_s)
                     return
                 except JoinError as error:
                     _log.info("%s was not told: %s", peer, error)
@@ -407,7 +417,6 @@ class Session:
         if is_free:
             self._joining.release()
         self._asking.shutdown(wait=False)
-        self._routes.close()
         if self._server is not None:
             self._server.close()
 

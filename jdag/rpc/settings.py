@@ -34,7 +34,7 @@ from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
 from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.script import Script
-from jdag.rpc.tickets import fresh_secret
+from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.tables import (
     COUNT,

@@ -4,8 +4,8 @@ Inputs: requests, on threads of the control server, and data connections; `stop`
 Outputs: answers, and a node for each session, which runs on the thread that calls
     `serve`. `jdag.rpc.membership.LEASE` has the states of the process.
 Invariants: there is a lease exactly while a caller holds the worker; another caller is
-    told which one does. Before `serve` waits for the next session, the listener,
-    tickets, routes and node of the former one are closed. No answer, error or log
+    told which one does. Before `serve` waits for the next session, the listener and
+    the node of the former one are closed. No answer, error or log
     contains a secret.
 """
 
@@ -18,11 +18,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from jdag.engine.protocol import Worker, incarnated, incarnation_of, named
 from jdag.errors import JoinError
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Lookout, Routes
+from jdag.rpc.greeting import Pair
 from jdag.rpc.handshake import Handshake, refuse_mismatch
-from jdag.rpc.listener import Admission, Listener
+from jdag.rpc.listener import Listener
 from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
 from jdag.rpc.node import MakeNode
 from jdag.rpc.peer_identity import Names, check_identity
@@ -34,13 +36,12 @@ from jdag.rpc.requests import (
     Info,
     Mesh,
     Peer,
-    Ticket,
     Whereabouts,
 )
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import WorkerOptions
+from jdag.rpc.shared_secrets import proof_of
 from jdag.rpc.streams import Stream
-from jdag.rpc.tickets import Tickets, proof_of
 from jdag.rpc.tls import Tls
 from jdag.schedules import from_csv
 
@@ -62,28 +63,30 @@ class CallerLease:
         self.asked = asked
         self.main = main = asked.main
         self.worker = worker = options.worker
-        # Those that this process and each other one share.
-        self.secrets = {**asked.secrets, main: asked.secret}
+        self.secret = asked.secret  # By it main is known.
         incarnation = asked.incarnations[worker]
         self.members = Membership(worker, asked.workers, incarnation)
+        # By these this process and the others know each other, former ones too.
+        self.secrets: dict[Worker, str] = {
+            incarnated(name, asked.incarnations.get(name, 0)): secret
+            for name, secret in {**asked.secrets, main: asked.secret}.items()
+        }
         for name, number in asked.incarnations.items():
             if name != worker:
                 self.members.attach(name, number)
         where = Whereabouts(
             incarnation=asked.incarnations[main],
-            control=asked.control,
             data="",
             allow=asked.allow,
         )
         self.members.attach(main, where.incarnation, where)
         self.ended = threading.Event()
-        self._tickets = Tickets()
         self._hosts = options.hosts
         self._began_s = time.monotonic()
         self.routes = Routes(
-            self.members, self.secrets, tls=tls, timeout_s=asked.deadline_s
+            self.members, self._secret_of, tls=tls, timeout_s=asked.deadline_s
         )
-        self._lookout = Lookout(self.routes, main, asked.handshake.get("pid"))
+        self._lookout = Lookout(main, asked.control, asked.handshake.get("pid"), tls)
         listed, schedule = asked.schedule, None
         if listed is not None:
             schedule = from_csv(listed.csv, workers=listed.workers)
@@ -107,7 +110,11 @@ class CallerLease:
         self.node.joined(main, where.incarnation)
         try:
             self.listener = Listener(
-                options.data, tls=tls, admit=self._admit, take=self._take
+                options.data,
+                tls=tls,
+                pairs=self._pairs,
+                admit=self._admit,
+                take=self._take,
             )
         except BaseException:
             self.node.close()
@@ -131,41 +138,28 @@ class CallerLease:
         finally:
             self.listener.close()
             self.node.close()
-            self.routes.close()
 
-    def issue(self, asked: Ticket) -> Mapping[str, Any]:
-        """Answer with a ticket for a worker of the session."""
-        known = self.members[asked.worker].incarnation
-        if asked.incarnation == known:  # Others had another secret.
-            self.check_secret(asked.secret, asked.worker)
-        self.members.admit(asked.worker, asked.incarnation)
-        ticket = self._tickets.issue(asked.worker, asked.incarnation)
-        return {"ticket": ticket.hex()}
+    def _secret_of(self, peer: str) -> str:
+        peer_now = incarnated(peer, self.members[peer].incarnation)
+        return self.secrets.get(peer_now, "")
 
-    def _admit(self, ticket: bytes, names: Names) -> Admission | None:
-        found = self._tickets.redeem(ticket)
-        if found is None:
-            return None
-        worker, incarnation = found
-        check_identity(names, worker, self._hosts.get(worker))
-        self.members.admit(worker, incarnation)
-        return Admission(worker, incarnation, self.node.received(worker))
+    def _pairs(self) -> list[Pair]:
+        here = incarnated(self.worker, self.members.incarnation)
+        return [Pair(one, here, secret) for one, secret in self.secrets.items()]
 
-    def _take(self, admitted: Admission, stream: Stream, received: int) -> None:
-        self.node.adopt(admitted.worker, admitted.incarnation, stream, received)
+    def _admit(self, worker: Worker, names: Names) -> int:
+        name = named(worker)
+        check_identity(names, name, self._hosts.get(name))
+        self.members.admit(name, incarnation_of(worker))
+        return self.node.received(name)
 
-    def knows(self, secret: str, peer: str) -> bool:
-        """Whether this is the secret shared with a peer."""
-        known = self.secrets.get(peer, "")
-        return bool(known) and hmac.compare_digest(known.encode(), secret.encode())
+    def _take(self, worker: Worker, stream: Stream, received: int) -> None:
+        name, number = named(worker), incarnation_of(worker)
+        self.node.adopt(name, number, stream, received)
 
-    def check_secret(self, secret: str, peer: str) -> None:
-        """Refuse a secret that is not the one shared with a peer."""
-        if not self.knows(secret, peer):
-            raise JoinError(
-                f"worker {self.worker!r} refused: the secret is not that of {peer!r} in"
-                f" its session with {self.main!r}"
-            )
+    def is_main(self, secret: str) -> bool:
+        """Whether this is the secret shared with main."""
+        return hmac.compare_digest(self.secret.encode(), secret.encode())
 
     def _announce(self, name: str, where: Whereabouts, *, is_dialled: bool) -> None:
         number = where.incarnation
@@ -184,8 +178,9 @@ class CallerLease:
 
     def peer(self, asked: Peer) -> Mapping[str, Any]:
         """Register a new incarnation of a worker, which will dial."""
+        number = asked.whereabouts.incarnation
+        self.secrets[incarnated(asked.worker, number)] = asked.shared
         self._announce(asked.worker, asked.whereabouts, is_dialled=False)
-        self.secrets[asked.worker] = asked.shared
         return {}
 
 
@@ -228,16 +223,15 @@ class WorkerServer:
             AttachWorker: self._attach,
             Mesh: lambda asked: self._held_by(asked.secret).mesh(asked),
             Peer: lambda asked: self._held_by(asked.secret).peer(asked),
-            Ticket: lambda asked: self._held().issue(asked),
             Detach: self._detach,
             Info: self._info,
             Health: self._health,
         }
 
     def knows(self, proof: str) -> bool:
-        """Whether this proves the secret of the cluster, or one of the session."""
+        """Whether this proves the secret of the cluster, or that of main."""
         lease = self._lease
-        secrets = [self._options.token, *(lease.secrets.values() if lease else ())]
+        secrets = [self._options.token, lease.secret if lease else ""]
         proofs = [proof_of(secret).encode() for secret in secrets if secret]
         shown = proof.encode(errors="replace")
         return any([hmac.compare_digest(shown, one) for one in proofs])
@@ -310,7 +304,7 @@ class WorkerServer:
         if lease is None:
             return
         is_newer = asked.incarnations[asked.worker] > lease.members.incarnation
-        is_same = lease.knows(asked.secret, lease.main)
+        is_same = lease.is_main(asked.secret)
         is_left = is_same and is_newer
         if not is_left and not _is_dead(lease.asked.handshake, self._handshake):
             raise JoinError(
@@ -332,7 +326,7 @@ class WorkerServer:
     def _detach(self, asked: Detach) -> Mapping[str, Any]:
         """End the session, if it is still that one."""
         lease = self._lease
-        if lease is None or not lease.knows(asked.secret, lease.main):
+        if lease is None or not lease.is_main(asked.secret):
             return {"ended": False}
         self._end(lease)
         return {"ended": True}
@@ -359,15 +353,15 @@ class WorkerServer:
                 "the cluster's file, has to hold the same secret on both sides"
             )
 
-    def _held(self) -> CallerLease:
+    def _held_by(self, secret: str) -> CallerLease:
         lease = self._lease
         if lease is None:
             raise JoinError(f"{self._name} is in no session")
-        return lease
-
-    def _held_by(self, secret: str) -> CallerLease:
-        lease = self._held()
-        lease.check_secret(secret, lease.main)
+        if not lease.is_main(secret):
+            raise JoinError(
+                f"{self._name} refused: the secret is not that of {lease.main!r} in "
+                "this session"
+            )
         return lease
 
 
