@@ -12,13 +12,11 @@ from jdag.compute.avals import aval_of
 from jdag.engine.arrays import DTYPES, RANK_MAX, ArrayType
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import type_of
-from jdag.wire.encoding import check_of, decoded, encoded
-from jdag.wire.messages import Codec
+from jdag.wire.encoding import decoded, encoded
 
 
 def there_and_back(kind: ArrayType) -> ArrayType:
     read: ArrayType = decoded(Decoder(ArrayType), encoded(kind))
-    check_of(ArrayType)(read, Codec(("a",)))
     return read
 
 
@@ -71,7 +69,7 @@ def test_what_is_no_value_is_named(value: Any, said: str) -> None:
 
 
 def test_headers_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="dtype 'int9': allowed are bool, int8"):
+    with pytest.raises(ProtocolError, match="Invalid enum value 'int9'"):
         there_and_back(ArrayType((), "int9", False))
     with pytest.raises(ProtocolError, match=f"`array` of length <= {RANK_MAX}"):
         there_and_back(ArrayType((1,) * (RANK_MAX + 1), "int8", False))

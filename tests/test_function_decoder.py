@@ -1,9 +1,6 @@
 """Messages that arrived, with functions and values in place of names and bytes."""
 
-import random
 import threading
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -452,42 +449,3 @@ def test_what_a_class_raises_as_it_is_put_together_fails_the_program_alone() -> 
     found = arrived(Run(CONTEXT, (1,), secret, ((Fragile(3),), {}), "x:1"))
     with pytest.raises(JdagError, match="cannot be made of 2 parts: ZeroDivisionError"):
         found.function(object())
-
-
-FUZZED: dict[str, Callable[[], Any]] = {
-    "call": lambda: call_of(made(jnp.sum, array(2, 3), static((0, 1)))),
-    "placed": lambda: call_of(placed(made(jnp.add, X, X), "cpu:0", (None, None))),
-    "run": lambda: Run(
-        CONTEXT,
-        (1,),
-        partial(names_cases.program, 3),
-        ((names_cases.Pair(1, {"a": np.arange(3)}), Module(X)), {"c": secret}),
-        "x:1",
-    ),
-    "return": lambda: Return(
-        CONTEXT, (1,), Reply({"x": names_cases.Frozen(3)}, (), ()), None, ("a",), ()
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", FUZZED)
-def test_mutated_messages_raise_nothing_but_protocol_errors(kind: str) -> None:
-    rng = random.Random(1)
-    written = CODEC.encode(FUZZED[kind]())
-    functions = FunctionDecoder(["tests"])
-    outcomes = {"bound": 0, "refused": 0}
-    for _ in range(1500):
-        data = bytearray(written)
-        for _ in range(rng.randint(1, 3)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        try:
-            message: Any = functions.bind(read_message(CODEC, bytes(data)), "a")
-        except ProtocolError:
-            outcomes["refused"] += 1
-            continue
-        outcomes["bound"] += 1
-        function = getattr(message, "function", None)
-        if type(function) is Bound and rng.random() < 0.2:
-            with suppress(Exception):  # Whatever a pair of other types raises.
-                _ = function.pair
-    assert min(outcomes.values()) > 50

@@ -62,6 +62,15 @@ def test_a_version_that_is_made_twice_is_refused_before_anything_changes(times):
     assert len(engine._state.leaves) == 2 - times
 
 
+def test_an_assignment_with_a_type_too_many_is_refused_before_anything_changes():
+    engine = Engine("b", ("a", "b"))
+    leaf = LeafKey(None, LeafId("b", 7), 0)
+    made = Assignment((1, 0), None, (), (leaf,), (None, None), "")
+    with pytest.raises(ValueError, match="is longer than argument 1"):
+        engine.handle(Arrived("a", Assign((1,), (made,))))
+    assert not engine._state.leaves
+
+
 def test_a_leaf_dropped_while_in_use_goes_with_its_last_context():
     net = net_of(2)
     x = net.put("b", 3, "a")

@@ -6,13 +6,21 @@ import random
 import socket
 import threading
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.engine.protocol import incarnated
+from jdag.engine.protocol import (
+    ContextId,
+    Release,
+    Settle,
+    check_owner,
+    incarnated,
+)
+from jdag.errors import ProtocolError
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
@@ -177,3 +185,38 @@ def test_what_a_frame_announces_takes_no_memory_before_it_comes(
             assert rss_bytes() - before < 64 << 20
         mad.node.lost("c", "it has said enough")
         assert reader._direct_frame is None
+
+
+OF_A = ContextId(0, 7, 0)
+
+
+def test_only_its_owner_ends_a_context() -> None:
+    names = ("a", "b", "c")
+    check_owner(Release(OF_A, (), abort=False), "a", names)
+    check_owner(Release(ContextId(0, 7, 1), (), abort=False), "a#1", names)
+    for sender in ("c", "a#1"):
+        with pytest.raises(ProtocolError, match=f"from '{sender}': its owner is 'a'"):
+            check_owner(Release(OF_A, (), abort=False), sender, names)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        Release(OF_A, (), abort=True),
+        Settle(OF_A, 1, commits=True, over=False),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_who_says_what_it_may_not_is_lost_by_name_and_the_others_go_on(
+    lie: Any,
+) -> None:
+    with breaking() as nodes:
+        before = small_program(nodes.cluster)
+        liar, told = nodes.nodes["c"], nodes.nodes["b"]
+        with liar._loop:
+            liar.peers.connections["b"].send(lie, ())
+        for node in (told, nodes.nodes["a"]):
+            soon(partial(node.peers.gone.__contains__, "c"))
+        assert "it broke the protocol: " in told.peers.gone["c"]
+        assert told.peers.gone["c"] == nodes.nodes["a"].peers.gone["c"]
+        assert small_program(nodes.cluster) == before

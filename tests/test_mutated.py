@@ -159,7 +159,7 @@ def read_or_refused(data: bytes, seed: int) -> str:
     except BaseException as error:
         raise AssertionError(f"seed {seed}: {data.hex()}") from error
     assert type(message) in KINDS and 0 <= offset <= len(data), seed
-    assert all(0 <= kind.nbytes < 1 << 64 for kind in kinds), seed
+    assert all(kind.nbytes >= 0 for kind in kinds), seed
     again = CODEC.encode(message, kinds)
     assert CODEC.decode(again)[0] == message or "nan" in repr(message), seed
     return "read"

@@ -28,11 +28,11 @@ from msgspec.msgpack import Decoder, encode
 from jdag.compute.avals import Aval, aval_from, aval_of
 from jdag.compute.jaxprs import unportable
 from jdag.compute.tracing import Traced, TracedResult, as_jax, vjp_of
-from jdag.engine.arrays import ArrayType, check_possible
+from jdag.engine.arrays import ArrayType
 from jdag.engine.functions import is_unjitted
 from jdag.engine.messages import Several
 from jdag.engine.names import DATA_MAX_BYTES, U32, Mask, Record
-from jdag.errors import JdagError, ProtocolError, named_text
+from jdag.errors import JdagError, named_text
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
@@ -177,11 +177,9 @@ class Program:
         self.name, self._spec = spec.name, spec
         try:
             self._header = header = _decoder.decode(data)
-            for kind in header.rest:
-                check_possible(kind)
             self._rest = list(map(aval_from, header.rest))
             taken = _taken(header, spec, self._rest)
-        except (MsgspecError, ValueError, LookupError, ProtocolError) as error:
+        except (MsgspecError, ValueError, LookupError) as error:
             raise JdagError(f"an exported function cannot be read: {error}") from error
         given = [*spec.out_avals, *self._rest]
         self._forward = _program(self.name, header.forward, spec.avals, given)

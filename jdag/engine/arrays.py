@@ -5,11 +5,9 @@
 
 import math
 from functools import lru_cache
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from msgspec import Meta, Struct
-
-from jdag.errors import ProtocolError
 
 NBYTES_MAX = (1 << 63) - 1
 RANK_MAX = 64  # As in numpy; it also bounds the numbers that errors print.
@@ -31,6 +29,10 @@ _BY_NBYTES = {
 DTYPES = {
     dtype: nbytes for nbytes, dtypes in _BY_NBYTES.items() for dtype in dtypes.split()
 }
+if TYPE_CHECKING:
+    Dtype = str
+else:  # So that decoding refuses all others.
+    Dtype = Literal[tuple(DTYPES)]
 
 
 class ArrayType(
@@ -43,7 +45,7 @@ class ArrayType(
     """
 
     shape: Annotated[tuple[Axis, ...], Meta(max_length=RANK_MAX)]
-    dtype: Text
+    dtype: Dtype
     weak: bool
     device: Text | None = None
     dual: bool = False
@@ -59,21 +61,6 @@ class ArrayType(
     def array_nbytes(self) -> int:
         """Bytes of the elements of one array."""
         return math.prod(self.shape) * DTYPES[self.dtype]
-
-
-@lru_cache(4096)
-def check_possible(kind: ArrayType) -> None:
-    """Raise ProtocolError if no array can have this type."""
-    if kind.dtype not in DTYPES:
-        raise ProtocolError(
-            f"dtype {kind.dtype[:80]!r}: allowed are {', '.join(DTYPES)}"
-        )
-    # Without empty axes, as in numpy: it refuses an empty array with axes that large.
-    nbytes = math.prod([axis for axis in kind.shape if axis]) * DTYPES[kind.dtype]
-    if nbytes > NBYTES_MAX:
-        raise ProtocolError(
-            f"shape {kind.shape} of {kind.dtype}: allowed are {NBYTES_MAX} bytes"
-        )
 
 
 class Hole(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):

@@ -208,10 +208,10 @@ class Forwarding(Struct, eq=False):
     def make_send(self, fragment: Fragment, message: Ship) -> None:
         """Create the sending end of a transfer, issued by any worker."""
         values = tuple([self.value(fragment, key) for key in message.keys])
+        slots = tuple(zip(values, message.tracked, strict=True))
         for value in values:
             value.users += 1
         if True in message.tracked:
-            slots = zip(values, message.tracked, strict=True)
             inputs = tuple([value if tracked else None for value, tracked in slots])
             fragment.sends[message.path] = SendEnd(
                 message.path,

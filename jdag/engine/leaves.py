@@ -15,6 +15,7 @@ version takes over the array of the previous one.
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -91,7 +92,8 @@ class Leaves(Struct, eq=False):
             ProtocolError: a version in it is made already.
         """
         made: dict[Key, None] = {}
-        for key in [key for part in message.parts for key in part.outputs]:
+        pairs = [zip(one.outputs, one.avals, strict=True) for one in message.parts]
+        for key, _ in chain.from_iterable(pairs):
             leaf = self._state.leaves.get(key.name)
             is_made = key in made or (leaf is not None and key.index <= leaf.newest)
             if key.kind == "leaf" and is_made:

@@ -45,8 +45,10 @@ from jdag.engine.names import (
     Tag,
     Worker,
     Workers,
+    incarnated,
 )
 from jdag.engine.segments import Slots
+from jdag.errors import ProtocolError
 
 T = TypeVar("T")
 Several = Annotated[tuple[T, ...], Meta(max_length=ITEMS_MAX)]
@@ -402,6 +404,9 @@ class Settle(OfPlan, tag=27):
     over: bool
 
 
+# Of these messages one alone may be the sender: the owner of the context or plan.
+FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Step, Settle))
+
 # Messages that carry a part of a pass's credit.
 Credited = Start | Mark | Go | Cotangent | Answer
 
@@ -410,6 +415,18 @@ Message = (
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
     | Released | Discard | Tell | Listing | Prepare | Step | Hop | Stepped | Settle
 )  # fmt: skip
+
+
+def check_owner(message: Any, sender: Worker, names: Sequence[str]) -> None:
+    """Raise ProtocolError if one of `FROM_OWNER` is by another worker than the owner.
+
+    All else that a peer says wrongly of a context concerns it alone, or raises.
+    """
+    context = message.context
+    owner = incarnated(names[context.number], context.incarnation)
+    if owner != sender:
+        what = f"a {type(message).__name__} of {context}"
+        raise ProtocolError(f"{what} came from {sender!r}: its owner is {owner!r}")
 
 
 def landing(message: Message) -> tuple[Key, ...]:

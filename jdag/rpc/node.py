@@ -25,6 +25,7 @@ from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.protocol import (
+    FROM_OWNER,
     Acknowledge,
     Alarm,
     Arrived,
@@ -38,10 +39,10 @@ from jdag.engine.protocol import (
     Send,
     Skip,
     Spawn,
+    check_owner,
     incarnated,
 )
 from jdag.errors import JdagError, other_thread
-from jdag.rpc.authorization import check
 from jdag.rpc.bulk import Delivery
 from jdag.rpc.connection import Connection
 from jdag.rpc.function_decoder import BOUND, FunctionDecoder
@@ -393,7 +394,11 @@ class Node:
     # ------------------------------------------------------------------ what peers say
 
     def _received(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
-        """Handle the events of a connection; an error in one loses that peer."""
+        """Handle the events of a connection.
+
+        The peer has proved its identity, so it is taken to speak the protocol. Whatever
+        one of its messages raises here, or in the engine, loses that peer alone.
+        """
         for event in events:
             if peer.lost:
                 return
@@ -401,8 +406,8 @@ class Node:
                 match event:
                     case Delivery():
                         message, worker = event.message, peer.worker
-                        names, known = self.workers, self.incarnations
-                        check(message, worker, self.worker, names, known)
+                        if message.__class__ in FROM_OWNER:
+                            check_owner(message, worker, self.workers)
                         if message.__class__ in BOUND:
                             message = self._functions.bind(message, worker)
                         number = (event.number,)

@@ -245,17 +245,16 @@ class FrameReader:
 
     def _segment(self, payload: bytes, events: list[Event]) -> None:
         """Handle a frame about shared memory."""
-        what = payload[:1]
-        if what == LENT and len(payload) == 17:
-            events += self._assembler.lent(*struct.unpack("<QQ", payload[1:]))
-        elif what in (FREED, FORGOTTEN) and len(payload) == 9:
-            (segment,) = struct.unpack("<Q", payload[1:])
-            if what == FREED:
-                self._pool.freed(segment, clock_ns())
-            else:
-                self._borrowed.forget(segment)
+        what, numbers = payload[:1], payload[1:]
+        if what == LENT:
+            events += self._assembler.lent(*struct.unpack("<QQ", numbers))
+            return
+        (segment,) = struct.unpack("<Q", numbers)
+        if what == FREED:
+            self._pool.freed(segment, clock_ns())
         else:
-            raise ProtocolError(f"{payload!r} is not a valid frame about shared memory")
+            assert what == FORGOTTEN, what
+            self._borrowed.forget(segment)
 
     def _offered(self, payload: bytes, stream: Stream) -> None:
         """Take a new segment, whose descriptor came with this frame."""

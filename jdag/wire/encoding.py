@@ -1,9 +1,10 @@
 """Structs as bytes: msgspec, with jdag's errors and checks beyond its types.
 
 Annotations bound every number, text and tuple; msgspec enforces them before it
-allocates. Further checks follow: that workers and owners of contexts are known, and the
-table `RELATIONS`. Data that cannot be written or read raises a ProtocolError with place
-and reason.
+allocates. One further check follows (`CHECKS`): that the workers and the owners of
+contexts exist. What fields say of each other is not checked here: a peer that has
+proved its identity speaks the protocol, and whatever a message of it raises loses that
+peer. Data that cannot be written or read raises a ProtocolError with place and reason.
 """
 
 from collections.abc import Callable
@@ -15,10 +16,7 @@ from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_ty
 from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
-from jdag.engine.arrays import ArrayType, check_possible
-from jdag.engine.credit import Credit, credit_of, units_of
-from jdag.engine.messages import Assignment, Call, Ship
-from jdag.engine.names import ContextId, ResidualsKey, ScratchKey, Worker
+from jdag.engine.names import ContextId, Worker
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
 
 CHECKED_BYTES = 4096  # Smaller data cannot exceed a limit on its parts.
@@ -93,55 +91,16 @@ def _owner(context: ContextId, known: Known) -> None:
         )
 
 
-def _part_of_whole(credit: Credit, _: Known) -> None:
-    # Otherwise adding it to another credit could create an int of that many bits.
-    units, halvings = units_of(credit), credit.halvings
-    if units.bit_length() > halvings and units != 1 << halvings:
-        raise ProtocolError(
-            f"a credit of {units.bit_length()} bits, halved {halvings} times, is more"
-            " than the whole"
-        )
-    if isinstance(credit.units, bytes) and credit != credit_of(units, halvings):
-        raise ProtocolError(
-            f"a credit of {units.bit_length()} bits is written as {len(credit.units)}"
-            " bytes"
-        )
-
-
-def _stays(key: Any, _: Known) -> None:
-    raise ProtocolError(f"a key of kind {key.kind!r} cannot travel")
-
-
-def _alike(one: str, other: str) -> Check:
-
-    def check(value: Any, _: Known) -> None:
-        here, there = len(getattr(value, one)), len(getattr(value, other))
-        if here != there:
-            raise ProtocolError(
-                f"{type(value).__name__} of {here} {one} and {there} {other}: allowed"
-                " is the same number"
-            )
-
-    return check
-
-
-RELATIONS: dict[type[Struct], Check] = {
-    ArrayType: lambda kind, _: check_possible(kind),
-    ContextId: _owner,
-    Credit: _part_of_whole,
-    ResidualsKey: _stays,
-    ScratchKey: _stays,
-    Call: _alike("inputs", "tracked"),
-    Ship: _alike("keys", "tracked"),
-    Assignment: _alike("outputs", "avals"),
-}
+# What msgspec cannot check as it decodes: that whom a message names is there. An engine
+# may use a name long after the message came, when nobody can be blamed any more.
+CHECKS: dict[Any, Check] = {Worker: _worker, ContextId: _owner}
 
 
 @cache
 def check_of(kind: Any) -> Check:
     """The check for a type: raises ProtocolError for values that are not allowed."""
-    if kind == Worker:
-        return _worker
+    if kind in CHECKS:
+        return CHECKS[kind]
     origin, parts = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return check_of(parts[0])
@@ -156,29 +115,24 @@ def check_of(kind: Any) -> Check:
         hints = get_type_hints(kind, include_extras=True)
         names = kind.__struct_fields__
         found = [(attrgetter(name), check_of(hints[name])) for name in names]
-    checks = [(get, check) for get, check in found if check is not _nothing]
-    return _of_parts(checks, RELATIONS.get(kind))
+    return _of_parts([(get, check) for get, check in found if check is not _nothing])
 
 
 def _nothing(value: Any, known: Known) -> None:
     """The check of types that allow every value."""
 
 
-def _of_parts(
-    checks: list[tuple[Callable[[Any], Any], Check]], relation: Check | None
-) -> Check:
-    """The check of a value by its parts, each with a getter, and by `relation`."""
+def _of_parts(checks: list[tuple[Callable[[Any], Any], Check]]) -> Check:
+    """The check of a value by its parts, each with a getter."""
     if not checks:
-        return relation or _nothing
-    if len(checks) == 1 and relation is None:
+        return _nothing
+    if len(checks) == 1:
         ((get_it, check_it),) = checks
         return lambda value, known: check_it(get_it(value), known)
 
     def check_parts(value: Any, known: Known) -> None:
         for get, check in checks:
             check(get(value), known)
-        if relation is not None:
-            relation(value, known)
 
     return check_parts
 

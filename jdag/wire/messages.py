@@ -18,7 +18,7 @@ from typing import Any, get_args
 from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import replace
 
-from jdag.engine.arrays import ArrayType, check_possible
+from jdag.engine.arrays import ArrayType
 from jdag.engine.drawing import Drawing
 from jdag.engine.messages import (
     Assign,
@@ -234,6 +234,4 @@ class Codec:
         message, kinds = envelope.message, envelope.kinds
         check, opened = _READ[message.__class__]
         check(message, self)
-        for kind in kinds:
-            check_possible(kind)
         return (opened(message, self) if opened else message), kinds, end

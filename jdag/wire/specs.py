@@ -23,7 +23,7 @@ from msgspec import Meta
 from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 
-from jdag.engine.arrays import HOLE, ArrayType, check_possible
+from jdag.engine.arrays import HOLE, ArrayType
 from jdag.engine.functions import name_of, remote
 from jdag.engine.messages import Several
 from jdag.engine.names import Mask, Name, Record
@@ -141,8 +141,6 @@ def segment_spec(function: Any, pairs: tuple[bytes, ...]) -> bytes:
 def read_segment(spec: bytes) -> SegmentBody:
     """Decode the spec of a segment."""
     body: SegmentBody = decoded(_segments, spec)
-    for kind in body.avals:
-        check_possible(kind)
     return body
 
 
@@ -200,8 +198,6 @@ def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
     """Decode a spec to its device placement and body."""
     places: DevicePlacement
     places, body = decoded(_decoder, spec)
-    for kind in (*body.avals, *body.out_avals):
-        check_possible(kind)
     body = replace(
         body, function=unpack(body.function), arguments=unpack(body.arguments)
     )
