@@ -74,11 +74,8 @@ class CallerLease:
         for name, number in asked.incarnations.items():
             if name != worker:
                 self.members.attach(name, number)
-        where = Whereabouts(
-            incarnation=asked.incarnations[main],
-            data="",
-            allow=asked.allow,
-        )
+        number = asked.incarnations[main]
+        where = Whereabouts(incarnation=number, data="", allow=asked.allow)
         self.members.attach(main, where.incarnation, where)
         self.ended = threading.Event()
         self._hosts = options.hosts
@@ -145,7 +142,8 @@ class CallerLease:
 
     def _pairs(self) -> list[Pair]:
         here = incarnated(self.worker, self.members.incarnation)
-        return [Pair(one, here, secret) for one, secret in self.secrets.items()]
+        known = tuple(self.secrets.items())  # At once: others may join meanwhile.
+        return [Pair(one, here, secret) for one, secret in known]
 
     def _admit(self, worker: Worker, names: Names) -> int:
         name = named(worker)
