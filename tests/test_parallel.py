@@ -12,7 +12,7 @@ FILES = sorted(Path(__file__).with_name("parallel").glob("test_*.py"))
 # One process for each; those that compile the same functions are together.
 PARTS = {
     "data": (
-        *("apply", "data", "dispatch", "ready"),
+        *("apply", "data"),
         *("processes", "waiting", "parallel_digits", "paper_data_parallel"),
     ),
     "moves": ("devices", "movement", "moves", "program"),

@@ -3,32 +3,24 @@
 JAX silently ignores `device_put` inside of jit. This primitive can be traced, so its
 shapes are known, but not compiled: a function with it in its jaxpr runs unjitted, and
 jitting it elsewhere is an error. It is linear; its transpose moves the cotangents back.
-
-A program over several devices (`outside`) is also a primitive where it is traced, so
-that it is refused with the same error instead of JAX's comparison of devices. The same
-holds for its tangent map, which is linear and whose transpose is the program's vjp.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
-import jax.tree_util as jtu
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
 from jdag.compute.devices import named
-from jdag.compute.duals import are_arrays, is_array
+from jdag.compute.duals import is_array
 from jdag.errors import JdagError
 
 # A device, a sharding over several, or None if unknown.
 Target = Any
-
-Flat = Callable[..., Sequence[Any]]
 
 
 def transferred(
@@ -38,7 +30,8 @@ def transferred(
 ) -> list[Any]:
     """Return the arrays, each on its target; arrays already there are unchanged.
 
-    Differentiable, but not jittable unless nothing moves. All arrays move in one call.
+    Differentiable, but not jittable unless nothing moves. Arrays move in one call,
+    tracers in one more.
 
     Args:
         arrays: JAX arrays, or tracers of `jax.grad`, `jax.vjp` or `jax.jvp` over them.
@@ -56,12 +49,15 @@ def transferred(
         for index, (home, target) in both
         if home is not target and target is not None and home != target
     ]
-    if far:
-        sources = tuple([homes[index] for index in far])
-        there = tuple([targets[index] for index in far])
-        given = [found[index] for index in far]
+    # Beside a tracer an array would be differentiated too.
+    tracers = [index for index in far if isinstance(found[index], jax.core.Tracer)]
+    others = [index for index in far if index not in tracers] if tracers else far
+    for indices in filter(None, (tracers, others)):
+        sources = tuple([homes[index] for index in indices])
+        there = tuple([targets[index] for index in indices])
+        given = [found[index] for index in indices]
         put = MOVE.bind(*given, targets=there, sources=sources)
-        for index, array in zip(far, put, strict=True):
+        for index, array in zip(indices, put, strict=True):
             found[index] = array
     return found
 
@@ -142,30 +138,6 @@ def array_behind(value: Any) -> Any:
     return value
 
 
-def outside(program: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a program over several devices, which must run outside of jit.
-
-    It can be traced, so its shapes are known, and differentiated, but not compiled.
-    """
-
-    def run(*groups: Any) -> Any:
-        leaves, treedef = jtu.tree_flatten(groups)
-        if are_arrays(leaves) or None not in map(home_of, leaves):
-            return program(*groups)
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            _refuse()  # Traced within another program over devices.
-        structs, out_tree = jtu.tree_flatten(jax.eval_shape(program, *groups))
-
-        def flat(*arrays: Any) -> list[Any]:
-            return jtu.tree_leaves(program(*jtu.tree_unflatten(treedef, arrays)))
-
-        avals = [ShapedArray(one.shape, one.dtype, one.weak_type) for one in structs]
-        found = RUN.bind(*leaves, run=flat, avals=tuple(avals))
-        return jtu.tree_unflatten(out_tree, found)
-
-    return run
-
-
 def _put(*arrays: Any, targets: tuple[Target, ...], **_: Any) -> list[Any]:
     # With a bare device as target the array would keep its old mesh in its type, and
     # functions compiled for arrays without one would be compiled again.
@@ -193,7 +165,10 @@ def _transposed(
     indices = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     # If the source was unknown, as inside of jax.checkpoint, use the default device.
     homes = [named(None) if sources[p] is None else sources[p] for p in indices]
-    back = transferred([found[p] for p in indices], homes)
+    there = [home_of(found[p]) or targets[p] for p in indices]
+    # Bound also where nothing moves: inside of jit it is refused.
+    ends = {"targets": tuple(homes), "sources": tuple(there)}
+    back = MOVE.bind(*[found[p] for p in indices], **ends)
     for index, cotangent in zip(indices, back, strict=True):
         found[index] = cotangent
     return found
@@ -228,77 +203,6 @@ MOVE = primitive("jdag_move", _put, _typed)
 ad.deflinear2(MOVE, _transposed)
 
 
-def _run_along(
-    primals: Sequence[Any], tangents: Sequence[Any], *, run: Flat, avals: Any
-) -> Any:
-    whole = tuple(map(ad.instantiate_zeros, tangents))
-    if None not in [home_of(primal) for primal in primals]:
-        return jax.jvp(run, tuple(primals), whole)
-    smooth = tuple(map(_is_smooth, primals))
-    carried = [tangent for tangent, is_one in zip(whole, smooth, strict=True) if is_one]
-    shapes = tuple([aval for aval in avals if _is_smooth(aval)])
-    along = ALONG.bind(*primals, *carried, run=run, smooth=smooth, avals=shapes)
-    made, found = RUN.bind(*primals, run=run, avals=avals), iter(along)
-    return made, [
-        next(found) if _is_smooth(aval) else ad.Zero(aval.to_tangent_aval())
-        for aval in avals
-    ]
-
-
-def _is_smooth(value: Any) -> bool:
-    return bool(jnp.issubdtype(value.dtype, jnp.inexact))
-
-
-def _of_smooth(
-    run: Flat, smooth: tuple[bool, ...], primals: Sequence[Any]
-) -> tuple[Flat, tuple[Any, ...]]:
-    """The program restricted to inexact inputs and outputs, and those inputs."""
-    indices = [index for index, is_one in enumerate(smooth) if is_one]
-
-    def of_smooth(*given: Any) -> list[Any]:
-        arrays = list(primals)
-        for index, array in zip(indices, given, strict=True):
-            arrays[index] = array
-        return [made for made in run(*arrays) if _is_smooth(made)]
-
-    return of_smooth, tuple([primals[index] for index in indices])
-
-
-def _there(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-    """Return the arrays where the others are: JAX may have made them elsewhere."""
-    return transferred(arrays, list(map(home_of, others)))
-
-
-def _along(*arrays: Any, run: Flat, smooth: tuple[bool, ...], **_: Any) -> Any:
-    primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
-    program, given = _of_smooth(run, smooth, primals)
-    return jax.jvp(program, given, tuple(_there(tangents, given)))[1]
-
-
-def _back_along(
-    cotangents: Sequence[Any],
-    *arrays: Any,
-    run: Flat,
-    smooth: tuple[bool, ...],
-    **_: Any,
-) -> list[Any]:
-    primals, tangents = arrays[: len(smooth)], arrays[len(smooth) :]
-
-    def back(*given: Any) -> Sequence[Any]:
-        program, of = _of_smooth(run, smooth, given[: len(smooth)])
-        made, vjp = jax.vjp(program, *of)
-        return vjp(_there(given[len(smooth) :], made))
-
-    whole = list(map(ad.instantiate_zeros, cotangents))
-    shapes = tuple([tangent.aval for tangent in tangents])
-    return [None] * len(smooth) + RUN.bind(*primals, *whole, run=back, avals=shapes)
-
-
-def _along_twice(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    whole = tuple(map(ad.instantiate_zeros, tangents))
-    return jax.jvp(partial(_along, **params), tuple(primals), whole)
-
-
 def _halves(both: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     half = len(both) // 2
     return list(both[:half]), list(both[half:])
@@ -310,15 +214,6 @@ def _beside_along(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
     return beside(arrays, others), beside(along, others)
 
 
-def _avals(*_: Any, avals: Sequence[Any], **__: Any) -> list[Any]:
-    return list(avals)
-
-
-RUN = primitive("jdag_run", lambda *arrays, run, avals: run(*arrays), _avals)
-ad.primitive_jvps[RUN] = _run_along
-ALONG = primitive("jdag_along", _along, _avals)
-ad.primitive_jvps[ALONG] = _along_twice
-ad.primitive_transposes[ALONG] = _back_along
 BESIDE = primitive("jdag_beside", _beside, lambda *both: _halves(both)[0])
 ad.primitive_jvps[BESIDE] = _beside_along
 # What flows back is moved on from where it is.

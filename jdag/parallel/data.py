@@ -1,7 +1,9 @@
 """Data parallelism: apply a function of parameters and rows on several devices.
 
 Rows are scattered, parameters replicated, the function applied to each chunk, outputs
-gathered. Gradients of the replicas are added in order where the parameters live.
+gathered. Gradients of the replicas are added in order where the parameters live. Chunks
+of one size run in one program over the devices (`jdag.parallel.program`), any others
+side by side, as `parallel_apply` runs them.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +14,15 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import Target, beside, home_of, transferred
-from jdag.engine.arrays import HOLE
-from jdag.errors import JdagError, unusable
-from jdag.parallel.apply import call_of, differentiable
+from jdag.compute.moves import beside, cuttable, home_of, transferred
+from jdag.errors import JdagError
+from jdag.parallel.apply import applied, tracked_of
 from jdag.parallel.devices import Device
-from jdag.parallel.dispatch import DispatchTask, Each
-from jdag.parallel.movement import whole
-from jdag.parallel.processes import summed
-from jdag.parallel.program import OneProgram
-from jdag.parallel.ready import WHAT, devices_for, plan_for
+from jdag.parallel.movement import check_joined, columns, copies, cut, joined
+from jdag.parallel.processes import replace, summed
+from jdag.parallel.program import in_one_program
+from jdag.parallel.task import Task, task_of
 from jdag.parallel.waiting import DEADLINE_S
-
-HOW = ("pmap", "shard_map", "each")
 
 
 def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
@@ -37,16 +35,15 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     *,
     axis_name: str | None = None,
     has_aux: bool = False,
-    how: str | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> Any:
     """Apply `fn(params, x)` to chunks of x, one on each device, and join the outputs.
 
-    Differentiable by `jax.grad` and `jax.vjp` in params and x, also repeatedly, and its
-    gradients by `jax.jvp`. Not supported: `jax.jvp` of the function itself, and
-    `jax.jacrev` and `jax.hessian`, which use `jax.vmap`. Parameter gradients are added
-    where the parameters live, in the order of the devices. n rows over k devices make
-    chunks of `ceil(n / k)` rows; with too few rows there are fewer replicas.
+    Differentiable by JAX in params and x, also repeatedly, forward and backward; not
+    supported are `jax.jacrev` and `jax.hessian`, which use `jax.vmap`. Parameter
+    gradients are added where the parameters live, in the order of the devices. n rows
+    over k devices make chunks of `ceil(n / k)` rows; with too few rows there are fewer
+    replicas.
 
     For devices of several processes, see `jdag.parallel`.
 
@@ -55,19 +52,17 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
             between devices itself.
         params: a pytree of arrays, replicated; other leaves are static.
         x: a pytree of arrays with equally many rows along `dim`.
-        devices: names or devices; None: all devices of this process. With several
-            processes, each contributes the same number of devices.
+        devices: names or devices, of one kind or several; None: all devices of this
+            process. With several processes, each contributes the same number.
         output_device: the device of the outputs; None: the first device.
         dim: the dimension of rows, in x and in outputs.
         axis_name: the axis of replicas, for an `fn` that reduces over all replicas, as
-            batch normalisation does. `fn` is then called as `fn(params, x, rows)`;
-            rows, float32 of shape (rows of the chunk,), is 1 for a real row and 0 for
-            padding (see `row_mean`).
+            batch normalisation does; devices are of one kind. `fn` is then called as
+            `fn(params, x, rows)`; rows, float32 of shape (rows of the chunk,), is 1 for
+            a real row and 0 for padding (see `row_mean`).
         has_aux: `fn` returns (outputs, aux). aux is that of the first replica and is
             not differentiated. With `axis_name`, values reduced over all replicas, such
             as running statistics, are equal on each.
-        how: "pmap" or "shard_map": one program over all devices, for chunks of equal
-            size or with `axis_name`. "each": one call per device. None: automatic.
         deadline_s: how long processes wait for each other; the same on all.
 
     Returns:
@@ -75,25 +70,73 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
         element per replica.
 
     Raises:
-        JdagError: unusable devices, x or `how`; an output that is no array or cannot be
+        JdagError: unusable devices or x; an output that is no array or cannot be
             joined; processes that do not do the same.
         WorkerLost: another process has ended, or not called it in time.
         Exception: what `fn` raised.
     """
-    if axis_name is not None and not isinstance(axis_name, str):
-        raise JdagError(unusable("axis_name", axis_name, "a str, or None"))
-    if how is not None and how not in HOW:
-        raise JdagError(unusable("how", how, " or ".join(map(repr, HOW))))
-    if not isinstance(has_aux, bool):
-        raise JdagError(unusable("has_aux", has_aux, "True or False"))
-    processes, chosen, target = devices_for(devices, output_device, deadline_s)
-    rows = () if axis_name is None else (HOLE,)
-    call = call_of(fn, (params, x, *rows), WHAT)
-    options = {"axis_name": axis_name, "has_aux": has_aux, "processes": processes}
-    which = whole(dim, WHAT)
-    task, plan = plan_for(call, x, how, dim=which, devices=chosen, **options)
-    outputs = _outputs(task, plan, call.arrays, target)
+    options: Any = dict(axis_name=axis_name, has_aux=has_aux, deadline_s=deadline_s)
+    task = _received(task_of(fn, params, x, devices, output_device, dim, **options))
+    outputs = in_one_program(task) if _is_one_program(task) else None
+    if outputs is None:
+        outputs = _side_by_side(task)
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
+
+
+def _is_one_program(task: Task) -> bool:
+    """Tell whether one program may run all replicas, if `fn` moves no arrays."""
+    if task.axis_name is not None:
+        return True
+    platforms = {device.platform for device in task.devices}
+    equal = len(task.sizes) > 1 == len(set(task.sizes)) == len(platforms)
+    # Where the arrays' devices are unknown JAX is tracing, and inside of jit it would
+    # compare the program's devices with others before it comes to the move.
+    return equal and None not in map(home_of, task.call.arrays)
+
+
+def _received(task: Task) -> Task:
+    """Return the task, with its arrays' cotangents brought home and summed."""
+    arrays, tracked = list(task.call.arrays), tracked_of(task.call.arrays)
+    shared = [index for index in range(task.shared) if tracked[index]]
+    if True in tracked and None in map(home_of, arrays):
+        indices = [index for index, is_one in enumerate(tracked) if is_one]
+        replace(arrays, indices, beside)
+    if task.processes is not None and shared:
+        processes, terms = task.processes, task.terms
+        replace(arrays, shared, lambda cts, _: summed(cts, processes, terms))
+    return task._replace(call=task.call._replace(arrays=arrays))
+
+
+def _side_by_side(task: Task) -> Any:
+    """Run the replicas, each by itself."""
+    arrays, shared, dim = task.call.arrays, task.shared, task.dim
+    count = len(task.sizes)
+    replicas = copies(arrays[:shared], count)
+    rows = cuttable(arrays[shared:], list(map(home_of, arrays[shared:])))
+    pieces = [cut(array, task.sizes, dim) for array in rows]
+    own = [replicas[n * shared : (n + 1) * shared] for n in range(count)]
+    calls = [
+        task.call._replace(arrays=[*own[n], *[piece[n] for piece in pieces]])
+        for n in range(count)
+    ]
+    found = applied(calls, task.devices)
+    trees = [task.outputs_of(made.out_tree) for made, _ in found]
+    for number, tree in enumerate(trees):
+        if tree != trees[0]:
+            raise JdagError(
+                f"{task.name} returned {trees[0]} of replica 0 and {tree} of replica "
+                f"{number}: outputs of other structures cannot be joined"
+            )
+    size = trees[0].num_leaves
+    flat = [outputs[:size] for _, outputs in found]
+    for index, parts in enumerate(zip(*flat, strict=True)):
+        check_joined(parts, dim, f"output {index} of {task.name}")
+    gathered = columns(flat, [task.target] * size, task.devices)
+    leaves = [joined(parts, dim) for parts in gathered]
+    made, outputs = found[0]
+    aux = outputs[size:]
+    leaves += transferred(aux, [task.target] * len(aux))
+    return jtu.tree_unflatten(made.out_tree, leaves)
 
 
 def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
@@ -124,32 +167,3 @@ def row_mean(x: Any, rows: Any, axis_name: str) -> Any:
     total = jax.lax.psum(jnp.sum(real, axis=0, dtype=wide), axis_name)
     count = jax.lax.psum(jnp.sum(rows), axis_name)
     return (total / count.astype(wide)).astype(x.dtype)
-
-
-def _outputs(
-    task: DispatchTask, plan: Each | OneProgram, arrays: list[Any], target: Target
-) -> Any:
-    homes = list(map(home_of, arrays))
-    shared = sum(task.tracked[: task.shared])
-
-    def forward(given: Sequence[Any]) -> tuple[Any, Any]:
-        outputs, residuals = plan.forward(given, homes, target)
-        # Inside jax.checkpoint devices are unknown here: keep the arrays for the vjp.
-        smooth = task.of_tracked(given) if None in homes else None
-        return outputs, (residuals, smooth)
-
-    def vjp(kept: Any, cotangents: Any) -> list[Any] | None:
-        residuals, smooth = kept
-        # The cotangent of a sharded array is made on one device, then resharded.
-        single = [home if isinstance(home, jax.Device) else target for home in homes]
-        found = plan.vjp(residuals, jtu.tree_leaves(cotangents), single)
-        if found is None:
-            return None
-        if task.processes is not None and shared:
-            sums = summed(found[:shared], task.processes, task.terms)
-            found = [*sums, *found[shared:]]
-        if smooth:
-            return beside(found, smooth)
-        return transferred(found, task.of_tracked(homes))
-
-    return differentiable(forward, vjp, task.tracked, arrays)

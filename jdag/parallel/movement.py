@@ -104,8 +104,8 @@ def gather(
     flat, form = _alike(xs, "gather", "chunk")
     for index, parts in enumerate(zip(*flat, strict=True)):
         check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
-    columns = _columns(flat, [target] * len(flat[0]))
-    return form.rebuild([joined(column, which) for column in columns])
+    found = columns(flat, [target] * len(flat[0]))
+    return form.rebuild([joined(parts, which) for parts in found])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
@@ -138,7 +138,7 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
                     f"replica {number}; all have to be alike"
                 )
     homes = [target or home_of(array) for array in flat[0]]
-    return form.rebuild(added(_columns(flat, homes)))
+    return form.rebuild(added(columns(flat, homes)))
 
 
 # ------------------------------------------------- arrays of pytrees, and their rows
@@ -152,8 +152,11 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
     for index, leaf in enumerate(leaves):
         if is_static(leaf):
             continue
-        arrays.append(array_at(tree, index, leaf, what))
         rest[index] = HOLE
+        try:
+            arrays.append(as_array(leaf))
+        except JdagError as error:
+            raise JdagError(f"{what}: leaf {_path(tree, index)}: {error}") from None
     return arrays, Form(treedef, rest)
 
 
@@ -167,23 +170,27 @@ def _placed(
     return tuple([form.rebuild(there[n * size : (n + 1) * size]) for n in numbers])
 
 
-def _columns(rows: Sequence[Sequence[Any]], homes: list[Any]) -> list[list[Any]]:
-    """Transpose rows into columns; move each column to its home."""
-    there = transferred([array for row in rows for array in row], homes * len(rows))
-    return [there[index :: len(homes)] for index in range(len(homes))]
+def columns(
+    rows: Sequence[Sequence[Any]],
+    homes: list[Any],
+    sources: Sequence[jax.Device] | None = None,
+) -> list[list[Any]]:
+    """Transpose rows into columns; move each column to its home.
+
+    `sources` are the devices of the rows, if known.
+    """
+    size = len(homes)
+    froms = sources and [device for device in sources for _ in homes]
+    there = transferred([a for row in rows for a in row], homes * len(rows), froms)
+    return [there[index::size] for index in range(size)]
 
 
-def array_at(tree: Any, index: int, leaf: Any, what: str) -> Any:
+def as_array(leaf: Any) -> Any:
     """Return a leaf as a JAX array; numpy arrays are copied, as they are mutable."""
-    if isinstance(leaf, jax.core.Tracer):
-        return leaf
-    try:
-        if not isinstance(leaf, jax.Array):
-            aval_of(leaf)
-            return jnp.asarray(leaf)
-        return frozen(leaf)
-    except JdagError as error:
-        raise JdagError(f"{what}: leaf {_path(tree, index)}: {error}") from None
+    if isinstance(leaf, jax.Array):  # Or a tracer.
+        return leaf if isinstance(leaf, jax.core.Tracer) else frozen(leaf)
+    aval_of(leaf)
+    return jnp.array(leaf)
 
 
 def rows_of(
@@ -193,24 +200,26 @@ def rows_of(
     which = whole(dim, what)
     if not arrays:
         raise JdagError(f"{what}: the pytree to be cut into chunks has no arrays")
-    dims, counts = [], []
-    for index, array in enumerate(arrays):
-        if array.ndim == 0:
+    ranks = [array.ndim for array in arrays]
+    counts = [
+        array.shape[which] if -rank <= which < rank else None
+        for array, rank in zip(arrays, ranks, strict=True)
+    ]
+    for index, count in enumerate(counts):
+        if count is not None and count == counts[0]:
+            continue
+        leaf = f"{what}: leaf {_array_path(tree, index)}"
+        if not ranks[index]:
             raise JdagError(
-                f"{what}: leaf {_array_path(tree, index)} is {aval_of(array)}, a "
-                "scalar, which has no rows to be cut into chunks"
+                f"{leaf} is {aval_of(arrays[index])}, a scalar, which has no rows to "
+                "be cut into chunks"
             )
-        dims.append(
-            along(which, array.ndim, f"{what}: leaf {_array_path(tree, index)}")
+        along(which, ranks[index], leaf)
+        raise JdagError(
+            f"{leaf} has {count} rows along dim {dim}, and leaf {_array_path(tree, 0)} "
+            f"has {counts[0]}; the numbers must be equal"
         )
-        counts.append(array.shape[dims[-1]])
-        if counts[-1] != counts[0]:
-            raise JdagError(
-                f"{what}: leaf {_array_path(tree, index)} has {counts[-1]} rows along "
-                f"dim {dim}, and leaf {_array_path(tree, 0)} has {counts[0]}; the "
-                "numbers must be equal"
-            )
-    return dims, counts[0]
+    return [which % rank for rank in ranks], counts[0] or 0
 
 
 def whole(dim: SupportsIndex, what: str) -> int:
@@ -292,9 +301,14 @@ def _array_path(tree: Any, number: int) -> str:
 
 def copies(arrays: Sequence[Any], count: int) -> list[Any]:
     """Repeat the arrays `count` times; cotangents are added in the same order."""
-    if count == 1 or not arrays:
-        return list(arrays)
-    return list(COPIES.bind(*arrays, count=count))
+    found = list(arrays) * count
+    # Beside a tracer an array would be differentiated too.
+    places = [n for n, array in enumerate(found) if isinstance(array, jax.core.Tracer)]
+    if count > 1 and places:
+        given = [found[n] for n in places[: len(places) // count]]
+        for n, copy in zip(places, COPIES.bind(*given, count=count), strict=True):
+            found[n] = copy
+    return found
 
 
 def added(sums: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ import atexit
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, NoReturn
@@ -41,7 +41,7 @@ Terms = tuple[tuple[str, str], ...]
 INSIDE = (
     "data_parallel over several processes cannot be inside of jax.jit, jax.vmap, or a "
     "loop or branch of jax.lax: call it and jax.grad outside of these; the function "
-    "that it is given is jitted. With axis_name it has first derivatives only"
+    "that it is given is jitted"
 )
 
 # The terms of a process whose program has ended.
@@ -218,6 +218,22 @@ def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[An
     """
     found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
     return found
+
+
+def replace(
+    arrays: list[Any], indices: Sequence[int], rule: Callable[[Any, Any], Any]
+) -> None:
+    """Have cotangents of the arrays at these indices pass through a rule.
+
+    `rule(cotangents, arrays)` returns the cotangents of the arrays that were there.
+    """
+    same: Any = jax.custom_vjp(list)
+    same.defvjp(
+        lambda given: (list(given), given), lambda kept, cts: (rule(cts, kept),)
+    )
+    found = same([arrays[index] for index in indices])
+    for index, array in zip(indices, found, strict=True):
+        arrays[index] = array
 
 
 @lru_cache(maxsize=1024)

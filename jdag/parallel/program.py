@@ -1,293 +1,192 @@
-"""One program over all devices: a forward and a vjp by `jax.shard_map`.
+"""One program over all devices: `jax.shard_map` of a function over equal chunks.
 
-JAX implements `jax.pmap` by shard_map, so both names select this program. All chunks
-have the same size: missing rows are padded with copies of the last row; outputs of
-padding are cut off and get no cotangents. A function that reduces over the replicas
-gets a mask of the real rows.
+That is what `jax.pmap` has been since JAX 0.8, but for a dimension of devices, which
+would cost a copy of rows and outputs. JAX differentiates the program. Missing rows are
+padded with copies of the last row, and outputs of padding are cut off. A function that
+reduces over the replicas gets a mask of the real rows.
 
-The function is traced once, for one replica. An array's layout is SAME (replicated),
-ONE_EACH (stacked, one element per replica) or an int (sharded along that dimension).
+Parameters with gradients are spread (`SPREAD`): each device has a copy, and these are
+the parts of one array, so that each has a gradient of its own. The transpose is
+ReduceAdd: gradients are added in the order of the devices, where the parameter lives.
 
-With several processes the program covers the devices of all: local arrays become shards
-of global arrays and back, without copies. Before it runs, the processes compare its
-terms and its collectives.
+With several processes the program covers the devices of all: arrays of this process
+become parts of global ones, and back, without copies (`LABEL`). Before the program
+runs, and before its vjp does, the processes compare what they are about to run.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
+from jax.core import ShapedArray
+from jax.interpreters import ad
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdag.compute.jaxprs import collectives
-from jdag.compute.moves import Target, cuttable, home_of, is_free, outside, transferred
-from jdag.compute.tracing import Function, Traced, as_it_is
+from jdag.compute.avals import aval_of
+from jdag.compute.configuration import configuration
+from jdag.compute.devices import named
+from jdag.compute.fingerprint import key_of
+from jdag.compute.jaxprs import collectives, has_move
+from jdag.compute.moves import cuttable, home_of, is_free, primitive, transferred
+from jdag.compute.pairs import CACHE
+from jdag.compute.tracing import Function, TracedResult, as_it_is
 from jdag.errors import JdagError
-from jdag.parallel.dispatch import DispatchTask
+from jdag.parallel.apply import tracked_of
 from jdag.parallel.movement import added, check_joined
-from jdag.parallel.processes import INSIDE, Processes, Terms, numbered
+from jdag.parallel.processes import numbered, replace
+from jdag.parallel.task import Task
 
 AXIS = "replicas"  # The axis name if the caller gives none.
-
-Lie = str | int
-SAME, ONE_EACH = "same", "one each"
+PROGRAMS_MAX = 512
 
 
-class OneProgram:
-    """Forward and vjp of one task, each one program over all of its devices.
+def in_one_program(task: Task) -> Any:
+    """Return the joined outputs of all replicas; None if the function moves arrays.
 
     The task's chunks have equal sizes, or it has an axis name.
     """
+    dim, shared, arrays = task.dim, task.shared, task.call.arrays
+    mesh = Mesh(np.array(task.devices), (task.axis_name or AXIS,))
+    real, padded = sum(task.sizes), max(task.everywhere or task.sizes) * mesh.size
+    spread = [n for n, one in enumerate(tracked_of(arrays[:shared])) if one]
+    given = list(cuttable(arrays, list(map(home_of, arrays))))
+    if padded > real:
+        given[shared:] = [_filled(array, padded, dim) for array in given[shared:]]
+    specs = [PartitionSpec()] * shared
+    specs += [PartitionSpec(*[None] * dim, *mesh.axis_names)] * (len(arrays) - shared)
+    for n, array in zip(spread, _spread([given[n] for n in spread], mesh), strict=True):
+        given[n], specs[n] = array, PartitionSpec(*mesh.axis_names)
+    both = zip(given, specs, strict=True)
+    there = [
+        None if not task.everywhere and is_free(array) else NamedSharding(mesh, spec)
+        for array, spec in both
+    ]
+    found = _ran(task, mesh, specs, transferred(given, there))
+    if found is None:
+        return None
+    by_rows = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    count = len(found.outputs)
+    outputs = transferred(found.outputs, [task.target] * count, [by_rows] * count)
+    size = task.outputs_of(found.traced.out_tree).num_leaves
+    if padded > real or dim:
+        avals = zip(outputs[:size], found.traced.out_avals, strict=False)
+        outputs[:size] = [_cut_off(a, real, dim) if v.shape else a for a, v in avals]
+    outputs[size:] = _firsts(outputs[size:]) if outputs[size:] else []
+    return jtu.tree_unflatten(found.traced.out_tree, outputs)
 
-    def __init__(self, task: DispatchTask) -> None:
-        self._task = task
-        self._reals = task.everywhere or task.sizes
-        self._size = max(self._reals)
-        self._axis = task.axis_name or AXIS
-        self._padded = self._size * len(task.sizes)
-        self._lacking = self._padded > task.rows
-        own = task.devices
-        self._own = Mesh(np.array(own), (self._axis,))
-        self._processes = task.processes if task.everywhere else None
-        everywhere = self._processes.devices if self._processes else own
-        self._all = Mesh(np.array(everywhere), (self._axis,))
-        traced, replica = self._traced()
-        self._traced_by, self._outputs = traced, self._joined(traced)
-        self._out_lies: list[Lie] = [
-            task.dim if index < self._outputs and aval.shape else ONE_EACH
-            for index, aval in enumerate(traced.out_avals)
+
+def _ran(
+    task: Task, mesh: Mesh, specs: Sequence[PartitionSpec], arrays: Sequence[Any]
+) -> TracedResult | None:
+    """Run the program on arrays over the mesh; its outputs are sharded by rows."""
+    processes = task.processes if task.everywhere else None
+    if processes is None:
+        program, _ = _program(task, mesh, specs, arrays)
+        return program(*arrays) if program else None
+    wide = Mesh(np.array(processes.devices), mesh.axis_names)
+    both = zip(arrays, specs, strict=True)
+    arrays = [_labelled(array, spec, mesh, wide) for array, spec in both]
+    program, names = _program(task, wide, specs, arrays)
+    assert program is not None, task.axis_name
+    terms = (*task.terms, *numbered("collective", names))
+    processes.agreed((*terms, ("step", "replica")))
+    found: TracedResult = program(*arrays)
+    by_rows = PartitionSpec(*mesh.axis_names)
+    outputs = [_labelled(array, by_rows, wide, mesh) for array in found.outputs]
+
+    def met(cotangents: Any, _: Any) -> Any:
+        processes.agreed((*terms, ("step", "replica_vjp")))
+        return cotangents
+
+    indices = [index for index, one in enumerate(tracked_of(outputs)) if one]
+    replace(outputs, indices, met)
+    return TracedResult(found.traced, outputs, ())
+
+
+# ------------------------------------------------------------------ the program itself
+
+
+def _program(
+    task: Task, mesh: Mesh, specs: Sequence[PartitionSpec], arrays: Sequence[Any]
+) -> tuple[Callable[..., Any] | None, list[str]]:
+    """Return the program, or None if the function moves arrays; and its collectives."""
+    fn, template, given = task.call
+    scalars = tuple([array.ndim == 0 for array in given])
+    fixed = (*specs,), scalars, task.dim, task.everywhere or task.sizes
+    options = task.shared, task.axis_name, task.has_aux, mesh
+    key = key_of(fn), template.key, configuration(), fixed, options
+    kept = _kept(key)
+    if not kept:
+        CACHE.count(fn, key_of(fn))
+        bare = task._replace(call=task.call._replace(arrays=[]))  # Keeps no arrays.
+        mapped = jax.shard_map(
+            _replica_of(bare, specs, scalars),
+            mesh=mesh,
+            in_specs=(*specs,),
+            out_specs=PartitionSpec(*mesh.axis_names),
+            check_vma=False,  # Then the transpose of a psum is a psum.
+        )
+        program = jax.jit(mapped)
+        jaxpr = program.trace(*[aval_of(array).struct() for array in arrays]).jaxpr
+        is_one = task.axis_name is not None or not has_move(jaxpr)
+        kept += [program if is_one else None, collectives(jaxpr, *mesh.axis_names)]
+    program, names = kept
+    return program, names
+
+
+@lru_cache(maxsize=PROGRAMS_MAX)
+def _kept(key: Hashable) -> list[Any]:
+    """The cache entry of a key, a list that is empty at first."""
+    del key
+    return []
+
+
+def _replica_of(
+    task: Task, specs: Sequence[PartitionSpec], scalars: Sequence[bool]
+) -> Callable[..., TracedResult]:
+    """Return the function of one replica; its outputs have their rows first."""
+    reals, axis = task.everywhere or task.sizes, task.axis_name
+    count = len(specs) + (axis is not None)
+    fn, template, _ = task.call
+    body = Function(fn, template).forward((False,) * count, as_it_is)
+
+    def replica(*arrays: Any) -> TracedResult:
+        both = zip(arrays, scalars, strict=True)
+        given = [a.reshape(()) if is_scalar else a for a, is_scalar in both]
+        if axis is not None:
+            real = jnp.arange(max(reals)) < jnp.asarray(reals)[jax.lax.axis_index(axis)]
+            given.append(real.astype(jnp.float32))
+        found = body(*given)
+        size = task.outputs_of(found.traced.out_tree).num_leaves
+        outputs = [
+            _rows_first(task, index, array, max(reals))
+            for index, array in enumerate(found.outputs[:size])
         ]
-        self._in_lies: list[Lie] = [SAME] * task.shared
-        self._in_lies += [task.dim] * (len(task.avals) - task.shared)
-        self._wheres = list(map(self._target, self._in_lies))
-        # A vjp would have to move them again.
-        self._takes_free = self._processes is None and True not in task.tracked
-        rest = len(replica.jaxpr.outvars) - len(traced.out_avals)
-        outs = [*self._out_lies, *[ONE_EACH] * rest]
-        local = jaxpr_as_fun(replica)
-        self._forward = self._mapped("replica", local, self._in_lies, outs)
-        if traced.backward is not None:
-            self._backward = self._mapped("replica_vjp", *self._vjp_of(traced, rest))
+        outputs += [
+            jax.lax.stop_gradient(array)[None] for array in found.outputs[size:]
+        ]
+        return TracedResult(found.traced, outputs, ())
 
-    def forward(
-        self, arrays: Sequence[Any], homes: Sequence[Target], target: Target
-    ) -> tuple[Any, Any]:
-        """Return the joined outputs, a pytree on the target device, and residuals."""
-        shared, traced = self._task.shared, self._traced_by
-        rows = cuttable(arrays[shared:], homes[shared:])
-        if self._lacking:
-            rows = [_filled(array, self._padded, self._task.dim) for array in rows]
-        there = self._brought([*arrays[:shared], *rows], homes[:shared])
-        made = self._forward(*there)
-        size = len(self._out_lies)
-        outputs, rest = made[:size], made[size:]
-        leaves = self._gathered(outputs, target)
-        found = jtu.tree_unflatten(traced.out_tree, leaves)
-        if traced.backward is None:
-            return found, None
-        kept = [there[index] for index in traced.args_kept if index < len(there)]
-        return found, [*kept, *[outputs[p] for p in traced.outputs_kept], *rest]
+    return replica
 
-    def vjp(
-        self, residuals: Any, cotangents: Sequence[Any], homes: Sequence[Target]
-    ) -> list[Any] | None:
-        """Return a cotangent for each tracked array, on its device; None: all zero."""
-        if residuals is None:
-            return None
-        task, indices = self._task, self._cotangents
-        lies = [self._out_lies[index] for index in indices]
-        given = [cotangents[index] for index in indices]
-        if self._lacking:
-            given = [
-                array if lie == ONE_EACH else _with_zeros(array, self._padded, task.dim)
-                for array, lie in zip(given, lies, strict=True)
-            ]
-        there = transferred(given, list(map(self._target, lies)))
-        found = self._backward(*residuals, *there)
-        back = transferred(found, task.of_tracked(homes))
-        first = sum(task.tracked[: task.shared])
-        return [*added(back[:first]), *map(self._cut_off, back[first:])]
 
-    # ---- what each replica computes
-
-    def _traced(self) -> tuple[Traced, Any]:
-        """Trace one replica; return what it fixed and a jaxpr of flat arrays."""
-        task = self._task
-        tracked = task.tracked if task.axis_name is None else (*task.tracked, False)
-        body = Function(task.fn, task.template).forward(tracked, as_it_is)
-        axes = [(self._axis, len(self._reals))]
-        structs = [aval.struct() for aval in task.chunk(self._size)]
-        replica, returned = jax.make_jaxpr(
-            lambda *arrays: body(*arrays, *self._real_rows()),
-            axis_env=axes,
-            return_shape=True,
-        )(*structs)
-        return returned.traced, replica
-
-    def _real_rows(self) -> list[Any]:
-        """The mask of real rows, as a list of at most one argument."""
-        if self._task.axis_name is None:
-            return []
-        count = jnp.asarray(self._reals)[jax.lax.axis_index(self._axis)]
-        real = jnp.arange(self._size) < count
-        return [real.astype(jnp.float32)]
-
-    def _joined(self, traced: Traced) -> int:
-        """Return the number of joined outputs, after which aux follows; check them."""
-        task = self._task
-        count: int = task.outputs_of(traced.out_tree).num_leaves
-        for index, aval in enumerate(traced.out_avals[:count]):
-            if not aval.shape:
-                continue
-            check_joined((aval,), task.dim, f"output {index} of {task.name}")
-            if task.axis_name is not None and aval.shape[task.dim] != self._size:
-                raise JdagError(
-                    f"output {index} of {task.name} is {aval} for an input of "
-                    f"{self._size} rows; with axis_name outputs have as many rows, or "
-                    "are scalars; return statistics of all rows as aux (has_aux=True)"
-                )
-        return count
-
-    def _vjp_of(
-        self, traced: Traced, rest: int
-    ) -> tuple[Callable[..., Any], list[Lie], list[Lie]]:
-        """Return the vjp of one replica, with the layouts of arguments and results.
-
-        Its arguments are the residuals of `forward` and a cotangent of each joined
-        tracked output.
-        """
-        task, indices = self._task, traced.args_kept
-        has_rows = len(task.avals) in indices  # The mask is recomputed.
-        ins = [self._in_lies[index] for index in indices[: len(indices) - has_rows]]
-        args = len(ins)
-        ins += [self._out_lies[index] for index in traced.outputs_kept]
-        outputs = len(ins)
-        ins += [ONE_EACH] * rest
-        held = len(ins)
-        tracked = [n for n, is_tracked in enumerate(traced.out_tracked) if is_tracked]
-        self._cotangents = [index for index in tracked if index < self._outputs]
-        ins += [self._out_lies[index] for index in self._cotangents]
-        without = [()] * (len(tracked) - len(self._cotangents))
-
-        def replica_vjp(*arrays: Any) -> Any:
-            rows = self._real_rows() if has_rows else []
-            sums = [*[(ct,) for ct in arrays[held:]], *without]
-            kept = (*arrays[:args], *rows), arrays[args:outputs]
-            return traced.backward(arrays[outputs:held], *kept, sums)
-
-        both = zip(self._in_lies, task.tracked, strict=True)
-        outs = [ONE_EACH if lie == SAME else lie for lie, is_one in both if is_one]
-        return replica_vjp, ins, outs
-
-    # ---- as a program over all devices
-
-    def _mapped(
-        self,
-        step: str,
-        local: Callable[..., Any],
-        ins: Sequence[Lie],
-        outs: Sequence[Lie],
-    ) -> Callable[..., Any]:
-        def inner(*arrays: Any) -> list[Any]:
-            given = zip(arrays, ins, strict=True)
-            made = local(*[a[0] if lie == ONE_EACH else a for a, lie in given])
-            both = zip(made, outs, strict=True)
-            return [a[None] if lie == ONE_EACH else a for a, lie in both]
-
-        # check_vma=False: replicated and varying values are not distinguished. Then the
-        # transpose of psum is psum, and gradients are those of the sum over replicas.
-        program = jax.jit(
-            jax.shard_map(
-                inner,
-                mesh=self._all,
-                in_specs=tuple(map(self._spec, ins)),
-                out_specs=list(map(self._spec, outs)),
-                check_vma=False,
-            )
+def _rows_first(task: Task, index: int, array: Any, rows: int) -> Any:
+    """Return an output with its rows along the first dimension; a scalar is one."""
+    if not array.ndim:
+        return array[None]
+    check_joined((array,), task.dim, f"output {index} of {task.name}")
+    if task.axis_name is not None and array.shape[task.dim] != rows:
+        raise JdagError(
+            f"output {index} of {task.name} is {aval_of(array)} for an input of "
+            f"{rows} rows; with axis_name outputs have as many rows, or are scalars; "
+            "return statistics of all rows as aux (has_aux=True)"
         )
-        if self._processes is None:
-            return outside(program)
-        return outside(self._together(self._processes, program, step, ins, outs))
-
-    def _together(
-        self,
-        processes: Processes,
-        program: Any,
-        step: str,
-        ins: Sequence[Lie],
-        outs: Sequence[Lie],
-    ) -> Callable[..., Any]:
-        """Wrap the global program to take and return this process's arrays."""
-        found: list[Terms] = []
-
-        def run(*arrays: Any) -> list[Any]:
-            if any([isinstance(one, jax.core.Tracer) for one in arrays]):
-                raise JdagError(INSIDE)
-            wide = self._with_shards(arrays, self._all, ins, jax.process_count())
-            if not found:
-                names = collectives(program.trace(*wide).jaxpr, self._axis)
-                said = ("step", step), *numbered("collective", names)
-                found.append((*self._task.terms, *said))
-            processes.agreed(found[0])
-            return self._with_shards(
-                program(*wide), self._own, outs, -jax.process_count()
-            )
-
-        return run
-
-    def _with_shards(
-        self, arrays: Sequence[Any], mesh: Mesh, lies: Sequence[Lie], times: int
-    ) -> list[Any]:
-        """Return arrays with the same local shards, `times` as long; -n: an nth."""
-        found = []
-        for array, lie in zip(arrays, lies, strict=True):
-            shape = list(array.shape)
-            if lie != SAME:
-                dim = lie if isinstance(lie, int) else 0
-                shape[dim] = shape[dim] * times if times > 0 else shape[dim] // -times
-            target = NamedSharding(mesh, self._spec(lie))
-            shards = [shard.data for shard in array.addressable_shards]
-            make = jax.make_array_from_single_device_arrays
-            found.append(make(tuple(shape), target, shards))
-        return found
-
-    def _spec(self, lie: Lie) -> PartitionSpec:
-        if lie == SAME:
-            return PartitionSpec()
-        dim = 0 if lie == ONE_EACH else int(lie)
-        return PartitionSpec(*[None] * dim, self._axis)
-
-    def _target(self, lie: Lie) -> Target:
-        return NamedSharding(self._own, self._spec(lie))
-
-    # ---- to the devices, and back
-
-    def _brought(self, arrays: list[Any], homes: Sequence[Target]) -> list[Any]:
-        """Move the program's arguments; `homes` are those of the first arrays."""
-        wheres: Sequence[Target] = self._wheres
-        if self._takes_free:
-            both = zip(arrays, wheres, strict=True)
-            wheres = [None if is_free(array) else where for array, where in both]
-            if wheres.count(None) == len(wheres):
-                return arrays
-        return transferred(
-            arrays, wheres, [*homes, *map(home_of, arrays[len(homes) :])]
-        )
-
-    def _gathered(self, outputs: Sequence[Any], target: Target) -> list[Any]:
-        leaves = transferred(outputs, [target] * len(outputs))
-        count = self._outputs
-        both = zip(leaves[:count], self._out_lies, strict=False)
-        joined = [a if lie == ONE_EACH else self._cut_off(a) for a, lie in both]
-        return [*joined, *(_firsts(leaves[count:]) if leaves[count:] else [])]
-
-    def _cut_off(self, array: Any) -> Any:
-        return _real(array, self._task.rows, self._task.dim) if self._lacking else array
+    return jnp.moveaxis(array, task.dim, 0)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -298,17 +197,83 @@ def _filled(array: Any, count: int, dim: int) -> Any:
 
 
 @partial(jax.jit, static_argnums=(1, 2))
-def _with_zeros(array: Any, count: int, dim: int) -> Any:
-    widths = [(0, 0)] * array.ndim
-    widths[dim] = (0, count - array.shape[dim])
-    return jnp.pad(array, widths)
-
-
-@partial(jax.jit, static_argnums=(1, 2))
-def _real(array: Any, count: int, dim: int) -> Any:
-    return jax.lax.slice_in_dim(array, 0, count, axis=dim)
+def _cut_off(array: Any, count: int, dim: int) -> Any:
+    """Return the first rows, along `dim`."""
+    return jnp.moveaxis(array[:count], 0, dim)
 
 
 @jax.jit
 def _firsts(stacks: Any) -> Any:
     return [stack[0] for stack in stacks]
+
+
+# ------------------------------------------------------- arrays over devices, as parts
+
+
+def _spread(arrays: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+    """Return copies, one on each device of the mesh, as parts of one array."""
+    homes = tuple([home_of(array) or named(None) for array in arrays])
+    return SPREAD.bind(*arrays, mesh=mesh, homes=homes) if arrays else []
+
+
+def _put(*arrays: Any, mesh: Mesh, **_: Any) -> list[Any]:
+    there = NamedSharding(mesh, PartitionSpec())
+    parts = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    copies = jax.device_put(list(map(jnp.atleast_1d, arrays)), there)
+    return [_relabelled(a, parts, _times(a.shape, mesh.size)) for a in copies]
+
+
+def _times(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
+    return (count * shape[0], *shape[1:]) if shape else (count,)
+
+
+def _reduce_add(
+    cotangents: Sequence[Any], *arrays: Any, mesh: Mesh, homes: tuple[Any, ...]
+) -> list[Any]:
+    """Add the gradients of all copies, in the order of the devices."""
+    indices = [n for n, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
+    back = transferred([cotangents[n] for n in indices], [homes[n] for n in indices])
+    found: list[Any] = [ad.Zero(array.aval.to_ct_aval()) for array in arrays]
+    both = zip(back, indices, strict=True)
+    sums = added([ct.reshape(mesh.size, *found[n].aval.shape) for ct, n in both])
+    for n, total in zip(indices, sums, strict=True):
+        found[n] = total
+    return found
+
+
+def _relabelled(array: Any, sharding: NamedSharding, shape: tuple[int, ...]) -> Any:
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+
+
+def _labelled(array: Any, spec: PartitionSpec, source: Mesh, target: Mesh) -> Any:
+    """Return the array over another mesh, of which this process has the same parts."""
+    names = zip_longest(array.shape, spec)
+    shape = tuple([n * target.size // source.size if name else n for n, name in names])
+    ends = (
+        (NamedSharding(source, spec), array.shape),
+        (NamedSharding(target, spec), shape),
+    )
+    return LABEL.bind(array, source=ends[0], target=ends[1])[0]
+
+
+def _back(cotangents: Any, array: Any, *, source: Any, target: Any) -> Any:
+    if type(cotangents[0]) is ad.Zero:
+        return [ad.Zero(array.aval.to_ct_aval())]
+    return LABEL.bind(*cotangents, source=target, target=source)
+
+
+SPREAD = primitive(
+    "jdag_spread",
+    _put,
+    lambda *avals, mesh, homes: [
+        ShapedArray(_times(aval.shape, mesh.size), aval.dtype) for aval in avals
+    ],
+)
+ad.deflinear2(SPREAD, _reduce_add)
+LABEL = primitive(
+    "jdag_label",
+    lambda array, source, target: [_relabelled(array, *target)],
+    lambda aval, source, target: [ShapedArray(target[1], aval.dtype)],
+)
+ad.deflinear2(LABEL, _back)

@@ -1,8 +1,9 @@
-"""Data parallel against the gradient on one device, by each way of dispatch."""
+"""Data parallel against the gradient on one device: chunks of one size and of two."""
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ import jdag
 from jdag.compute import pairs
 from jdag.compute.avals import aval_of
 from jdag.errors import JdagError
-from jdag.parallel import data_parallel, dispatch, ready
+from jdag.parallel import data_parallel
+from jdag.parallel.data import _is_one_program
+from jdag.parallel.task import task_of
 from tests.parallel.cases import (
     BIG,
-    HOW,
     ODD,
+    ROWS,
     UNEVEN,
     array,
     close,
@@ -30,7 +33,6 @@ from tests.parallel.cases import (
 from tests.parallel.tasks import (
     TASKS,
     TOLERANCE,
-    UNLIKE,
     Task,
     asked_for,
     on_one_device,
@@ -84,39 +86,33 @@ def check(task: Task) -> None:
     close(gradients, alone_vjp(cotangents), 3 * tolerance)
 
 
-@pytest.mark.parametrize("task", UNLIKE)
-def test_one_program_takes_chunks_of_one_size(task):
-    with pytest.raises(JdagError, match=f"how = {task.how!r} takes chunks of one size"):
-        spread_as(task, *asked_for(task))
-
-
 def scaled(p: Any, x: Any) -> Any:
     return p["first"] * x + 0 * p["second"]
 
 
-@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("first", [0, 3])
-def test_gradients_of_replicas_are_added_in_their_order(how, first):
+@pytest.mark.parametrize("twice", [False, True])
+def test_gradients_of_replicas_are_added_in_their_order(first, twice):
     p = {"first": jnp.float32(1), "second": jnp.float32(2)}
-    for x, wanted in ((UNEVEN, 0), (UNEVEN[::-1].copy(), 2), (UNEVEN[:3], BIG)):
-        devices = names(len(x), first)
-        _, vjp = jax.vjp(
-            lambda p, x=x, d=devices: data_parallel(scaled, p, x, d, how=how), p
-        )
+    for each, wanted in ((UNEVEN, 0), (UNEVEN[::-1].copy(), 2), (UNEVEN[:3], BIG)):
+        devices = names(len(each), first)
+        # Chunks of two rows, but the last, which has one.
+        x = np.stack([each, 0 * each], 1).ravel()[:-1] if twice else each
+        _, vjp = jax.vjp(lambda p, x=x, d=devices: data_parallel(scaled, p, x, d), p)
         (found,) = vjp(jnp.ones(len(x), jnp.float32))
         assert found["first"] == wanted and found["second"] == 0
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_gradients_come_to_where_parameters_and_rows_live(how):
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_come_to_where_parameters_and_rows_live(rows):
     p = {"w": jax.device_put(array(3, 2), jax.devices()[5]), "b": array(2, seed=1)}
-    x = jax.device_put(array(8, 3, seed=2), jax.devices()[6])
+    x = jax.device_put(array(rows, 3, seed=2), jax.devices()[6])
 
     def fn(p: Any, x: Any) -> Any:
         return jnp.tanh(x @ p["w"] + p["b"])
 
     def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(data_parallel(fn, p, x, names(4, 1), how=how) ** 2)
+        return jnp.sum(data_parallel(fn, p, x, names(2, 1)) ** 2)
 
     found = jax.grad(loss, (0, 1))(p, x)
     assert where(found) == ["cpu:0", "cpu:5", "cpu:6"]
@@ -124,36 +120,31 @@ def test_gradients_come_to_where_parameters_and_rows_live(how):
     close(found, jax.grad(lambda p, x: jnp.sum(fn(p, x) ** 2), (0, 1))(*here))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_gradients_of_arrays_over_several_devices_are_spread_as_these_are(how):
+@pytest.mark.parametrize("rows", ROWS)
+def test_gradients_of_arrays_over_several_devices_are_spread_as_these_are(rows):
     mesh = Mesh(np.asarray(jax.devices()[4:6]), ("some",))
     spread = NamedSharding(mesh, PartitionSpec(None, "some"))
-    p, x = array(4, 2), array(6, 4, seed=1)
+    p, x = array(4, 2), array(rows, 4, seed=1)
     there = jax.device_put((p, x), spread)
 
     def loss(p: Any, x: Any, apply: Any) -> Any:
         return jnp.sum(apply(lambda p, x: jnp.tanh(x @ p), p, x) ** 2)
 
-    dp = partial(data_parallel, devices=names(3), how=how)
+    dp = partial(data_parallel, devices=names(2))
     found = jax.grad(loss, (0, 1))(*there, dp)
     assert [one.sharding for one in found] == [spread, spread]
     wanted = jax.grad(loss, (0, 1))(p, x, lambda fn, p, x: fn(p, x))
     close(jax.device_put(found, jax.devices()[0]), wanted)
 
 
-@pytest.mark.parametrize(
-    ("how", "count", "axis_name"),
-    [("each", 3, None), ("shard_map", 2, None), ("shard_map", 3, "all")],
-)
-def test_rows_over_a_mesh_that_is_part_of_their_type_are_cut_anew(
-    how, count, axis_name
-):
+@pytest.mark.parametrize(("count", "axis_name"), [(3, None), (2, None), (3, "all")])
+def test_rows_over_a_mesh_that_is_part_of_their_type_are_cut_anew(count, axis_name):
     x = array(8, 2)
     there = meshed(x, AxisType.Explicit)
 
     def loss(x: Any) -> Any:
-        options: Any = {"how": how, "axis_name": axis_name}
-        y = data_parallel(lambda p, x, *_: p * x, 2.0, x, names(count), **options)
+        devices = names(count)
+        y = data_parallel(lambda p, x, *_: p * x, 2.0, x, devices, axis_name=axis_name)
         return jnp.sum(y**3)
 
     found = jax.grad(loss)(there)
@@ -161,26 +152,24 @@ def test_rows_over_a_mesh_that_is_part_of_their_type_are_cut_anew(
     close(jax.device_put(found, jax.devices()[0]), 24 * x**2)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_rows_may_have_keys(how):
+@pytest.mark.parametrize("rows", ROWS)
+def test_rows_may_have_keys(rows):
     def noisy(p: Any, x: Any, *rows: Any) -> Any:
         return p * x[0] + jax.vmap(jax.random.normal)(x[1])
 
-    keys = jax.random.split(jax.random.key(0), 6)
-    x = jnp.arange(6.0), keys
-    close(data_parallel(noisy, 2.0, x, names(3), how=how), noisy(2.0, x))
-    if how != "each":
-        found = data_parallel(noisy, 2.0, x, names(4), axis_name="all", how=how)
-        close(found, noisy(2.0, x))
+    keys = jax.random.split(jax.random.key(0), rows)
+    x = jnp.arange(1.0 * rows), keys
+    close(data_parallel(noisy, 2.0, x, names(2)), noisy(2.0, x))
+    found = data_parallel(noisy, 2.0, x, names(4), axis_name="all")
+    close(found, noisy(2.0, x))
 
 
 def test_one_device_still_honours_where_outputs_go():
     p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
-    for how in (None, *HOW):
-        found = data_parallel(rows_out, p, x, ["cpu:3"], "cpu:6", how=how)
-        assert where(found) == ["cpu:6"]
-        assert where(data_parallel(rows_out, p, x, ["cpu:3"], how=how)) == ["cpu:3"]
-        close(jax.device_put(found, jax.devices()[0]), rows_out(p, x))
+    found = data_parallel(rows_out, p, x, ["cpu:3"], "cpu:6")
+    assert where(found) == ["cpu:6"]
+    assert where(data_parallel(rows_out, p, x, ["cpu:3"])) == ["cpu:3"]
+    close(jax.device_put(found, jax.devices()[0]), rows_out(p, x))
     losses = data_parallel(lambda p, x: jnp.sum(x), p, x, ["cpu:0"])
     assert losses.shape == (1,)
 
@@ -196,15 +185,15 @@ def test_what_is_aux_is_of_the_first_replica_and_nothing_flows_back_to_it():
     def fn(p: Any, x: Any) -> Any:
         return p * x, {"first": p * x[0], "count": len(x)}
 
-    p, x = jnp.float64(2), jnp.arange(1.0, 7.0)
-    for how in HOW:
+    p = jnp.float64(2)
+    for x in (jnp.arange(1.0, 7.0), jnp.arange(1.0, 6.0)):
 
-        def total(p: Any, how: str = how) -> Any:
-            out, aux = data_parallel(fn, p, x, names(3), has_aux=True, how=how)
+        def total(p: Any, x: Any = x) -> Any:
+            out, aux = data_parallel(fn, p, x, names(3), has_aux=True)
             return jnp.sum(out) + 100 * aux["first"], aux
 
         (_, aux), found = jax.value_and_grad(total, has_aux=True)(p)
-        assert found == 21 and aux == {"first": 2, "count": 2}
+        assert found == jnp.sum(x) and aux == {"first": 2, "count": 2}
     with pytest.raises(JdagError, match=r"with has_aux=True it returns a pair"):
         data_parallel(rows_out, {"w": array(3, 2)}, array(4, 3), has_aux=True)
 
@@ -212,12 +201,12 @@ def test_what_is_aux_is_of_the_first_replica_and_nothing_flows_back_to_it():
 # --------------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_second_derivatives_are_those_of_one_device(how):
-    p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
+@pytest.mark.parametrize("rows", ROWS)
+def test_second_derivatives_are_those_of_one_device(rows):
+    p, x = {"w": array(3, 2)}, array(rows, 3, seed=1)
 
     def spread(p: Any) -> Any:
-        return jnp.sum(data_parallel(rows_out, p, x, names(2), how=how) ** 3)
+        return jnp.sum(data_parallel(rows_out, p, x, names(2)) ** 3)
 
     @jax.jit
     def alone(p: Any) -> Any:
@@ -233,16 +222,15 @@ def test_second_derivatives_are_those_of_one_device(how):
     close(twice(spread), twice(alone))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_what_makes_another_result_makes_another_plan(how):
-    x, devices = array(4, 4), names(2)
+@pytest.mark.parametrize("rows", ROWS)
+def test_what_makes_another_result_makes_another_program(rows):
+    x, devices = array(rows, 4), names(2)
 
     def times(n: int) -> Any:
         return lambda p, x: (p * n * jnp.cumsum(x, 1), x[0])
 
     def spread(fn: Any, dim: int = 0, has_aux: bool = False) -> Any:
-        settings: Any = {"has_aux": has_aux, "how": how}
-        return data_parallel(fn, 2.0, x, devices, dim=dim, **settings)
+        return data_parallel(fn, 2.0, x, devices, dim=dim, has_aux=has_aux)
 
     for n in (2, 3, 2):
         close(spread(times(n))[0], 2 * n * jnp.cumsum(x, 1))
@@ -252,22 +240,22 @@ def test_what_makes_another_result_makes_another_plan(how):
     close(spread(both[0]), jnp.cumsum(x, 1))
     close(spread(both[1]), jnp.sin(x))
     close(spread(times(2), has_aux=True)[1], x[0])
-    close(spread(times(2))[1], jnp.concatenate([x[0], x[2]]))
+    close(spread(times(2))[1], jnp.concatenate([x[0], x[-(-rows // 2)]]))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_a_function_made_anew_in_a_loop_is_warned_of(how, monkeypatch):
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_function_made_anew_in_a_loop_is_warned_of(rows, monkeypatch):
     monkeypatch.setattr(pairs, "ANEW_MAX", 3)
     cache = pairs.PairCache(9)  # It has seen none of them.
-    monkeypatch.setattr(dispatch, "pair", cache.pair)
-    monkeypatch.setattr(ready, "CACHE", cache)
+    monkeypatch.setattr("jdag.parallel.apply.pair", cache.pair)
+    monkeypatch.setattr("jdag.parallel.program.CACHE", cache)
     with pytest.warns(UserWarning, match=r"<lambda> .* for 3 different closures"):
         for n in range(3):
-            data_parallel(lambda p, x, n=n: x * n, 1.0, array(4), names(2), how=how)
+            data_parallel(lambda p, x, n=n: x * n, 1.0, array(rows), names(2))
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_nothing_is_traced_again_in_the_next_step(how):
+@pytest.mark.parametrize("rows", ROWS)
+def test_nothing_is_traced_again_in_the_next_step(rows):
     traced = []
 
     def fn(p: Any, x: Any) -> Any:
@@ -276,7 +264,7 @@ def test_nothing_is_traced_again_in_the_next_step(how):
 
     def step(p: Any) -> Any:
         return jax.grad(
-            lambda p: jnp.sum(data_parallel(fn, p, jnp.arange(4.0), names(2), how=how))
+            lambda p: jnp.sum(data_parallel(fn, p, jnp.arange(1.0 * rows), names(2)))
         )(p)
 
     p = jnp.float64(2)
@@ -312,11 +300,9 @@ def first(p: Any, x: Any) -> Any:
         (r"the pytree to be cut into chunks has no arrays", {"x": "rows"}),
         (r"data_parallel: this is no pytree of JAX: .* '<' not", {"params": ODD}),
         (r"returned is no pytree of JAX: .* '<' not", {"fn": lambda p, x: ODD}),
-        (r"leaf \[0\]: an object is no array", {"params": object()}),
+        (r"data_parallel: argument 0 is an object, which a", {"params": object()}),
         (r"axis_name = 3: allowed is a str, or None", {"axis_name": 3}),
-        (r"how = 'all': allowed is 'pmap' or 'shard_map' or 'each'", {"how": "all"}),
         (r"has_aux = 1: allowed is True or False", {"has_aux": 1}),
-        (r"how = 'each' runs every replica by", {"how": "each", "axis_name": "r"}),
         (r"a call takes a function, not 3", {"fn": 3}),
         (r"returned a dict_keys at|returned an object", {"fn": lambda p, x: object()}),
         (r"output 0 of .* has 1 dimensions and no dim 1", {"dim": 1, "fn": first}),
@@ -346,12 +332,12 @@ def test_what_is_wrong_is_said_in_one_error(said, wrong):
     assert caught.value.__cause__ is None or "returned" in str(caught.value)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_it_is_refused_inside_of_jit_and_vmap_and_loops(how):
-    p, x = {"w": array(3, 2)}, array(4, 3, seed=1)
+@pytest.mark.parametrize("rows", ROWS)
+def test_it_is_refused_inside_of_jit_and_vmap_and_loops(rows):
+    p, x = {"w": array(3, 2)}, array(rows, 3, seed=1)
 
     def loss(p: Any) -> Any:
-        return jnp.sum(data_parallel(rows_out, p, x, names(2), how=how))
+        return jnp.sum(data_parallel(rows_out, p, x, names(2)))
 
     stacked = jax.tree.map(lambda a: a[None], p)
     around: list[Any] = [
@@ -376,9 +362,9 @@ def test_what_the_function_raises_is_raised_as_it_is():
     def wrong(p: Any, x: Any) -> Any:
         raise KeyError("mine")
 
-    for how in HOW:
+    for rows in ROWS:
         with pytest.raises(KeyError, match="mine"):
-            data_parallel(wrong, {}, jnp.ones(4), names(2), how=how)
+            data_parallel(wrong, {}, jnp.ones(rows), names(2))
 
 
 @jax.tree_util.register_dataclass
@@ -390,6 +376,25 @@ class Layer:
 
     def __call__(self, p: Any, x: Any) -> Any:
         return x * self.w
+
+
+def test_devices_of_several_kinds_run_side_by_side():
+    """A program over devices has devices of one kind."""
+    given = rows_out, {"w": array(3, 2)}, array(4, 3), names(2), None, 0
+    options: Any = {"axis_name": None, "has_aux": False, "deadline_s": 1.0}
+    task, gpu = task_of(*given, **options), cast(Any, SimpleNamespace(platform="gpu"))
+    assert _is_one_program(task)
+    assert not _is_one_program(task._replace(devices=(task.devices[0], gpu)))
+
+
+def test_it_is_differentiated_forward_as_on_one_device():
+    p, v = {"w": array(3, 2)}, {"w": array(3, 2, seed=5)}
+    for rows in ROWS:
+        x = array(rows, 3, seed=1)
+        found = jax.jvp(
+            lambda p, x=x: data_parallel(rows_out, p, x, names(2)), [p], [v]
+        )
+        close(found, jax.jvp(lambda p, x=x: rows_out(p, x), [p], [v]))
 
 
 def test_statics_and_modules_are_part_of_the_function():

@@ -14,6 +14,7 @@ from jdag.errors import JdagError, RemoteError
 from jdag.parallel import data_parallel, replicate
 from tests.compute_cases import Call, Leaf
 from tests.parallel.cases import (
+    ROWS,
     array,
     close,
     names,
@@ -101,22 +102,19 @@ def test_what_an_unjitted_function_leaves_elsewhere_comes_home_with_its_gradient
     assert where(found) == ["cpu:0"]
 
 
-@pytest.mark.parametrize(
-    ("place", "how"),
-    [("b", None), ("b/cpu:1", "shard_map"), ("b", "each")],
-)
-def test_a_worker_spreads_a_call_over_its_devices(place, how):
-    params, x = norm_params(), array(8, 3, seed=9)
+@pytest.mark.parametrize(("place", "rows"), [("b", 8), ("b/cpu:1", 8), ("b", 9)])
+def test_a_worker_spreads_a_call_over_its_devices(place, rows):
+    params, x = norm_params(), array(rows, 3, seed=9)
     with jdag.simulate(["a", "b"], seed=0) as cluster:
         refs = cluster.put(place, {"w": params["w"]})
         with cluster.context() as ctx:
-            loss = program(ctx, refs, x, place, how)
+            loss = program(ctx, refs, x, place)
             ctx.backward(loss)
             gradient = ctx.gradient(refs["w"])
             assert gradient.place == place
             found = jdag.fetch((loss, gradient))
         vector = {"w": array(3, 4, seed=3)}
-        product = jdag.hvp(program, cluster)(refs, vector, x, place, how)
+        product = jdag.hvp(program, cluster)(refs, vector, x, place)
 
     def alone(w: Any) -> Any:
         return jnp.sin(plain_loss({"w": w}, jnp.cos(x)))
@@ -124,7 +122,7 @@ def test_a_worker_spreads_a_call_over_its_devices(place, how):
     close(found, jax.value_and_grad(alone)(params["w"]))
     wanted = jax.jvp(jax.grad(alone), (params["w"],), (vector["w"],))[1]
     close(jdag.fetch(product)["w"], wanted)
-    oracle = jdag.oracle(program)({"w": params["w"]}, x, place, how)
+    oracle = jdag.oracle(program)({"w": params["w"]}, x, place)
     assert oracle[0] == found[0]
     np.testing.assert_array_equal(oracle[1]["w"], found[1])
 
@@ -171,7 +169,7 @@ def test_real_workers_give_the_bits_of_simulated_ones():
         with made as cluster:
             refs = cluster.put("b", params)
             with cluster.context() as ctx:
-                loss = program(ctx, refs, x, "b", None)
+                loss = program(ctx, refs, x, "b")
                 ctx.backward(loss)
                 found = jdag.fetch((loss, ctx.gradient(refs)))
             bits.append([np.asarray(a).tobytes() for a in jax.tree.leaves(found)])
@@ -193,16 +191,16 @@ def test_abstract_workers_know_the_shapes():
     with jdag.simulate(["a", "b"], seed=0, values="abstract") as cluster:
         refs = cluster.put("b", {"w": array(3, 4)})
         with cluster.context() as ctx:
-            loss = program(ctx, refs, array(8, 3), "b", None)
+            loss = program(ctx, refs, array(8, 3), "b")
             ctx.backward(loss)
             assert ctx.gradient(refs["w"]).fetch().shape == (3, 4)
 
 
 def test_a_function_that_its_user_jits_is_refused_and_named():
-    jitted = jax.jit(spread_loss, static_argnums=(2, 3))
+    jitted = jax.jit(spread_loss, static_argnums=2)
 
     def outer(w: Any, x: Any) -> Any:
-        return jitted({"w": w}, x, None, "cpu:0")
+        return jitted({"w": w}, x, "cpu:0")
 
     with jdag.simulate(["a", "b"], seed=0) as cluster, cluster.context() as ctx:
         out = ctx.call("b", outer, array(3, 4), array(8, 3))
@@ -230,7 +228,7 @@ def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices()
     p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
 
     def loss(p: Any) -> Any:
-        return jnp.sum(data_parallel(curved, p, x, names(2), how="shard_map"))
+        return jnp.sum(data_parallel(curved, p, x, names(2)))
 
     # JAX would compare the devices of the program with those of what is around it.
     far = jax.device_put(p, D[3])
@@ -245,16 +243,16 @@ def test_second_derivatives_of_a_program_over_devices_show_none_of_its_devices()
     close(product, wanted)
 
 
-@pytest.mark.parametrize("how", ["shard_map", "each"])
-def test_inside_of_checkpoint_gradients_come_to_where_their_arrays_live(how):
-    p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(4, 3, seed=1)
-    far, rows = jax.device_put(p, D[3]), jax.device_put(x, D[5])
+@pytest.mark.parametrize("rows", ROWS)
+def test_inside_of_checkpoint_gradients_come_to_where_their_arrays_live(rows):
+    p, x = {"w": array(3, 2), "n": jnp.arange(2)}, array(rows, 3, seed=1)
+    far, there = jax.device_put(p, D[3]), jax.device_put(x, D[5])
 
     def loss(p: Any, x: Any) -> Any:
-        return jnp.sum(data_parallel(curved, p, x, names(2), how=how))
+        return jnp.sum(data_parallel(curved, p, x, names(2)))
 
     both: Any = {"argnums": (0, 1), "allow_int": True}
-    found = jax.grad(jax.checkpoint(loss), **both)(far, rows)
+    found = jax.grad(jax.checkpoint(loss), **both)(far, there)
     assert where((found[0]["w"], found[1])) == ["cpu:3", "cpu:5"]
     wanted = jax.grad(lambda p, x: jnp.sum(curved(p, x)), **both)(p, x)
     close((found[0]["w"], found[1]), (wanted[0]["w"], wanted[1]))

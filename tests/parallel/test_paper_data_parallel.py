@@ -13,11 +13,11 @@ def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
     for name in ("ROUNDS_MIN", "ROUNDS_MAX"):
         monkeypatch.setattr(data_parallel, name, 1)
     monkeypatch.setattr(data_parallel, "TURN_S", 0.0)
-    monkeypatch.setattr(data_parallel, "WAYS", ("each",))
+    monkeypatch.setattr(data_parallel, "WORK_MIN_S", 1e9)  # No target of several.
     rows = [data_parallel.row_of(jax.devices()[:count], 8, 16) for count in (1, 2)]
     assert [list(row["step_s"]) for row in rows] == [
-        ["chosen", "jit"],
-        ["each", "pmap by hand", "shard_map by hand"],
+        ["one device", "jit"],
+        ["equal", "uneven", "pmap by hand", "shard_map by hand"],
     ]
     found = {"rows": rows, "memory": [], "machine": {"cores": 2}, "device": "cpu"}
     assert data_parallel.page(found).count("| 8 x 16 |") == 2 + 4
@@ -25,7 +25,7 @@ def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
 
 def timed(devices: int, width: int, **seconds: float) -> dict[str, Any]:
     """A row with the same times, each of three rounds, of forward and step."""
-    times = {n.replace("_by_hand", " by hand"): [s] * 3 for n, s in seconds.items()}
+    times = {name.replace("_", " "): [s] * 3 for name, s in seconds.items()}
     return {
         "devices": devices,
         "width": width,
@@ -38,32 +38,17 @@ def timed(devices: int, width: int, **seconds: float) -> dict[str, Any]:
 
 def test_a_target_is_met_or_missed_where_there_is_enough_work():
     rows = [
-        timed(1, 8, chosen=2e-4, jit=1e-4),  # Twice: but of little work.
-        timed(1, 16, chosen=1.04e-3, jit=1e-3),
-        timed(2, 8, pmap=9e-4, pmap_by_hand=3e-4),
-        timed(2, 16, pmap=4.4e-3, pmap_by_hand=4e-3),
-        timed(2, 32, pmap=4e-2, pmap_by_hand=4e-2),
+        timed(1, 8, one_device=2e-4, jit=1e-4),  # Twice: but of little work.
+        timed(1, 16, one_device=1.04e-3, jit=1e-3),
+        timed(2, 8, equal=9e-4, pmap_by_hand=3e-4),
+        timed(2, 16, equal=4.4e-3, pmap_by_hand=4e-3),
+        timed(2, 32, equal=4e-2, pmap_by_hand=4e-2),
     ]
     lines = [line for line in data_parallel.targets(rows) if "forward" in line]
     assert lines == [
-        "| 1 | chosen, forward | jit | 1.04 | 16 x 64 | met |",
-        "| 2 | pmap, forward | pmap by hand | 1.10 | 16 x 64 | missed |",
+        "| 1 | one device, forward | jit | 1.04 | 16 x 64 | met |",
+        "| 2 | equal, forward | pmap by hand | 1.10 | 16 x 64 | missed |",
     ]
-
-
-def test_the_fastest_way_is_told_from_what_size_on():
-    hands = {"pmap_by_hand": 1.0, "shard_map_by_hand": 2.0}
-    rows = [
-        timed(2, 8, pmap=3.0, shard_map=2.0, each=4.0, **hands),
-        timed(2, 16, pmap=3.0, shard_map=4.0, each=2.0, **hands),
-        timed(2, 32, pmap=3.0, shard_map=4.0, each=2.0, **hands),
-        timed(4, 8, pmap=1.0, shard_map=4.0, each=2.0, **hands),
-    ]
-    assert data_parallel.fastest(rows, "step") == (
-        "Fastest step: on 2 devices `shard_map` from 8 x 32 on, `each` from 16 x 64 "
-        "on; on 4 devices `pmap` from 8 x 32 on."
-    )
-    assert data_parallel.ratio_of(rows[0]["step_s"], "each") == 4.0
 
 
 @pytest.mark.second

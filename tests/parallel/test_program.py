@@ -1,5 +1,7 @@
 """One program over all devices: leaves of any number, reductions over replicas."""
 
+import gc
+import weakref
 from functools import partial
 from typing import Any
 
@@ -12,49 +14,17 @@ from jax.sharding import Mesh, PartitionSpec
 from jdag.compute.jaxprs import collectives
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, row_mean
-from tests.parallel.cases import array, close, names, norm_params, normed, normed_alone
+from tests.parallel.cases import (
+    array,
+    close,
+    names,
+    norm_params,
+    normed,
+    normed_alone,
+    where,
+)
 
-HOW = "shard_map"
-
-
-def total(tree: Any) -> Any:
-    """A sum in which each leaf has a weight of its own."""
-    leaves = jax.tree.leaves(tree)
-    return sum([jnp.sum(leaf * (n + 2)) for n, leaf in enumerate(leaves)])
-
-
-def valued(fn: Any, by: Any, p: Any, x: Any) -> Any:
-    """What a function returns, and the gradients of its total."""
-
-    def loss(*args: Any) -> Any:
-        found = fn(*args)
-        return total(found), found
-
-    (_, found), gradients = jax.value_and_grad(loss, by, has_aux=True)(p, x)
-    return found, gradients
-
-
-def on_one_device(fn: Any, by: Any, p: Any, x: Any) -> Any:
-    """The same by plain JAX; else each operation is compiled for each shape."""
-    return jax.jit(partial(valued, fn, by))(p, x)
-
-
-def test_axes_are_those_of_groups_where_leaves_are_as_many():
-    x, y = array(4, 4), array(4, 4, seed=1)
-    p = [array(4, 4, seed=2 + n) for n in range(3)]
-
-    def layers(p: Any, x: Any) -> Any:
-        return x @ p[0] @ p[1] @ p[2]
-
-    models: list[Any] = [
-        (layers, 0, p, x),
-        (lambda p, x: jnp.tanh(x @ p[0]) @ p[1], (0, 1), p[:2], x),
-        (lambda p, x: x[0] * x[1], 1, [], (x, y)),
-        (lambda p, x: (x[0] @ p[0] - x[1]) ** 2, 1, p[:1], (x, y)),
-    ]
-    for fn, by, *args in models:
-        spread = partial(data_parallel, fn, devices=names(2), how=HOW)
-        close(valued(spread, by, *args), on_one_device(fn, by, *args))
+D = jax.devices()
 
 
 def test_rows_along_another_dim_are_not_taken_for_those_along_the_first():
@@ -66,7 +36,6 @@ def test_rows_along_another_dim_are_not_taken_for_those_along_the_first():
         names(1),
         dim=1,
         axis_name="all",
-        how=HOW,
     )
     np.testing.assert_array_equal(found, [[0, 2], [4, 7]])
 
@@ -80,7 +49,7 @@ def test_batch_normalisation_is_that_of_one_device(rows, devices):
     cotangent = array(rows, 4, seed=8)
 
     def spread(params: Any, x: Any) -> Any:
-        settings: Any = {"axis_name": "all", "has_aux": True, "how": HOW}
+        settings: Any = {"axis_name": "all", "has_aux": True}
         return data_parallel(normed, params, x, names(devices), **settings)
 
     wanted, alone_vjp, statistics = jax.vjp(normed_alone, params, x, has_aux=True)
@@ -117,7 +86,7 @@ def test_complex_rows_are_reduced_over_replicas_as_on_one_device():
         def fn(p: Any, x: Any, rows: Any) -> Any:
             return turned(p, x, lambda h: row_mean(h, rows, "all"))
 
-        return data_parallel(fn, p, x, names(3), axis_name="all", how=HOW)
+        return data_parallel(fn, p, x, names(3), axis_name="all")
 
     def alone(p: Any, x: Any) -> Any:
         return turned(p, x, lambda h: jnp.mean(h, 0))
@@ -166,3 +135,97 @@ def test_collectives_are_those_over_the_axis_in_their_order():
     found = ["psum(float64[2,3])", "psum(float64[2])", "all_gather(float64[2])"]
     assert collectives(jaxpr, "all") == found
     assert collectives(jaxpr, "rows") == []
+
+
+# --------------------------------- calls that look alike share a program, others do not
+
+
+def test_arrays_may_live_elsewhere_in_the_next_call():
+    def fn(p: Any, x: Any) -> Any:
+        return p * x
+
+    x, p = jnp.arange(4.0), jnp.float64(3)
+    mesh = jax.sharding.Mesh(np.asarray(D[4:6]), ("some",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("some"))
+    for devices in (names(2), names(1, 3)):
+        for there in (None, D[3], spread, D[0], None):
+            at = x if there is None else jax.device_put(x, there)
+            for one in (p, jax.device_put(p, D[3])):
+                for output in (None, "cpu:7", None):
+                    found = data_parallel(fn, one, at, devices, output)
+                    assert where(found) == [output or devices[0]]
+                    np.testing.assert_array_equal(found, 3 * np.arange(4.0))
+                grad = jax.grad(
+                    lambda p, at=at, d=devices: jnp.sum(data_parallel(fn, p, at, d))
+                )(one)
+                assert grad.devices() == one.devices() and grad == 6
+
+
+def test_the_default_device_may_change_between_calls():
+    def fn(p: Any, x: Any) -> Any:
+        return p * x
+
+    x, p = jnp.arange(4.0), jnp.float64(3)
+    for count in (1, 2):
+        for device in (D[5], None, D[2]):
+            with jax.default_device(device):
+                found = data_parallel(fn, p, x, names(count))
+            assert where(found) == ["cpu:0"]
+            np.testing.assert_array_equal(found, 3 * np.arange(4.0))
+
+
+def test_settings_of_jax_may_change_between_calls():
+    def fn(p: Any, x: Any) -> Any:
+        wide: Any = jax.config
+        return (x, x + 1) if wide.jax_enable_x64 else x
+
+    x = jnp.arange(4, dtype=jnp.float32)
+    for enabled in (True, False, True):
+        with jax.enable_x64(enabled):
+            found = data_parallel(fn, {}, x, names(1))
+            close(found, (x, x + 1) if enabled else x)
+
+
+def test_numpy_arrays_may_change_between_calls_and_before_the_vjp():
+    x = np.arange(16.0)
+    for n in range(3):
+        x[:] = n
+        found, vjp = jax.vjp(
+            lambda p: data_parallel(jnp.multiply, p, x, names(1)), jnp.float64(2)
+        )
+        x[:] = -7
+        np.testing.assert_array_equal(found, np.full(16, 2.0 * n))
+        assert vjp(jnp.ones(16)) == (16 * n,)
+
+
+def test_an_array_that_was_deleted_is_refused_in_a_call_that_ran_before():
+    p, x = {"w": jnp.float64(2)}, array(4)
+
+    def fn(p: Any, x: Any) -> Any:
+        return p["w"] * x
+
+    for tree in (p, x):
+        close(data_parallel(fn, p, x, names(2)), 2 * array(4))
+        (leaf,) = jax.tree.leaves(tree)
+        leaf.delete()
+        with pytest.raises(JdagError, match=r"was deleted, or donated"):
+            data_parallel(fn, p, x, names(2))
+        p = {"w": jnp.float64(2)}
+
+
+def test_what_is_kept_of_a_call_keeps_no_array():
+    p, x = {"w": array(3)}, array(4, 3)
+    data_parallel(lambda p, x: x @ p["w"], p, x, names(2))
+    held = [weakref.ref(p["w"]), weakref.ref(x)]
+    del p, x
+    gc.collect()
+    assert [one() for one in held] == [None, None]
+
+
+def test_a_guard_against_moves_that_nobody_asked_for_lets_these_pass():
+    spread = partial(data_parallel, jnp.multiply, 3.0, devices=names(2))
+    x = jnp.arange(4.0)
+    for _ in range(2):
+        with jax.transfer_guard_device_to_device("disallow"):
+            close(spread(x), 3.0 * x)
+        close(spread(x), 3.0 * x)
