@@ -210,7 +210,13 @@ class CostWarning(UserWarning):
 
 
 class ScenarioError(JdagError):
-    """A scenario or a setting is not usable: file, key, value and what is allowed."""
+    """A scenario or a setting is not usable: file, key, value and what is allowed.
+
+    `args` has a text for each setting that is wrong.
+    """
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.args))
 
 
 class ScheduleError(JdagError):

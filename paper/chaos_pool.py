@@ -12,6 +12,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 import jdag
 from jdag.api.drivers import worker_options
 from jdag.rpc import worker_server
@@ -129,7 +131,7 @@ class Pool:
             changes |= {"hosts": dict.fromkeys(NAMES, "127.0.0.1")}
         if name in self._launches:
             self._launches[name].close()
-        made = options.model_copy(update=changes)
+        made = replace(options, **changes)
         logs = self.folder / "logs"
         self._launches[name] = Launch([made], env=env, logs=logs, ready_s=600)
 

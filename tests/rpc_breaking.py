@@ -17,8 +17,7 @@ from jdag.errors import JoinError
 from jdag.rpc.node import Node
 from jdag.rpc.programs import Over
 from jdag.rpc.streams import SocketStream
-from jdag.wire.frames import unpack_header
-from jdag.wire.link import FRAME_BYTES
+from jdag.wire.frames import FRAME_BYTES, unpack_header
 from tests.rpc_nodes import joined_by, made, whereabouts
 
 CUT, KILL = "cut", "kill"

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 import jdag
 from jdag.api.drivers import worker_options
 from jdag.rpc.launch import Launch
@@ -113,13 +115,11 @@ class Workers:
             value_bytes_max=1 << 34,
         )
         # Where another one can take the place of one that was killed.
-        options = options.model_copy(update={"control": str(free_address())})
+        options = replace(options, control=str(free_address()))
         if self._tls is None:
             return options
         data, hosts = "tcp:127.0.0.1:0", dict.fromkeys(self.names, "127.0.0.1")
-        return options.model_copy(
-            update={"tls": tuple(self._tls), "data": data, "hosts": hosts}
-        )
+        return replace(options, tls=tuple(self._tls), data=data, hosts=hosts)
 
     @property
     def launch(self) -> Launch:

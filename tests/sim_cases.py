@@ -24,8 +24,8 @@ from jdag.engine.protocol import (
     ScratchKey,
     Send,
 )
-from jdag.runtime.tables import NESTING_MAX
 from jdag.runtime.trace import Record
+from jdag.runtime.validation import NESTING_MAX
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 

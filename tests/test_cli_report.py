@@ -41,19 +41,23 @@ def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
     for key in ("name", "figures", "meaning", "exact", "versions", "expect"):
         path.write_text(json.dumps({**result, key: 3}))
         said = refused(place, "report", "run")
-        assert f"wrote; {key} in result.json is an int: input should be a" in said
+        assert f"wrote; {key} in result.json: expected `" in said
     for key in ("seed", "outcome"):
         path.write_text(json.dumps({k: v for k, v in result.items() if k != key}))
         said = refused(place, "report", "run")
-        assert said.endswith(f"wrote; result.json has no {key}\n")
+        assert said.endswith(f"result.json: object missing required field `{key}`\n")
     expected = [{**one, "figure": 3, "got": 1} for one in result["expect"]]
     path.write_text(json.dumps({**result, "expect": expected}))
     said = refused(place, "report", "run")
-    assert "expect.0.figure in result.json is an int: input should be a" in said
+    assert "expect[0].figure in result.json: expected `str`, got `int`" in said
     path.write_text(json.dumps({**result, "window_ns": [0]}))
-    assert "at least 2 items" in refused(place, "report", "run")
+    assert "window_ns in result.json: expected `array` of length >= 2" in refused(
+        place, "report", "run"
+    )
     path.write_text("[]")
-    assert "wrote; result.json is a list: input" in refused(place, "report", "run")
+    assert "result.json: expected `object`, got `array`" in refused(
+        place, "report", "run"
+    )
     path.write_text(json.dumps({**result, "question": "\udcff?"}))
     assert jdag("report", "run")[0] == 0
     assert "\\udcff?" in (place / "run" / "index.html").read_text()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from jdag.api.cluster import Cluster
 from jdag.api.graph import Graph
@@ -78,7 +79,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("name", ["pipeline", "parameter_server"])
 def test_on_processes_it_is_right_too(name: str, cluster: Cluster):
     scenario = small(SCENARIOS / f"{name}.toml")
-    settings = scenario.settings.model_copy(update={"compile": True})
+    settings = structs.replace(scenario.settings, compile=True)
     scenario = replace(scenario, settings=settings)
     answer = run_scenario(scenario, silent, Shared(settings, cluster))
     assert answer.figures["outcome"] == "finished"

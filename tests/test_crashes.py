@@ -18,7 +18,7 @@ from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
 from jdag.sim.outages import CRASHED
-from jdag.wire.link import LinkSettings
+from jdag.sim.reliable_link import LinkSettings
 from tests.sim_cases import Played, Work, cotangent, job, key, play, resume, send
 
 WORKERS = ("a", "b", "c", "d")

@@ -159,8 +159,8 @@ def test_one_model_serves_all_and_who_is_not_named_is_free():
         ({"forward_ns": -1}, "forward_ns = -1: allowed is an integer >= 0"),
         ({"backward_ns": 1.5}, "backward_ns = 1.5: allowed is an integer >= 0"),
         ({"sum_ns": True}, "sum_ns = True: allowed is"),
-        ({"functions": {"f": (1, -2)}}, r"functions\['f'\].backward_ns = -2: allowed"),
-        ({"functions": {"f": (1,)}}, r"functions\['f'\] = \(1,\): allowed is two"),
+        ({"functions": {"f": (1, -2)}}, r"functions.f = \(1, -2\): allowed is two int"),
+        ({"functions": {"f": (1,)}}, r"functions.f = \(1,\): allowed is two"),
         ({"functions": 3}, "functions = 3: allowed is costs by name"),
         *[
             (
@@ -169,10 +169,10 @@ def test_one_model_serves_all_and_who_is_not_named_is_free():
             )
             for name in ("", 3, "m:", ":f", "m: f", "f(float32[8])", "m:f(float32[8]")
         ],
-        ({"functions": {"f": (1, 2, -3)}}, r"weight_grad_ns = -3: allowed is"),
+        ({"functions": {"f": (1, 2, -3)}}, r"\(1, 2, -3\): .*weight_grad_ns\)"),
         ({"functions": {"f": (1, 2, 3, 4)}}, r"\(1, 2, 3, 4\): allowed is two"),
         ({"roofline": 3}, "roofline = 3: allowed is a Roofline"),
-        ({"functions": {"f": 3}}, r"functions\['f'\] = 3: allowed is two"),
+        ({"functions": {"f": 3}}, r"functions.f = 3: allowed is two"),
     ],
 )
 def test_an_unusable_cost_is_refused_by_name(settings: Any, said: str):
@@ -184,7 +184,7 @@ def test_a_device_of_nobody_and_what_is_no_device_are_refused_by_name():
     with pytest.raises(ScenarioError, match="worker = 'z': allowed is one of a, b, c"):
         models({"z": MODEL}, WORKERS)
     devices: Any = {"a": 5}
-    with pytest.raises(ScenarioError, match=r"devices\['a'\] = 5: allowed is a Device"):
+    with pytest.raises(ScenarioError, match=r"devices.a = 5: allowed is a Device"):
         models(devices, WORKERS)
     devices = "gpu"
     with pytest.raises(ScenarioError, match="devices = 'gpu': allowed is a DeviceMode"):

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import inspect
 import os
 import re
 import signal
@@ -27,7 +26,6 @@ from jdag.errors import (
 )
 from jdag.rpc import launch as launch_module
 from jdag.rpc.session import Session
-from jdag.sim.settings import SimSettings
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers, kept
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total
@@ -191,11 +189,14 @@ def test_launched_workers_bound_calls_and_one_that_is_killed_is_lost_with_its_li
         ({"workers": ["a", "b#1"]}, "b#1"),
         ({"workers": ["a", "b"], "device": "tpu"}, "device"),
         ({"workers": None}, "workers = None"),
-        ({"workers": ["a", "b"], "allow": ["__main__"]}, "__main__.*a list of mo"),
+        (
+            {"workers": ["a", "b"], "allow": ["__main__"]},
+            "allow\\[0\\] = '__main__': allowed is a module",
+        ),
         ({"workers": ["a", "b"], "allow": "mine"}, "allow = 'mine': .*\\[\"mymodels"),
         ({"workers": ["a", "b"], "deadline_s": "9"}, "deadline_s = '9': .* seconds"),
         ({"workers": ["a", "b"], "ready_s": -1}, "ready_s = -1: .* seconds"),
-        ({"workers": ["a", "b"], "env": {"N": 1}}, "env = {'N': 1}: .*texts by name"),
+        ({"workers": ["a", "b"], "env": {"N": 1}}, "env.N = 1: .*texts by name"),
         (
             {"workers": ["a", "b"], "logs": 5},
             "logs = 5: allowed is the path of a folder",
@@ -239,10 +240,7 @@ def test_what_is_no_path_of_a_file_cannot_be_connected_to(path: Any) -> None:
 def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
     said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
     with pytest.raises(ScenarioError, match=said):
-        jdag.simulate(["a"], seed=0, faluts=[])
-    settings = inspect.signature(SimSettings).parameters
-    own = {"workers", "seed", "home", "values", "chooser"}
-    assert set(drivers.SIMULATED) == set(settings) - own
+        jdag.simulate(["a"], seed=0, faluts=[])  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 from typer.testing import CliRunner
 
 from jdag.api.cluster import Cluster
@@ -58,18 +59,17 @@ OF_TIERS = [
 def small(path: Path) -> Scenario:
     """A shipped scenario on workers that all can share, once, without its faults."""
     scenario = load(path)
-    settings = scenario.settings.model_copy(
-        update={
-            "workers": list(WORKERS[: max(2, min(4, len(scenario.settings.names)))]),
-            "seeds": 1,
-            "home": None,
-            "placement": {},
-            "x64": True,
-            "faults": [],
-            "network": {},
-            "devices": {},
-            "settings": {**scenario.settings.settings, **SHORT.get(path.stem, {})},
-        }
+    settings = structs.replace(
+        scenario.settings,
+        workers=list(WORKERS[: max(2, min(4, len(scenario.settings.names)))]),
+        seeds=1,
+        home=None,
+        placement={},
+        x64=True,
+        faults=(),
+        network={},
+        devices={},
+        settings={**scenario.settings.settings, **SHORT.get(path.stem, {})},
     )
     with configured(settings):
         player = player_of(settings, path.parent)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import jdag
 from jdag.errors import JoinError, WorkerLost
@@ -56,7 +57,7 @@ class Field:
             os.kill(self.pids[name], signal.SIGCONT)
             return
         at = {"control": str(self.addresses[name])}
-        options = self.workers.options(name).model_copy(update=at)
+        options = replace(self.workers.options(name), **at)
         started = Launch([options], env=self.env)
         self.launches.append(started)
         self.pids[name] = started.pids[name]

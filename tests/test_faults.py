@@ -22,8 +22,6 @@ from jdag.sim.faults import (
 )
 
 WORKERS = ["a", "b", "c"]
-WRONG_NS: Any = 1.5
-WRONG_GROUPS: Any = "ab"
 
 
 class Unasked(Chooser):
@@ -129,42 +127,45 @@ def test_a_slow_worker_takes_longer_within_its_time():
 
 
 @pytest.mark.parametrize(
+    ("kind", "values", "said"),
+    [
+        (Drop, (1.5,), "probability = 1.5: allowed is a number from 0 to 1"),
+        (Drop, (float("nan"),), "probability = nan"),
+        (Drop, (True,), "probability = True"),
+        (Drop, (0.1, None, None, -1), "from_ns = -1: allowed is an integer >= 0"),
+        (Drop, (0.1, None, None, 5, 4), "until_ns = 4: allowed is an int"),
+        (Delay, (0.1, 9, 3), "delay_max_ns = 3: allowed is an integer >= delay"),
+        (Delay, (0.1, 1.5, 3), "delay_min_ns = 1.5"),
+        (Duplicate, (0.1, -1), "delay_max_ns = -1"),
+        (Partition, ("ab",), "groups = 'ab'"),
+        (Crash, ("a", 0), "(at_ns, at_index) = (None, None): allowed is one of"),
+        (Crash, ("a", 0, 1, 1), "(at_ns, at_index) = (1, 1)"),
+        (Crash, ("a", -1, 1), "detect_ns = -1"),
+        (Slow, ("a", 0.5), "factor = 0.5: allowed is a number from 1 to 1e9"),
+        (Slow, ("a", float("inf")), "factor = inf"),
+    ],
+)
+def test_a_fault_that_cannot_be_is_refused_by_key_value_and_what_is_allowed(
+    kind: Any, values: Any, said: str
+):
+    with pytest.raises(ScenarioError) as caught:
+        kind(*values)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (Drop(1.5), "faults[0].probability = 1.5: allowed is a number from 0 to 1"),
-        (Drop(float("nan")), "faults[0].probability = nan"),
-        (Drop(True), "faults[0].probability = True"),
         (Drop(0.1, source="z"), "faults[0].source = 'z': allowed is one of a, b, c"),
         (Drop(0.1, destination="z"), "faults[0].destination = 'z'"),
-        (Drop(0.1, from_ns=-1), "faults[0].from_ns = -1: allowed is an integer >= 0"),
-        (Drop(0.1, from_ns=5, until_ns=4), "faults[0].until_ns = 4: allowed is an int"),
-        (
-            Delay(0.1, 9, 3),
-            "faults[0].delay_max_ns = 3: allowed is an integer >= delay",
-        ),
-        (
-            Delay(0.1, WRONG_NS, 3),
-            "faults[0].delay_min_ns = 1.5",
-        ),
-        (Duplicate(0.1, -1), "faults[0].delay_max_ns = -1"),
         (Partition((("a",),)), "allowed is two groups or more, none shared"),
         (Partition((("a", "b"), ("b",))), "allowed is two groups or more, none shared"),
         (Partition((("a",), ())), "allowed is two groups or more, none shared"),
         (Partition((("a",), ("z",))), "faults[0].groups"),
-        (Partition(WRONG_GROUPS), "faults[0].groups = 'ab'"),
         (Crash("z", 0, at_ns=1), "faults[0].worker = 'z'"),
-        (
-            Crash("a", 0),
-            "faults[0].(at_ns, at_index) = (None, None): allowed is one of",
-        ),
-        (Crash("a", 0, 1, 1), "faults[0].(at_ns, at_index) = (1, 1)"),
-        (Crash("a", -1, 1), "faults[0].detect_ns = -1"),
-        (Slow("a", 0.5), "faults[0].factor = 0.5: allowed is a number from 1 to 1e9"),
-        (Slow("a", float("inf")), "faults[0].factor = inf"),
-        ("drop", "faults[0] = 'drop': allowed is one of Drop, Delay"),
     ],
 )
-def test_an_unusable_fault_is_refused_by_key_value_and_what_is_allowed(fault, said):
+def test_a_fault_of_nobody_is_refused_by_key_value_and_what_is_allowed(fault, said):
     with pytest.raises(ScenarioError) as caught:
         Faults([fault], WORKERS)
     assert said in str(caught.value)
@@ -172,10 +173,12 @@ def test_an_unusable_fault_is_refused_by_key_value_and_what_is_allowed(fault, sa
 
 def test_all_that_is_wrong_is_named_at_once():
     with pytest.raises(ScenarioError) as caught:
-        Faults([Drop(2, source="z"), Slow("y", 2), Drop(0.5)], WORKERS)
-    for name in ("faults[0].probability", "faults[0].source", "faults[1].worker"):
+        Faults([Drop(0.2, "y", "z"), Slow("y", 2), Drop(0.5)], WORKERS)
+    for name in ("faults[0].source", "faults[0].destination", "faults[1].worker"):
         assert name in str(caught.value)
     assert "faults[2]" not in str(caught.value)
+    with pytest.raises(ScenarioError, match=r"^probability = 2: .*; until_ns = -1: "):
+        Drop(2, until_ns=-1)
 
 
 def test_a_worker_crashes_once():

@@ -5,13 +5,13 @@ import pytest
 from jdag.errors import ProtocolError
 from jdag.wire.frames import (
     CHUNK_MAX_BYTES,
+    FRAME_BYTES,
     LENGTHS_MAX,
     FrameKind,
     Header,
     pack_header,
     unpack_header,
 )
-from jdag.wire.link import FRAME_BYTES
 
 WIDE = (1 << 64) - 1
 HEADERS = [

@@ -284,7 +284,7 @@ def test_a_process_that_does_not_start_again_is_started_by_who_asks_once_more(
     monkeypatch.setattr(on_ray, "Launch", Started)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     (options,) = options_of("a")
-    actor = _Parent(options.model_dump_json(), fresh_authority(), None, None, 1.0)
+    actor = _Parent(options.written(), fresh_authority(), None, None, 1.0)
     assert [actor.where() for _ in range(4)] == [
         ("", "not ready 1"),
         ("", "not ready 2"),

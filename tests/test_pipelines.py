@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jdag
 from jdag import schedules
-from jdag.errors import JdagError, RemoteError, ScheduleError
+from jdag.errors import JdagError, RemoteError, ScenarioError, ScheduleError
 from jdag.sim import DeviceModel, LinkModel, Network
 from tests.pipeline_cases import (
     ROWS,
@@ -333,7 +333,7 @@ def test_a_schedule_for_other_workers_is_refused():
     ):
         with pytest.raises(ScheduleError, match="worker = 'w0': allowed is workers of"):
             make(SMALL)
-    with pytest.raises(ScheduleError, match="schedule = 'zb_h1': allowed is a jdag"):
+    with pytest.raises(ScenarioError, match="schedule = 'zb_h1': allowed is a jdag"):
         simulated("zb_h1", ["a", "b"])  # type: ignore[arg-type]
 
 

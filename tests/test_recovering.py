@@ -5,6 +5,7 @@ import signal
 from contextlib import ExitStack
 
 import pytest
+from msgspec.structs import replace
 
 import jdag
 from jdag.rpc.launch import Launch
@@ -55,7 +56,7 @@ def test_a_training_goes_on_when_workers_of_a_file_join_again():
         def recover() -> None:
             for victim in killed:  # Another process, at the address of the former.
                 at = {"control": str(addresses[victim])}
-                options = workers.options(victim).model_copy(update=at)
+                options = replace(workers.options(victim), **at)
                 launches[victim] = stack.enter_context(Launch([options], ready_s=600))
             killed.clear()
             cluster.recover()

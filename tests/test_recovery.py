@@ -315,7 +315,7 @@ def test_what_is_made_and_what_is_loaded_are_recovered(tmp_path: Any):
         (lambda c: c.recover(timeout_s=1e-3), "no worker is lost"),
         (lambda c: c.recover("b", to="b"), "to = 'b': allowed is another worker"),
         (lambda c: c.recover("b", to="e"), "to = 'e': allowed is one of"),
-        (lambda c: c.recover("b", timeout_s=0), "timeout_s=0: allowed is"),
+        (lambda c: c.recover("b", timeout_s=0), "timeout_s = 0: allowed is"),
         (lambda c: c.replicate_leaves(to="x"), "to = 'x': allowed is one of"),
     ],
 )

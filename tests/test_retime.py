@@ -1,7 +1,6 @@
 """Re-timing: a recorded run with other links and devices, held against running it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 import jdag
 from jdag import schedules

@@ -209,11 +209,11 @@ BAD = {
     ),
     "workers of a schedule that are no names": (
         "workers = ['a', 'b', 'c', 4]",
-        "schedule.workers = ['a', 'b', 'c', 4]: allowed is a list of texts",
+        "schedule.workers[3] = 4: allowed is a text",
     ),
     "lists of a schedule that are no texts": (
         "lists = [['0F0', '0B0']]",
-        "schedule.lists = [['0F0', '0B0']]: allowed is a list of texts",
+        "schedule.lists[0] = ['0F0', '0B0']: allowed is a text",
     ),
     "LogGP's key without its model": (
         "[network]\ngap_ns = 3",
@@ -261,7 +261,7 @@ BAD = {
     ),
     "a torus of another size": (
         '[network.topology]\nkind = "torus"\nshape = [2, 3]',
-        "network.topology.workers = ['a', 'b', 'c', 'd']: allowed is a list of 6",
+        "network.topology.workers = ('a', 'b', 'c', 'd'): allowed is a list of 6",
     ),
     "a tree of no arity": (
         '[network.topology]\nkind = "tree"\narity = 1',
@@ -294,7 +294,7 @@ BAD = {
     ),
     "a roofline that is no table": (
         "[devices]\nroofline = 3",
-        "devices.roofline = 3: allowed is a table",
+        "devices.roofline = 3: allowed is a Roofline, or a table",
     ),
     "a roofline without bytes": (
         "[devices.roofline]\nflops_per_s = 3",

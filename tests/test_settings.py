@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from jdag.errors import ScenarioError
 from jdag.rpc.addresses import Address, address_of
@@ -76,7 +77,7 @@ def test_with_another_way_to_trust_no_token_is_made(tmp_path: Path):
 
 def test_where_no_token_can_be_made_it_is_said(tmp_path: Path):
     settings = load(written(tmp_path, WORKER))
-    settings._path = tmp_path / "gone" / "cluster.toml"
+    settings = replace(settings, path=tmp_path / "gone" / "cluster.toml")
     with pytest.raises(ScenarioError, match=r"token_file = None: .* cannot be made"):
         settings.make_token()
 
@@ -120,11 +121,11 @@ WRONG = (
         "workers.a.device = 'tpu': allowed is cpu, gpu, or gpu:N with the number of "
         "the GPU",
     ),
-    (WORKER + 'allow = ["a b"]', "workers.a.allow = ['a b']: allowed is a list of mod"),
+    (WORKER + 'allow = ["a b"]', "workers.a.allow[0] = 'a b': allowed is a module"),
     (WORKER + 'allow = "os"', "workers.a.allow = 'os': allowed is a list of modules"),
     (
         WORKER + 'allow = ["__main__"]',
-        "workers.a.allow = ['__main__']: allowed is a li",
+        "workers.a.allow[0] = '__main__': allowed is a module",
     ),
     (WORKER + "colour = 1", "workers.a.colour = 1: allowed is one of the keys control"),
     (

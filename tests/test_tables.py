@@ -1,75 +1,12 @@
-"""Tables of TOML files: a mistake is said with key, value and what is allowed."""
+"""Files of TOML: what cannot be read is one line with the file and why."""
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
 
 import pytest
-from pydantic import ValidationError
 
 from jdag.errors import ScenarioError
-from jdag.runtime.tables import (
-    BYTES_MAX,
-    COUNT,
-    FLAG,
-    TEXT,
-    Table,
-    is_path,
-    number,
-    one_of,
-    only,
-    read,
-    said,
-    wrong,
-)
-
-
-class Inner(Table):
-    colour: Annotated[str, one_of("red", "green")] = "red"
-    share: Annotated[float, only("a number from 0 to 1", number(0, 1))] = 0.0
-
-
-class Outer(Table):
-    name: TEXT
-    copies: COUNT = 1
-    loud: FLAG = False
-    inner: Inner = Inner()
-
-
-WRONG: tuple[tuple[dict[str, Any], str], ...] = (
-    ({}, "name is missing; it has to be there"),
-    ({"name": ""}, "name = '': allowed is a text"),
-    ({"name": 3}, "name = 3: allowed is a text"),
-    ({"name": "x", "copies": 0}, "copies = 0: allowed is an integer >= 1"),
-    ({"name": "x", "copies": True}, "copies = True: allowed is an integer >= 1"),
-    ({"name": "x", "loud": 1}, "loud = 1: allowed is true or false"),
-    ({"name": "x", "inner": 3}, "inner = 3: allowed is a table"),
-    (
-        {"name": "x", "inner": {"colour": "blue"}},
-        "inner.colour = 'blue': allowed is one of red, green",
-    ),
-    (
-        {"name": "x", "inner": {"share": 1.5}},
-        "inner.share = 1.5: allowed is a number from 0 to 1",
-    ),
-    (
-        {"name": "x", "copis": 2},
-        "copis = 2: allowed is one of the keys name, copies, loud, inner "
-        "(do you mean copies?)",
-    ),
-)
-
-
-@pytest.mark.parametrize(("table", "words"), WRONG, ids=[words for _, words in WRONG])
-def test_a_mistake_is_said_with_its_key_its_value_and_what_is_allowed(table, words):
-    with pytest.raises(ValidationError) as caught:
-        Outer.model_validate(table)
-    assert said(caught.value) == words
-
-
-def test_a_right_table_is_as_it_was_written():
-    outer = Outer.model_validate({"name": "x", "copies": 3, "inner": {"share": 1}})
-    assert (outer.name, outer.copies, outer.inner.share) == ("x", 3, 1)
+from jdag.runtime.tables import BYTES_MAX, read, wrong
 
 
 @pytest.mark.parametrize(
@@ -137,8 +74,3 @@ def test_a_path_that_no_file_can_have_is_named_as_it_can_be_seen(name: str):
     said = str(caught.value)
     assert said.startswith(f"{name!r}: no file can have this name: ")
     assert said.endswith("; allowed is a cluster's file")
-
-
-def test_what_may_be_a_path():
-    assert all(map(is_path, ("a", Path("a"))))
-    assert not any(map(is_path, (None, 3, b"a", ["a"], "", "a\0b", Path("a\0b"))))

@@ -192,7 +192,7 @@ def test_a_result_that_takes_too_long_can_be_asked_for_again():
         assert cluster.now_ns == SECOND * 3 // 4
         np.testing.assert_allclose(task.result(timeout_s=0.5).fetch(), jnp.tanh(X))
         assert cluster.now_ns == SECOND
-        with pytest.raises(JdagError, match="timeout_s=-1: allowed is"):
+        with pytest.raises(JdagError, match="timeout_s = -1: allowed is"):
             task.result(timeout_s=-1)
 
 

@@ -41,7 +41,6 @@ RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
 HOMES = {
     "typer": ("cli",),
     "rich": ("cli", "api.progress"),
-    "pydantic": ("runtime.tables", "scenario", "rpc", "report.result"),
     "tomllib": ("runtime.tables",),
     "matplotlib": ("report",),
     "jinja2": ("report",),
@@ -71,7 +70,7 @@ HOMES = {
 }
 
 # Pure modules know neither of these.
-PURE = ("engine", "schedules", "wire.frames", "wire.link")
+PURE = ("engine", "schedules", "wire.frames", "sim.reliable_link")
 ARRAYS = ("jax", "jaxlib", "numpy")
 
 # Built-ins that pass on the order of what they are given.
@@ -111,7 +110,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The name below jdag: `wire.link`; a folder's __init__ has the folder's."""
+        """The name below jdag: `wire.frames`; a folder's __init__ has the folder's."""
         parts = Path(self.path).with_suffix("").parts[1:]
         if len(parts) > 1 and parts[-1] == "__init__":
             parts = parts[:-1]

@@ -147,7 +147,7 @@ def test_a_time_that_cannot_be_is_refused_before_anything_is_told(cluster, bad):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
         loss = ctx.call("c", total, w)
-        said = f"timeout_s={bad!r}: allowed is a number of seconds above 0, or None"
+        said = f"timeout_s = {bad!r}: allowed is a number of seconds above 0, or None"
         with pytest.raises(JdagError, match=re.escape(said)):
             ctx.backward(loss, timeout_s=bad)
         ctx.backward(loss)

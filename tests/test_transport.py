@@ -31,9 +31,10 @@ from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
+from jdag.sim.reliable_link import LinkSettings
 from jdag.sim.simulation import Simulation
 from jdag.sim.transport import LinkEnd, link_settings
-from jdag.wire.link import FRAME_BYTES, LinkSettings
+from jdag.wire.frames import FRAME_BYTES
 from tests.sim_cases import (
     Work,
     answer,

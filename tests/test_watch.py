@@ -92,7 +92,7 @@ def test_a_worker_is_stopped_while_it_imports(tmp_path: Path, slow: Path) -> Non
     process, ours = start(os.getpid(), tmp_path / "none", slow)
     with ours:
         # What asks it to stop may come with its options; asked again it ends at once.
-        ours.sendall(options.model_dump_json().encode() + b"\nstop\n")
+        ours.sendall(options.written() + b"\nstop\n")
         soon((tmp_path / "importing").exists)
         ours.sendall(b"stop\n")
         assert process.wait(LONG_S) == 128 + signal.SIGTERM

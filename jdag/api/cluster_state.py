@@ -32,7 +32,7 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
-from jdag.runtime.tables import NESTING_MAX
+from jdag.runtime.validation import NESTING_MAX
 from jdag.schedules import Schedule
 
 

@@ -2,19 +2,21 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
+
+from msgspec import Meta
+from msgspec.structs import replace
 
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.api.replays import REPLAY, replayed
-from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
-from jdag.errors import JoinError, ScenarioError, meant, unusable
+from jdag.errors import JoinError, ScenarioError, unusable
 from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import warn_unportable
@@ -41,40 +43,49 @@ from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX, SUFFIX
-from jdag.runtime.tables import (
-    COUNT,
-    FLAG,
-    NESTING,
-    NESTING_MAX,
-    Table,
-    checked,
-    is_listed,
-    is_path,
-    one_of,
-    only,
-)
-from jdag.schedules import Schedule
-from jdag.schedules.schedule import check_for
+from jdag.runtime.session_settings import RunSettings
+from jdag.runtime.validation import COUNT, Settings, is_path, one_of, takes, where
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
-# The settings that `simulate` passes to the simulator.
-SIMULATED = (
-    *("network", "faults", "devices", "policy", "link", "detect_ns", "events_max"),
-    *("trace", "schedule"),
-)
+_VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
+_VARIABLE = Annotated[str, where(lambda text: "\0" not in text, _VARIABLES)]
+_FOLDER = Annotated[Any, where(is_path, "the path of a folder")]
 
 
-def simulate(
-    workers: Sequence[str],
-    *,
-    seed: int,
-    home: str | None = None,
-    values: str = "real",
-    nesting_max: int = NESTING_MAX,
-    recover: bool = False,
-    **settings: Any,
-) -> Cluster:
+class LaunchSettings(RunSettings, frozen=True, kw_only=True):
+    """The arguments of `launch`, which describes them."""
+
+    device: DEVICE | None = None
+    allow: ALLOW = ()
+    deadline_s: WAIT_S = DEADLINE_S
+    env: Annotated[Mapping[str, _VARIABLE], Meta(description=_VARIABLES)] | None = None
+    logs: Annotated[Any, where(is_path, LOGS)] | None = None
+    on: Annotated[str, one_of("ray")] | None = None
+    ready_s: WAIT_S = READY_S
+    resources: Any = None
+    trace: bool = False
+    events_max: COUNT = EVENTS_MAX
+    journal: _FOLDER | None = None
+    journal_bytes: COUNT = BYTES_MAX
+    value_bytes_max: COUNT = VALUE_BYTES_MAX
+
+
+class _FileOf(Settings, frozen=True):
+    path: Annotated[Any, where(is_path, f"the path of {FILE}")]
+
+
+class ConnectSettings(_FileOf, frozen=True, kw_only=True):
+    """The arguments of `connect`, which describes them."""
+
+    name: Any
+    recover: bool = False
+    trace: bool = False
+    events_max: COUNT = EVENTS_MAX
+
+
+@takes(SimSettings)
+def simulate(settings: SimSettings) -> Cluster:  # noqa: D417 - of its fields.
     """Make a cluster in virtual time, in this process; a context manager.
 
     The same program with the same settings and seed does the same, event by event.
@@ -88,23 +99,22 @@ def simulate(
             and a thousand workers fit on a laptop.
         nesting_max: how deep programs may call each other.
         recover: keep what `Cluster.recover` needs after the loss of a worker.
-        **settings: `network`, `faults`, `devices`, `policy`, `link`, `detect_ns`,
-            `events_max`, `trace`, `schedule`; see `jdag.sim.settings.SimSettings`.
-            Without a network messages take no time, without devices computing none.
+        schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
+        network: how long messages take; None: no time.
+        faults: a list of `jdag.sim.Drop`, `Crash` and their like.
+        devices: how long computing takes, of all workers or by worker; None: no time.
+        policy: the name of the order in which ready jobs run: "path" or
+            "backward_first".
+        link: the timeouts of links; None: derived from latencies.
+        detect_ns: the delay until a worker learns that a peer has given it up.
+        events_max: the limit for events of the whole run.
+        trace: whether a trace is kept.
+        chooser: makes all choices; None: by `seed` and `policy`.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
-    workers = _kept(workers)
-    for key in settings:
-        if key not in SIMULATED:
-            allowed = f"one of {', '.join(SIMULATED)}{meant(key, SIMULATED)}"
-            raise ScenarioError(f"simulate has no setting {key}: allowed is {allowed}")
-    checked(_Simulated, {"nesting_max": nesting_max, "recover": recover})
-    if home is None:
-        home = next(iter(workers), "") if is_listed(workers) else ""
-    made = SimSettings(workers=workers, seed=seed, home=home, values=values, **settings)
-    return recoverable(simulated(made, nesting_max), recover)
+    return recoverable(simulated(settings), settings.recover)
 
 
 def recoverable(cluster: Cluster, recover: bool) -> Cluster:
@@ -114,9 +124,9 @@ def recoverable(cluster: Cluster, recover: bool) -> Cluster:
     return cluster
 
 
-def simulated(made: SimSettings, nesting_max: int = NESTING_MAX) -> Cluster:
+def simulated(made: SimSettings) -> Cluster:
     """Make a cluster in virtual time of checked settings."""
-    shared = ClusterState(made.workers, made.values == "abstract", nesting_max)
+    shared = ClusterState(made.workers, made.values == "abstract", made.nesting_max)
     shared.schedule = made.schedule
     shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
     return Cluster(shared, shared.driver.port)
@@ -163,26 +173,8 @@ def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOpti
     )
 
 
-def launch(  # noqa: PLR0913 - keyword options.
-    workers: Sequence[str],
-    *,
-    device: str | None = None,
-    allow: Sequence[str] = (),
-    deadline_s: float = DEADLINE_S,
-    env: Mapping[str, str] | None = None,
-    logs: str | os.PathLike[str] | None = None,
-    nesting_max: int = NESTING_MAX,
-    on: str | None = None,
-    ready_s: float = READY_S,
-    recover: bool = False,
-    resources: Any = None,
-    schedule: Schedule | None = None,
-    trace: bool = False,
-    events_max: int = EVENTS_MAX,
-    journal: str | os.PathLike[str] | None = None,
-    journal_bytes: int = BYTES_MAX,
-    value_bytes_max: int = VALUE_BYTES_MAX,
-) -> Cluster:
+@takes(LaunchSettings)
+def launch(asked: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
     """Make a cluster of processes; a context manager that ends them.
 
     The caller is the first worker; each other is a process of its own, which computes
@@ -226,12 +218,11 @@ def launch(  # noqa: PLR0913 - keyword options.
     """
     refuse_import("jdag.launch")
     refuse_unusable("jdag.launch")
-    return _launched(checked(_Launch, {**locals(), "workers": _kept(workers)}))
+    return _launched(asked)
 
 
-def _launched(asked: "_Launch") -> Cluster:
+def _launched(asked: LaunchSettings) -> Cluster:
     names = tuple(asked.workers)
-    check_for(asked.schedule, names)
     if (folder := os.environ.get(REPLAY)) is not None:
         state = ClusterState(names, False, asked.nesting_max)
         state.schedule = asked.schedule
@@ -249,7 +240,7 @@ def _launched(asked: "_Launch") -> Cluster:
     share_gpu(asked.device)
     with ExitStack() as stack:
         token, script = fresh_secret(), main_script()
-        allow = asked.allow if script is None else (*asked.allow, MAIN)
+        allow = (*asked.allow, *(() if script is None else (MAIN,)))
         options = [
             worker_options(
                 name,
@@ -285,7 +276,7 @@ def _launched(asked: "_Launch") -> Cluster:
 
 
 def _started(
-    asked: "_Launch", main: str, options: Sequence[WorkerOptions]
+    asked: LaunchSettings, main: str, options: Sequence[WorkerOptions]
 ) -> tuple[Any, Tls | None]:
     """Start worker processes here or on Ray; return them, and main's TLS."""
     settings: dict[str, Any]
@@ -294,24 +285,18 @@ def _started(
         if asked.resources is not None:
             said = unusable("resources", asked.resources, 'None without on="ray"')
             raise ScenarioError(said)
-        here = [one.model_copy(update={"once": True}) for one in options]
+        here = [replace(one, once=True) for one in options]
         return Launch(here, **settings), None
     from jdag.rpc.on_ray import RayLaunch  # noqa: PLC0415 - it imports Ray.
 
     # The cores are of another host.
-    there = [one.model_copy(update={"cores": ()}) for one in options]
+    there = [replace(one, cores=()) for one in options]
     started = RayLaunch(main, there, resources=asked.resources, **settings)
     return started, started.tls
 
 
-def connect(
-    path: str | os.PathLike[str],
-    *,
-    name: str,
-    recover: bool = False,
-    trace: bool = False,
-    events_max: int = EVENTS_MAX,
-) -> Cluster:
+@takes(ConnectSettings)
+def connect(asked: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
     """Join the running workers of a cluster's file; a context manager that leaves them.
 
     Waits for those that are not reached yet, for the `ready_s` of the file in all.
@@ -329,10 +314,7 @@ def connect(
     """
     refuse_import("jdag.connect")
     refuse_unusable("jdag.connect")
-    if not is_path(path):
-        raise ScenarioError(unusable("path", path, f"the path of {FILE}"))
-    asked = {"trace": trace, "events_max": events_max, "recover": recover}
-    checked(_Connected, asked)
+    path, name = asked.path, asked.name
     settings = load(Path(path))
     mine = settings.worker(name)
     tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
@@ -347,18 +329,18 @@ def connect(
         handshake=ours(settings.value_bytes_max),
         make_node=partial(_node, state, mine.allow, settings.value_bytes_max),
         token=settings.token,
-        allow=mine.allow,
+        allow=tuple(mine.allow),
         deadline_s=settings.deadline_s,
         ready_s=settings.ready_s,
         nesting_max=settings.nesting_max,
-        events_max=events_max if trace else 0,
+        events_max=asked.events_max if asked.trace else 0,
         control=mine.control,
         rejoin=True,
         tls=tls,
     )
     with ExitStack() as stack:
         try:
-            return recoverable(_joined(stack, plan, state, None), recover)
+            return recoverable(_joined(stack, plan, state, None), asked.recover)
         except JoinError as error:
             if not error.absent:
                 raise
@@ -382,51 +364,3 @@ def _joined(
     node.sample_clocks()
     state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
     return Cluster(state, node.port)
-
-
-def _kept(workers: Any) -> Any:
-    return list(workers) if isinstance(workers, Iterator) else workers
-
-
-def _are_names(names: Any) -> bool:
-    if not is_listed(names) or not all(map(is_name, names)):
-        return False
-    return 1 <= len(names) <= WORKERS_MAX and len(set(names)) == len(names)
-
-
-def _are_variables(env: Any) -> bool:
-    parts = (*env, *env.values()) if isinstance(env, Mapping) else (None,)
-    return all(isinstance(part, str) and "\0" not in part for part in parts)
-
-
-_NAMES = f"a list of one name or more, none twice; each of {NAMES}"
-_VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
-
-
-class _Recoverable(Table):
-    recover: FLAG
-
-
-class _Simulated(_Recoverable):
-    nesting_max: NESTING
-
-
-class _Connected(_Recoverable):
-    trace: FLAG
-    events_max: COUNT
-
-
-class _Launch(_Simulated, _Connected):
-    journal: Annotated[Any, only("the path of a folder", is_path)] | None
-    journal_bytes: COUNT
-    workers: Annotated[Any, only(_NAMES, _are_names)]
-    device: DEVICE | None
-    env: Annotated[Mapping[str, str], only(_VARIABLES, _are_variables)] | None
-    logs: Annotated[Any, only(LOGS, is_path)] | None
-    on: Annotated[str, one_of("ray")] | None
-    ready_s: WAIT_S
-    resources: Any
-    schedule: Any
-    allow: ALLOW
-    deadline_s: WAIT_S
-    value_bytes_max: COUNT

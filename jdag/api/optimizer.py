@@ -7,12 +7,13 @@ nor is its state.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.tree_util import Partial
+from msgspec import Meta
 
 from jdag.api.cluster_state import ClusterState
 from jdag.api.context import Context
@@ -25,8 +26,11 @@ from jdag.compute.refs import is_ref
 from jdag.engine.functions import remote, unjitted
 from jdag.engine.protocol import Assignment, Key
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
-from jdag.runtime.tables import positive
+from jdag.runtime.validation import converted
 from jdag.wire.specs import PairData
+
+_POSITIVE = Meta(gt=0, description="a number above 0, or None")
+_CLIP_NORM = Annotated[float, _POSITIVE] | None
 
 
 class Optimizer:
@@ -74,11 +78,8 @@ class Optimizer:
         leaves = flatten_refs(refs, is_ref)[0]
         if not leaves:
             raise JdagError("an Optimizer needs leaves to step, and there are none")
-        if clip_norm is not None and not positive()(clip_norm):
-            allowed = "a number above 0, or None"
-            raise JdagError(unusable("clip_norm", clip_norm, allowed))
-        if not isinstance(skip_not_finite, bool):
-            raise JdagError(unusable("skip_not_finite", skip_not_finite, "a bool"))
+        clip_norm = converted(_CLIP_NORM, clip_norm, "clip_norm")
+        converted(bool, skip_not_finite, "skip_not_finite")
         _state_of(leaves).check_open("jdag.Optimizer")
         self._begin(refs, clip_norm, skip_not_finite)
         avals = [ref.aval for ref in leaves]

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from jdag.api.refs import Ref
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Owed, PassResult
-from jdag.errors import JdagError, WorkerLost, repr_of
-from jdag.runtime.tables import positive
+from jdag.errors import JdagError, WorkerLost
+from jdag.runtime.validation import converted
 from jdag.runtime.waiters import LOSSES_INSTEAD
 
 TIMEOUT_S_MAX = 1e15
+_SECONDS = f"a number of seconds above 0, or None, and at most {TIMEOUT_S_MAX:g}"
+_LIMIT = Meta(gt=0, le=TIMEOUT_S_MAX, description=_SECONDS)
+_TIMEOUT_S = Annotated[float, _LIMIT] | None
 
 
 @dataclass(frozen=True)
@@ -38,14 +43,8 @@ def nanoseconds(timeout_s: float | None) -> int | None:
     Raises:
         JdagError: it is not a number above 0 and at most `TIMEOUT_S_MAX`.
     """
-    if timeout_s is None:
-        return None
-    if not positive(TIMEOUT_S_MAX)(timeout_s):
-        raise JdagError(
-            f"timeout_s={repr_of(timeout_s)}: allowed is a number of seconds above 0, "
-            f"or None, and at most {TIMEOUT_S_MAX:g}"
-        )
-    return max(round(float(timeout_s) * 1e9), 1)
+    seconds = converted(_TIMEOUT_S, timeout_s, "timeout_s")
+    return None if seconds is None else max(round(seconds * 1e9), 1)
 
 
 def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:

@@ -161,7 +161,7 @@ def options_of(
         control=str(own.control),
         data=settings.listener(name),
         token=settings.token,
-        allow=own.allow,
+        allow=tuple(own.allow),
         device=device or own.device,
         # Modules that it allows may lie beside the file.
         path=(str(settings.path.resolve().parent), *sys.path),

@@ -1,10 +1,10 @@
 """The command `jdag what-if`: a recorded run with other links and devices."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from msgspec.structs import replace
 from rich.console import Console
 from rich.table import Table
 

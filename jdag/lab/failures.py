@@ -21,7 +21,7 @@ from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
 from jdag.lab.strategies import Script, natural
 from jdag.lab.subject import Explored, Played, Subject, check
-from jdag.runtime.tables import is_path
+from jdag.runtime.validation import is_path
 from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step

@@ -80,7 +80,7 @@ def predict(
         real = driver_of(settings, "rpc", device=device)
     with in_one_line(scenario):
         if settings.faults:
-            kind = settings.faults[0]["kind"]
+            kind = settings.faults[0].kind
             allowed = "no faults in a scenario whose steps are predicted"
             raise ScenarioError(unusable("faults[0].kind", kind, allowed))
         try:

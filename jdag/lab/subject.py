@@ -269,11 +269,9 @@ def _check_case(case: Case) -> None:
 def _settings(
     workers: Any, values: Any, chooser: StepChooser | None = None, trace: bool = False
 ) -> SimSettings:
-    is_list = isinstance(workers, list | tuple)  # Another one is refused.
     return SimSettings(
         workers=workers,
         seed=0,
-        home=next(iter(workers), "") if is_list else "",
         detect_ns=0,
         values=values,
         chooser=chooser,

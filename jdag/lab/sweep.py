@@ -28,8 +28,8 @@ from jdag.lab.journal import identity, journal
 from jdag.lab.retiming import Retimed, retime
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.report.spans import spans_of
-from jdag.runtime.tables import is_listed, is_number
 from jdag.runtime.trace import Trace
+from jdag.runtime.validation import is_listed, is_number
 from jdag.runtime.versions import version_of
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual

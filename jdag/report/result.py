@@ -5,20 +5,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from msgspec import Meta, Struct, ValidationError, convert
 
-from jdag.errors import ScenarioError, kind_of
+from jdag.errors import ScenarioError
 from jdag.runtime.tables import parsed, text_in
 
 RESULT, TRACE = "result.json", "trace.jsonl"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class Expectation(_Table):
+class Expectation(Struct):
     """One expectation of a figure: what was wanted, what it is, whether it is met."""
 
     figure: str
@@ -27,7 +23,7 @@ class Expectation(_Table):
     met: bool
 
 
-class Result(_Table):
+class Result(Struct):
     """The contents of `result.json`; each figure is also a key of its own."""
 
     name: str
@@ -42,9 +38,9 @@ class Result(_Table):
     meaning: dict[str, str]
     versions: dict[str, str]
     expect: list[Expectation]
-    not_asked: list[str] = []
     digest: str | None
-    window_ns: Annotated[list[int], Field(min_length=2, max_length=2)]
+    window_ns: Annotated[list[int], Meta(min_length=2, max_length=2)]
+    not_asked: list[str] = []
 
 
 def json_of(path: Path) -> Any:
@@ -66,13 +62,11 @@ def read_result(folder: Path) -> Mapping[str, Any]:
     Raises:
         ValueError: there is no result, or a key is missing or has another type.
     """
+    found = json_of(folder / RESULT)
     try:
-        return Result.model_validate(json_of(folder / RESULT)).model_dump()
+        known = convert(found, Result)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise ValueError(f"{RESULT} has no {key}") from None
-        named = f"{key} in {RESULT}" if key else RESULT
-        allowed = first["msg"][0].lower() + first["msg"][1:]
-        raise ValueError(f"{named} is {kind_of(first['input'])}: {allowed}") from None
+        said, _, place = str(error).partition(" - at `$")
+        key = f"{place[1:-1]} in " if place[1:] else ""
+        raise ValueError(f"{key}{RESULT}: {said[0].lower()}{said[1:]}") from None
+    return {"not_asked": known.not_asked, **found}

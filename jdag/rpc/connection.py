@@ -59,8 +59,7 @@ from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
-from jdag.wire.frames import FrameKind, pack_header
-from jdag.wire.link import FRAME_BYTES
+from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header
 from jdag.wire.messages import Codec
 
 LAST_READS_MAX = 64

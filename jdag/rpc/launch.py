@@ -70,7 +70,7 @@ class _Child:
                 process_group=0,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
-        self._socket.sendall(options.model_dump_json().encode() + b"\n")
+        self._socket.sendall(options.written() + b"\n")
         self._socket.setblocking(False)
         loop().add_reader(self._socket, self._hear)
         loop().add_reader(self._pidfd, self._die)

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 from jdag.errors import JdagError, JoinError, ScenarioError, unusable
 from jdag.rpc.addresses import Address
 from jdag.rpc.authority import IS_USABLE, Authority, fresh_authority
@@ -23,7 +25,7 @@ from jdag.rpc.launch import STOP_S, Launch
 from jdag.rpc.settings import READY_S, WorkerOptions
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.tables import is_number
+from jdag.runtime.validation import is_number
 
 try:
     import ray
@@ -57,9 +59,9 @@ class _Parent:
     """A Ray actor: the parent of one worker process, made anew by each restart."""
 
     def __init__(
-        self, options: str, ca: tuple[str, str], env: Any, logs: Any, ready_s: float
+        self, options: bytes, ca: tuple[str, str], env: Any, logs: Any, ready_s: float
     ) -> None:
-        self._options = WorkerOptions.model_validate_json(options)
+        self._options = WorkerOptions.read(options)
         self._ca = Authority(*ca)
         self._settings = {"env": env, "logs": logs, "ready_s": ready_s}
         self._launch: Launch | None = None
@@ -74,7 +76,7 @@ class _Parent:
         with tempfile.TemporaryDirectory(prefix="jdag-") as folder:
             tls = self._ca.issue(made.worker, host, Path(folder))
             where = {"control": str(Address(host)), "data": f"tcp:{Address(host)}"}
-            made = made.model_copy(update={**where, "path": path, "tls": tls})
+            made = replace(made, **where, path=path, tls=tls)
             try:
                 self._launch = Launch([made], **self._settings)
             except JdagError as error:  # Ray would add pages to it.
@@ -194,7 +196,7 @@ class RayLaunch:
                         max_restarts=-1,
                         scheduling_strategy=PlacementGroupSchedulingStrategy(group, at),
                     )
-                    .remote(one.model_dump_json(), tuple(ca), env, where, ready_s)
+                    .remote(one.written(), tuple(ca), env, where, ready_s)
                 )
             self._wait(ready_s)
         except BaseException:

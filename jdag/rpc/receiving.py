@@ -27,8 +27,7 @@ from jdag.rpc.bulk import (
 from jdag.rpc.loop import clock_ns
 from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.rpc.streams import Stream
-from jdag.wire.frames import FrameKind, Header, unpack_header
-from jdag.wire.link import FRAME_BYTES
+from jdag.wire.frames import FRAME_BYTES, FrameKind, Header, unpack_header
 
 BUFFER_BYTES = 256 * 1024
 READS_MAX = 16  # In one turn, so that other connections get theirs.

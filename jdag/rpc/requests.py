@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAME, WORKERS_MAX
-from jdag.runtime.tables import NESTING_MAX
+from jdag.runtime.validation import NESTING_MAX
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]

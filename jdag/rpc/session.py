@@ -44,7 +44,7 @@ from jdag.rpc.requests import (
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.shared_secrets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
-from jdag.runtime.tables import NESTING_MAX
+from jdag.runtime.validation import NESTING_MAX
 from jdag.schedules import Schedule, to_csv
 
 POLL_S = 1.0

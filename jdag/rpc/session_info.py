@@ -7,7 +7,7 @@ from jdag.rpc.membership import Membership
 from jdag.rpc.pulse import Helper
 from jdag.rpc.requests import Journaled
 from jdag.rpc.streams import Stream
-from jdag.runtime.tables import NESTING_MAX
+from jdag.runtime.validation import NESTING_MAX
 from jdag.schedules import Schedule
 from jdag.schedules.actions import Step
 

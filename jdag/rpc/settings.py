@@ -23,12 +23,13 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
+import msgspec
+from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
@@ -36,20 +37,18 @@ from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.script import Script
 from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.tables import (
+from jdag.runtime.tables import read, text_in
+from jdag.runtime.tables import wrong as said_with_its_file
+from jdag.runtime.validation import (
     COUNT,
     NESTING,
     NESTING_MAX,
     TEXT,
-    Table,
-    checked,
-    is_table,
-    number,
-    only,
-    read,
-    text_in,
+    Settings,
+    decoded,
+    reads,
+    where,
 )
-from jdag.runtime.tables import wrong as said_with_its_file
 
 GONE_CARRIER = "no such key: sockets carry all data, gRPC is the control plane"
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
@@ -57,50 +56,38 @@ DEADLINE_S = 10.0
 READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
 
-_DEVICE = re.compile(r"cpu|gpu(:[0-9]{1,4})?")
-_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
+_DEVICE = r"\A(cpu|gpu(:[0-9]{1,4})?)\Z"
+# Other processes have another `__main__`.
+_MODULE = r"\A(?!__main__(\.|\Z))[^\W\d]\w*(\.[^\W\d]\w*)*\Z"
+_WORKERS = f"1 to {WORKERS_MAX:,} tables, such as [workers.ps0]"
 _ADDRESSES = "host:port, with a port of 1 to 65535, such as 127.0.0.1:7001"
 FILE = "a cluster's TOML file, such as cluster.toml"
 
 
 def is_device(value: Any) -> bool:
     """Whether a value names a device: `cpu`, `gpu`, `gpu:1`."""
-    return isinstance(value, str) and _DEVICE.fullmatch(value) is not None
+    return isinstance(value, str) and re.search(_DEVICE, value) is not None
 
 
-def _are_modules(value: Any) -> bool:
-    """Whether these may be names of modules that other processes have as well."""
-    return isinstance(value, list | tuple) and all(
-        isinstance(name, str)
-        and name.partition(".")[0] != "__main__"
-        and _MODULE.fullmatch(name)
-        for name in value
-    )
-
-
-def _is_address(value: Any) -> bool:
+def _address(value: Any) -> Address | None:
     address = address_of(value) if isinstance(value, str) else None
-    return address is not None and address.port > 0
+    return address if address is not None and address.port > 0 else None
 
 
-def _are_workers(value: Any) -> bool:
-    return is_table(value) and 1 <= len(value) <= WORKERS_MAX
-
-
-_WORKERS = f"1 to {WORKERS_MAX:,} tables, such as [workers.ps0]"
 DEVICES = "cpu, gpu, or gpu:N with the number of the GPU"
-_MODULES = 'a list of modules, such as ["mymodels"]'
-_SECONDS = "a number of seconds from 0.1 to 3600"
-ALLOW = Annotated[tuple[str, ...], only(_MODULES, _are_modules)]
-DEVICE = Annotated[str, only(DEVICES, is_device)]
-WAIT_S = Annotated[float, only(_SECONDS, number(0.1, 3600))]
-# The last of the validators is the first to run.
-_ADDRESS = Annotated[
-    Address, BeforeValidator(Address.read), only(_ADDRESSES, _is_address)
+_ONE = 'a module that others have, such as "mymodels"'
+ALLOW = Annotated[
+    Sequence[Annotated[str, Meta(pattern=_MODULE, description=_ONE)]],
+    Meta(description='a list of modules, such as ["mymodels"]'),
 ]
+DEVICE = Annotated[str, Meta(pattern=_DEVICE, description=DEVICES)]
+WAIT_S = Annotated[
+    float, Meta(ge=0.1, le=3600, description="a number of seconds from 0.1 to 3600")
+]
+_ADDRESS = Annotated[Address, reads(_address, _ADDRESSES)]
 
 
-class WorkerTable(Table):
+class WorkerTable(Settings, frozen=True):
     """One worker: its addresses, its device, and what it allows to be named."""
 
     control: _ADDRESS
@@ -109,7 +96,7 @@ class WorkerTable(Table):
     allow: ALLOW = ()
 
 
-class TlsTable(Table):
+class TlsTable(Settings, frozen=True):
     """The files of mutual TLS: the trusted authority, this certificate, its key."""
 
     ca: TEXT
@@ -117,10 +104,12 @@ class TlsTable(Table):
     key: TEXT
 
 
-class ClusterSettings(Table):
+class ClusterSettings(Settings, frozen=True, kw_only=True):
     """What a cluster's file says; `path` is the file."""
 
-    workers: Annotated[dict[str, WorkerTable], only(_WORKERS, _are_workers)]
+    workers: Annotated[
+        dict[str, WorkerTable], where(lambda it: 1 <= len(it) <= WORKERS_MAX, _WORKERS)
+    ]
     tls: TlsTable | None = None
     token_file: TEXT | None = None
     deadline_s: WAIT_S = DEADLINE_S
@@ -129,12 +118,7 @@ class ClusterSettings(Table):
     # Of one value: none that is larger leaves a worker, or has memory taken for it.
     value_bytes_max: COUNT = VALUE_BYTES_MAX
     nesting_max: NESTING = NESTING_MAX
-    _path: Path = PrivateAttr()
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
+    path: Path
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -160,7 +144,7 @@ class ClusterSettings(Table):
         # Port 0 lets the system choose.
         return f"tcp:{worker.data or Address(worker.control.host)}"
 
-    @cached_property
+    @property
     def token(self) -> str:
         """The secret that all processes have; empty if there is none.
 
@@ -244,7 +228,7 @@ def _refuse_shared(path: Path) -> None:
         raise ScenarioError(unusable("token", str(path), allowed))
 
 
-class WorkerOptions(BaseModel):
+class WorkerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The options of a worker process.
 
     Attributes:
@@ -267,24 +251,34 @@ class WorkerOptions(BaseModel):
         script: what its module `__main__` is, when that is first needed.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     worker: str
     node: str
     control: str
     data: str = "unix:@"
-    token: str = Field(default="", repr=False)
+    token: str = ""
     allow: tuple[str, ...] = ()
     device: str | None = None
-    config: dict[str, Any] = Field(default={})
+    config: dict[str, Any] = {}
     path: tuple[str, ...] | None = None
     pythonpath: str | None = None
     cores: tuple[int, ...] = ()
     tls: tuple[Path, Path, Path] | None = None
-    hosts: dict[str, str] = Field(default={})
+    hosts: dict[str, str] = {}
     value_bytes_max: int
     once: bool = False
     script: Script | None = None
+
+    @classmethod
+    def read(cls, data: bytes) -> "WorkerOptions":
+        """Return options that were written."""
+        return msgspec.json.decode(data, type=cls, dec_hook=lambda kind, it: kind(it))
+
+    def written(self) -> bytes:
+        """Return the options as JSON."""
+        return msgspec.json.encode(self, enc_hook=str)
+
+    def __repr__(self) -> str:  # Without its secret.
+        return f"WorkerOptions({self.worker!r}, ...)"
 
 
 def load(path: str | Path) -> ClusterSettings:
@@ -298,8 +292,7 @@ def load(path: str | Path) -> ClusterSettings:
         table = read(path, FILE)[1]
         if (carrier := table.get("carrier")) is not None:
             raise ScenarioError(unusable("carrier", carrier, GONE_CARRIER))
-        settings = checked(ClusterSettings, table)
-        settings._path = path
+        settings = decoded(ClusterSettings, table, path=path)
         for name in settings.names:
             if not is_name(name):
                 raise ScenarioError(unusable("workers", name, NAMES))

@@ -39,7 +39,7 @@ _log = logging.getLogger("jdag")
 def become(options: WorkerOptions) -> NoReturn:
     """Replace this process by a worker process."""
     ours, theirs = socket.socketpair()
-    ours.sendall(options.model_dump_json().encode() + b"\n")
+    ours.sendall(options.written() + b"\n")
     ours.close()
     theirs.set_inheritable(True)
     arguments = [str(theirs.detach()), options.worker, "0", ""]
@@ -104,7 +104,7 @@ def run(options: WorkerOptions, watch: Watch) -> None:
 def main(watch: Watch) -> NoReturn:
     """Run a worker with the options received over the socket of the watch."""
     try:
-        options = WorkerOptions.model_validate_json(watch.options)
+        options = WorkerOptions.read(watch.options)
         if options.path is not None:
             sys.path[:] = options.path
         os.environ.pop("PYTHONPATH", None)

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from msgspec.structs import replace
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.tables import checked, read, wrong
+from jdag.runtime.tables import read, wrong
+from jdag.runtime.validation import decoded
 from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.changes import changed
 from jdag.scenario.costs import with_costs
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
-from jdag.scenario.tables import Settings
+from jdag.scenario.tables import ScenarioTable
 from jdag.scenario.training import Training
 
 __all__ = [
@@ -42,7 +44,7 @@ class Scenario:
 
     path: Path
     question: str
-    settings: Settings
+    settings: ScenarioTable
     player: Player
 
 
@@ -62,9 +64,9 @@ def load(
     with wrong(path):
         text, table = read(path, _FILE)
         table = with_costs(changed(table, changes or {}), path.parent)
-        settings = checked(Settings, table)
+        settings = decoded(ScenarioTable, table)
         if seed is not None:
-            settings = settings.model_copy(update={"seed": seed})
+            settings = replace(settings, seed=seed)
         if settings.home is not None:
             settings.check_worker("home", settings.home)
         with configured(settings):
@@ -83,7 +85,7 @@ def _question(text: str) -> str:
 
 
 @contextmanager
-def configured(settings: Settings, *, exact: bool = False) -> Iterator[None]:
+def configured(settings: ScenarioTable, *, exact: bool = False) -> Iterator[None]:
     """Configure JAX for a scenario; the number of CPU devices stays afterwards.
 
     Args:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import wraps
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +43,16 @@ from jdag.errors import (
     text_of,
     unusable,
 )
-from jdag.runtime.tables import is_ns
+from jdag.runtime.validation import NS, converted, where
 from jdag.sim.simulation import Simulation
+
+_WINDOW = Annotated[
+    tuple[NS, NS],
+    where(
+        lambda window: window[0] <= window[1],
+        "two integers of nanoseconds, 0 <= from_ns <= until_ns",
+    ),
+]
 
 # What a play gives, by name: numbers, fractions, texts, flags, None; lists of these,
 # and mappings from workers to these.
@@ -97,9 +105,7 @@ class Run:
         """Report on this cluster; draw its timeline in this window of nanoseconds."""
         if not isinstance(cluster, Cluster):
             raise ScenarioError(unusable("run.keep: cluster", cluster, "a cluster"))
-        if not _is_window(window):
-            allowed = "two integers of nanoseconds, 0 <= from_ns <= until_ns"
-            raise ScenarioError(unusable("run.keep: window", window, allowed))
+        window = converted(_WINDOW, window, "run.keep: window")
         self.kept, self.window = cluster, window
 
     def draw(self, drawings: Any) -> None:
@@ -108,11 +114,6 @@ class Run:
             allowed = "what ctx.graph() or step.plan.graph() gives"
             raise ScenarioError(unusable("run.draw: drawings", drawings, allowed))
         self.drawings = drawings
-
-
-def _is_window(window: Any) -> bool:
-    is_pair = isinstance(window, tuple | list) and len(window) == 2
-    return is_pair and all(map(is_ns, window)) and window[0] <= window[1]
 
 
 class Player(Protocol):

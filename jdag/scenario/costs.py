@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import ScenarioError, meant, spelled
-from jdag.runtime.tables import TABLE, Table, checked, read, wrong
+from jdag.runtime.tables import read, wrong
 from jdag.runtime.trace import Record
-from jdag.scenario.tables import Settings, devices_of, network_of
+from jdag.runtime.validation import TABLE, Settings, decoded
+from jdag.scenario.tables import ScenarioTable, devices_of, network_of
 from jdag.sim.devices import MOVED
 
 _FILE = "a file of costs, as `jdag calibrate` writes it"
 _JOBS = ("forward", "vjp", "vjpinputs", "vjpweights")
 
 
-class _Costs(Table):
+class _CostsTable(Settings, frozen=True):
     measured: TABLE
     network: TABLE
     devices: TABLE
@@ -34,10 +35,10 @@ def read_costs(path: Path) -> dict[str, dict[str, Any]]:
     """
     with wrong(path):
         _, table = read(path, _FILE)
-        given = checked(_Costs, table)
+        given = decoded(_CostsTable, table)
         tables = {"network": given.network, "devices": given.devices}
         own = {"name": "costs", "program": "a:b", "workers": ["a", "b"], "expect": {}}
-        settings = checked(Settings, {**own, **tables})
+        settings = decoded(ScenarioTable, {**own, **tables})
         network_of(settings, clean=False)
         devices_of(settings)
     return {"measured": given.measured, **tables}
@@ -86,7 +87,7 @@ def _key(key: str) -> str:
     return key if is_bare else json.dumps(key)
 
 
-def refuse_unmeasured(settings: Settings, trace: Iterable[Record]) -> None:
+def refuse_unmeasured(settings: ScenarioTable, trace: Iterable[Record]) -> None:
     """Raise ScenarioError if a run called a function without a cost.
 
     A device with costs for all functions, or a roofline, takes any.

@@ -13,10 +13,8 @@ from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.rpc.settings import DEVICES, is_device
 from jdag.scenario.case import Figures
 from jdag.scenario.tables import (
-    Settings,
+    ScenarioTable,
     devices_of,
-    faults_of,
-    link_of,
     network_of,
     schedule_of,
 )
@@ -41,7 +39,7 @@ class Virtual:
 
     virtual = True
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ScenarioTable) -> None:
         self._settings = settings
         self._made: list[Cluster] = []
 
@@ -55,10 +53,10 @@ class Virtual:
             values=settings.values,
             network=network_of(settings, clean=clean),
             devices=devices_of(settings),
-            faults=[] if clean else faults_of(settings),
+            faults=() if clean else settings.faults,
             policy=settings.policy,
             schedule=schedule_of(settings),
-            link=link_of(settings),
+            link=settings.link,
             events_max=settings.events_max,
             nesting_max=settings.nesting_max,
         )
@@ -88,7 +86,7 @@ class Real:
 
     virtual = False
 
-    def __init__(self, settings: Settings, *, device: str | None) -> None:
+    def __init__(self, settings: ScenarioTable, *, device: str | None) -> None:
         refuse_virtual(settings)
         self._settings = settings
         self._device = device
@@ -134,13 +132,13 @@ class Real:
 Driver = Virtual | Real
 
 
-def refuse_virtual(settings: Settings) -> None:
+def refuse_virtual(settings: ScenarioTable) -> None:
     """Raise ScenarioError for settings that only virtual time has."""
     first = settings.names[0]
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
     for number, fault in enumerate(settings.faults):
-        _refuse(f"faults[{number}].kind", fault["kind"], "no faults")
+        _refuse(f"faults[{number}].kind", fault.kind, "no faults")
     if settings.home not in (None, first):
         _refuse("home", settings.home, f"the first worker, {first}")
 
@@ -149,7 +147,7 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
     raise ScenarioError(unusable(key, value, f"{allowed} with --driver rpc"))
 
 
-def driver_of(settings: Settings, driver: str, *, device: str | None) -> Driver:
+def driver_of(settings: ScenarioTable, driver: str, *, device: str | None) -> Driver:
     """Return the driver of a scenario.
 
     Args:

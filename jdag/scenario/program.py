@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import json
 import os
 import sys
 import traceback
@@ -14,18 +13,18 @@ from typing import Any, get_type_hints
 
 import jax
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from jdag.errors import ScenarioError, meant, named_text, repr_of, text_of, unusable
+from jdag.runtime.validation import converted
 from jdag.scenario.case import Case, Player
-from jdag.scenario.tables import Settings
+from jdag.scenario.tables import ScenarioTable
 
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARIES = tuple(library.__path__[0] + os.sep for library in (jax, np, importlib))
 
 
-def player_of(settings: Settings, folder: Path) -> Player:
+def player_of(settings: ScenarioTable, folder: Path) -> Player:
     """Import a scenario's program and call it with its settings.
 
     Args:
@@ -110,7 +109,7 @@ def imported(program: str, folder: Path, what: str = "program") -> Any:
     return getattr(module, name)
 
 
-def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
+def _given(settings: ScenarioTable, function: Any, folder: Path) -> dict[str, Any]:
     """Return the program's settings, of the types in its annotations."""
     try:
         signature = inspect.signature(function)
@@ -134,7 +133,8 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
             allowed = f"one of the settings of {settings.program}: {names}"
             allowed += meant(name, named)
             raise ScenarioError(unusable(f"settings.{name}", value, allowed))
-        given[name] = _typed(name, value, types.get(name, Any))
+        # A list may become a tuple.
+        given[name] = converted(types.get(name, Any), value, f"settings.{name}")
     if _FOLDER in named:
         given[_FOLDER] = folder
     for name, parameter in named.items():
@@ -145,19 +145,7 @@ def _given(settings: Settings, function: Any, folder: Path) -> dict[str, Any]:
     return given
 
 
-def _typed(name: str, value: Any, type_: Any) -> Any:
-    """Return a value as the annotated type: a list may become a tuple."""
-    try:
-        # By way of JSON, where a strict reader still takes lists as tuples.
-        return TypeAdapter(type_).validate_json(json.dumps(value), strict=True)
-    except (ValidationError, TypeError) as error:
-        allowed = str(error)
-        if isinstance(error, ValidationError):
-            allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
-        raise ScenarioError(unusable(f"settings.{name}", value, allowed)) from error
-
-
-def _placed(settings: Settings, player: Any) -> Player:
+def _placed(settings: ScenarioTable, player: Any) -> Player:
     if not isinstance(player, Case):
         checked: Player = player
         if settings.placement:

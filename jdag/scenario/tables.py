@@ -1,37 +1,33 @@
 """The tables of a scenario's file, and what they describe in `jdag.sim`.
 
-The keys of a table that describes a class of `jdag.sim` are the fields of that class,
-which checks their values. All errors have one wording: `key = value: allowed is ...`.
+The keys of a table that describes a class of `jdag.sim` are the fields of that class.
+All errors have one wording: `key = value: allowed is ...`.
 """
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, replace
 from inspect import signature
-from typing import Annotated, Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, create_model
+from msgspec import Meta, defstruct, field
+from msgspec.structs import replace
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, ScheduleError, meant, unusable
-from jdag.runtime.chooser import POLICIES
-from jdag.runtime.tables import (
+from jdag.runtime.validation import (
     COUNT,
-    FLAG,
+    NATURAL,
     NESTING,
     NESTING_MAX,
     TABLE,
     TEXT,
-    Table,
-    at_least,
-    checked,
-    is_listed,
-    is_ns,
-    is_table,
+    Settings,
+    are_different,
+    converted,
+    decoded,
     one_of,
-    only,
-    up_to,
+    part,
+    where,
 )
 from jdag.schedules import (
     Schedule,
@@ -52,68 +48,37 @@ from jdag.sim import (
     LinkSettings,
     LogGP,
     Network,
-    Roofline,
     presets,
     topologies,
 )
-from jdag.sim.settings import DETECT_NS, EVENTS_MAX
+from jdag.sim.settings import EVENTS_MAX, POLICY, VALUES
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
     "names, none twice; or how many, and they are w0, w1, ...; at most "
     f"{WORKERS_MAX:,}; each of {NAMES}"
 )
-_FAULTS: Mapping[str, type[Fault]] = {
-    kind.__name__.lower(): kind for kind in get_args(Fault)
-}
-
-
-def _matches(pattern: str) -> Callable[[Any], bool]:
-    made = re.compile(pattern)
-    return lambda value: isinstance(value, str) and made.fullmatch(value) is not None
 
 
 def _are_workers(value: Any) -> bool:
-    if not isinstance(value, list):
-        return up_to(WORKERS_MAX)(value)
-    named = all(map(is_name, value))
-    return named and 1 <= len(value) <= WORKERS_MAX and len(set(value)) == len(value)
+    if isinstance(value, int):
+        return 1 <= value <= WORKERS_MAX
+    return len(value) >= 1 and all(map(is_name, value)) and are_different(value)
 
 
-def _are_costs(value: Any) -> bool:
-    return isinstance(value, list) and len(value) in (2, 3) and all(map(is_ns, value))
-
-
-_FILE_NAME = Annotated[str, only(_NAME, _matches(r"[A-Za-z0-9][A-Za-z0-9_.-]*"))]
+_FILE_NAME = Annotated[
+    str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9_.-]*\Z", description=_NAME)
+]
 _REFERENCE = Annotated[
     str,
-    only(
-        "module:function, such as mine:program",
-        _matches(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"),
+    Meta(
+        pattern=r"\A[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*\Z",
+        description="module:function, such as mine:program",
     ),
 ]
-_SEED = Annotated[int, only("an integer >= 0", at_least(0))]
-_SEEDS = Annotated[int, only("an integer from 1 to 1,000,000", up_to(10**6))]
-_DEVICES = Annotated[int, only("an integer from 1 to 1,024", up_to(1024))]
-_COSTS = Annotated[
-    tuple[int, int] | tuple[int, int, int],
-    only(
-        "two integers >= 0, [forward_ns, backward_ns], or three, [forward_ns, "
-        "input_grad_ns, weight_grad_ns]",
-        _are_costs,
-    ),
-]
-_LIST = Annotated[
-    list[dict[str, Any]],
-    only("a list of tables", lambda v: isinstance(v, list) and all(map(is_table, v))),
-]
-_NAMED = only("a table", is_table)
-_TEXTS = Annotated[
-    list[str],
-    only(
-        "a list of texts", lambda v: is_listed(v) and all(isinstance(t, str) for t in v)
-    ),
-]
+_TABLES = Annotated[tuple[TABLE, ...], Meta(description="a list of tables")]
+_TEXTS = Annotated[tuple[str, ...], Meta(description="a list of texts")]
+_CONTROL = Meta(description="true, false or a table")
 
 _BUILDERS: dict[str, Callable[..., Schedule]] = {
     **{
@@ -127,9 +92,7 @@ _BUILDERS: dict[str, Callable[..., Schedule]] = {
     "eager_1f1b": eager_one_f_one_b,
 }
 _MODELS: Mapping[str, type[LinkModel]] = {"alpha_beta": LinkModel, "loggp": LogGP}
-_MODEL = Annotated[str, one_of(*_MODELS)]
-_CONTROL = only("true, false or a table", lambda v: isinstance(v, bool | dict))
-_LINK_KEYS = tuple(field.name for field in fields(LinkModel))
+_LINK_KEYS = LinkModel.__struct_fields__
 _TOPOLOGIES: dict[str, Callable[..., Network]] = {
     each.__name__: each
     for each in (
@@ -140,31 +103,31 @@ _TOPOLOGIES: dict[str, Callable[..., Network]] = {
 }
 
 
-class Settings(Table):
+class ScenarioTable(Settings, frozen=True, kw_only=True):
     """The keys of a scenario's file."""
 
     name: _FILE_NAME
     program: _REFERENCE
-    workers: Annotated[list[str] | int, only(_WORKERS, _are_workers)]
+    workers: Annotated[tuple[Any, ...] | int, where(_are_workers, _WORKERS)]
     expect: TABLE
     costs: TEXT | None = None
     home: TEXT | None = None
-    seed: _SEED = 0
-    seeds: _SEEDS = 1
-    x64: FLAG = False
-    compile: FLAG = False
-    host_devices: _DEVICES | None = None
-    values: Annotated[str, one_of("real", "abstract")] = "real"
-    policy: Annotated[str, one_of(*POLICIES)] = "path"
+    seed: NATURAL = 0
+    seeds: Annotated[int, Meta(ge=1, le=10**6)] = 1
+    x64: bool = False
+    compile: bool = False
+    host_devices: Annotated[int, Meta(ge=1, le=1024)] | None = None
+    values: VALUES = "real"
+    policy: POLICY = "path"
     events_max: COUNT = EVENTS_MAX
     nesting_max: NESTING = NESTING_MAX
-    settings: TABLE = Field(default={})
-    placement: Annotated[dict[str, TEXT], _NAMED] = Field(default={})
-    network: TABLE = Field(default={})
-    link: TABLE | None = None
-    devices: TABLE = Field(default={})
+    settings: TABLE = field(default_factory=dict)
+    placement: dict[str, TEXT] = field(default_factory=dict)
+    network: TABLE = field(default_factory=dict)
+    link: LinkSettings | None = None
+    devices: TABLE = field(default_factory=dict)
     schedule: TABLE | None = None
-    faults: _LIST = Field(default=[])
+    faults: tuple[Fault, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -185,7 +148,7 @@ class Settings(Table):
         return ScenarioError(unusable("program", self.program, allowed))
 
 
-Made = TypeVar("Made")
+Made = TypeVar("Made", bound=Settings)
 
 
 def _made(
@@ -197,18 +160,17 @@ def _made(
         kind: a class of `jdag.sim`.
         key: the key of the table in the file.
         table: the content of the file.
-        own: keys that are not fields of the class, or with checks of their own.
+        own: types, or types and defaults, of keys that are not fields of the class.
     """
-    keys = {
-        field.name: (Any, ... if field.default is MISSING else field.default)
-        for field in fields(kind)  # type: ignore[arg-type]
-    }
-    model = create_model(kind.__name__, __base__=Table, **{**keys, **own})
-    try:
-        found = checked(model, table)
-        return kind(**{name: getattr(found, name) for name in keys}), found
-    except ScenarioError as error:
-        raise ScenarioError(f"{key}.{error}") from error
+    wider: type[Any] = defstruct(
+        kind.__name__,
+        [(name, *each) for name, each in own.items()],
+        bases=(kind,),
+        frozen=True,
+        kw_only=True,
+    )
+    found: Any = decoded(wider, table, key)
+    return part(kind, found), found
 
 
 @contextmanager
@@ -217,52 +179,53 @@ def _under(key: str) -> Iterator[None]:
     try:
         yield
     except ScenarioError as error:
-        raise ScenarioError(f"{key}.{error}") from error
+        raise ScenarioError(*[f"{key}.{each}" for each in error.args]) from error
 
 
-def network_of(settings: Settings, *, clean: bool) -> Network:
+def network_of(settings: ScenarioTable, *, clean: bool) -> Network:
     """Return the network; a clean one has no jitter."""
-    port = "port_bandwidth_bytes_per_s"
-    own: dict[str, Any] = {
-        "control_lane": (Annotated[Any, _CONTROL], None),
-        "topology": (TABLE | None, None),
-        "links": (_LIST, []),
-        port: (COUNT | None, None),
-    }
-    default, table = _link("network", settings.network, clean, **own)
-    network = Network(default)
-    if table.topology is not None:
+    table = _without_jitter(settings.network) if clean else settings.network
+    default, own = _link(
+        "network",
+        table,
+        control_lane=(Annotated[bool | TABLE | None, _CONTROL], None),
+        topology=(TABLE | None, None),
+        links=(_TABLES, ()),
+        port_bandwidth_bytes_per_s=(COUNT | None, None),
+    )
+    network, control = Network(default), own.control_lane
+    if own.topology is not None:
         with _under("network.topology"):
-            network = _topology(settings, table.topology, clean)
-    control = table.control_lane
+            network = _topology(settings, own.topology)
     if isinstance(control, dict):
-        control, _ = _link("network.control_lane", control, clean)
-    links = _links_of(settings, table.links, network.routed, clean)
-    rate = getattr(table, port)
+        control, _ = _link("network.control_lane", control)
+    links = _links_of(settings, own.links, network.routed)
     with _under("network"):
-        more: Any = {"control_lane": control, port: rate}
-        return replace(network, default=default, links=links, **more)
+        return replace(
+            network,
+            default=default,
+            links=links,
+            control_lane=control,
+            port_bandwidth_bytes_per_s=own.port_bandwidth_bytes_per_s,
+        )
 
 
-def _link(
-    key: str, table: Mapping[str, Any], clean: bool, **own: Any
-) -> tuple[LinkModel, Any]:
+def _link(key: str, table: Mapping[str, Any], **own: Any) -> tuple[LinkModel, Any]:
     """Return the link that a table describes, by the model it names, and the table."""
-    name = table.get("model")
+    name = table.get("model", "alpha_beta")
     kind = _MODELS.get(name, LinkModel) if isinstance(name, str) else LinkModel
-    made, given = _made(kind, key, table, model=(_MODEL, "alpha_beta"), **own)
-    return (replace(made, jitter_ns=0) if clean else made), given
+    model = (Annotated[str, one_of(*_MODELS)], "alpha_beta")
+    return _made(kind, key, table, model=model, **own)
 
 
 def _links_of(
-    settings: Settings, tables: list[Any], routed: Sequence[str], clean: bool
+    settings: ScenarioTable, tables: tuple[TABLE, ...], routed: tuple[str, ...]
 ) -> dict[tuple[str, str], LinkModel]:
     """Return the links that are not as the others."""
-    ends = {"source": (TEXT, ...), "destination": (TEXT, ...)}
     links: dict[tuple[str, str], LinkModel] = {}
     for number, one in enumerate(tables):
         key = f"network.links[{number}]"
-        model, given = _link(key, one, clean, **ends)
+        model, given = _link(key, one, source=(TEXT,), destination=(TEXT,))
         source, destination = given.source, given.destination
         settings.check_worker(f"{key}.source", source)
         settings.check_worker(f"{key}.destination", destination)
@@ -279,11 +242,11 @@ def _links_of(
     return links
 
 
-class _Topology(Table):
+class _TopologyTable(Settings, frozen=True):
     kind: Annotated[str, one_of(*_TOPOLOGIES)] | None = None
     workers: _TEXTS | None = None
-    dimensions: _LIST | None = None
-    cut_through: FLAG | None = None
+    dimensions: _TABLES | None = None
+    cut_through: bool | None = None
     arity: COUNT | None = None
     shape: Any = None
     latency_ns: Any = None
@@ -291,15 +254,14 @@ class _Topology(Table):
     jitter_ns: Any = None
 
 
-def _topology(settings: Settings, table: Mapping[str, Any], clean: bool) -> Network:
+def _topology(settings: ScenarioTable, table: Mapping[str, Any]) -> Network:
     """Return a topology, of all workers if none are named; links as in the table."""
-    given = checked(_Topology, table)
-    found = {key: value for key, value in vars(given).items() if value is not None}
+    found = _given(decoded(_TopologyTable, table))
     kind, dimensions = found.pop("kind", None), found.get("dimensions")
     if (kind is None) == (dimensions is None):
         allowed = f"one of {', '.join(_TOPOLOGIES)}, or dimensions in its place"
         raise ScenarioError(unusable("kind", kind, allowed))
-    found.setdefault("workers", list(settings.names))
+    found.setdefault("workers", settings.names)
     for name in found["workers"]:
         settings.check_worker("workers", name)
     build = topologies.topology if kind is None else _TOPOLOGIES[kind]
@@ -315,22 +277,34 @@ def _topology(settings: Settings, table: Mapping[str, Any], clean: bool) -> Netw
         raise ScenarioError("shape is missing: allowed is a list of integers >= 1")
     if has_link:
         link = {key: found.pop(key) for key in _LINK_KEYS if key in found}
-        found["link"] = LinkModel(**{**link, **({"jitter_ns": 0} if clean else {})})
+        found["link"] = LinkModel(**link)
     if dimensions is not None:
         found["dimensions"] = [
-            _dimension(f"dimensions[{number}]", one, clean)
+            _dimension(f"dimensions[{number}]", one)
             for number, one in enumerate(dimensions)
         ]
     return build(**found)
 
 
-def _dimension(key: str, table: Mapping[str, Any], clean: bool) -> topologies.Dimension:
-    own: dict[str, Any] = {"kind": (Any, ...), "size": (Any, ...), "arity": (Any, 2)}
+def _given(table: Settings) -> dict[str, Any]:
+    """Return the values of a table that the file has."""
+    found = {key: getattr(table, key) for key in table.__struct_fields__}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _dimension(key: str, table: Mapping[str, Any]) -> topologies.Dimension:
+    own: Any = {"kind": (Any,), "size": (Any,), "arity": (Any, 2)}
     link, given = _made(LinkModel, key, table, **own)
-    if clean:
-        link = replace(link, jitter_ns=0)
     with _under(key):
         return topologies.Dimension(given.kind, given.size, link, given.arity)
+
+
+def _without_jitter(table: Any) -> Any:
+    """Return the table of a network where no link has jitter."""
+    if isinstance(table, dict):
+        found = {key: _without_jitter(value) for key, value in table.items()}
+        return {**found, "jitter_ns": 0} if "jitter_ns" in found else found
+    return [*map(_without_jitter, table)] if isinstance(table, list) else table
 
 
 def has_jitter(table: Any) -> bool:
@@ -340,29 +314,19 @@ def has_jitter(table: Any) -> bool:
     return isinstance(table, list) and any(map(has_jitter, table))
 
 
-def _roofline(table: Mapping[str, Any]) -> Roofline:
-    return _made(Roofline, "roofline", table)[0]
-
-
-def devices_of(settings: Settings) -> dict[str, DeviceModel]:
+def devices_of(settings: ScenarioTable) -> dict[str, DeviceModel]:
     """Return the device of each worker: its own, or that of all."""
-    own: dict[str, Any] = {
-        "functions": (Annotated[dict[str, _COSTS], _NAMED], {}),
-        "roofline": (Annotated[Any, BeforeValidator(_roofline), _NAMED], None),
-    }
-    workers: Any = (Annotated[dict[str, TABLE], _NAMED], Field(default={}))
-    default, table = _made(
-        DeviceModel, "devices", settings.devices, **own, workers=workers
-    )
-    found = dict.fromkeys(settings.names, default)
-    for name, one in table.workers.items():
+    table = dict(settings.devices)
+    tables = converted(dict[str, TABLE], table.pop("workers", {}), "devices.workers")
+    found = dict.fromkeys(settings.names, decoded(DeviceModel, table, "devices"))
+    for name, one in tables.items():
         key = f"devices.workers.{name}"
         settings.check_worker(key, name)
-        found[name], _ = _made(DeviceModel, key, one, **own)
+        found[name] = decoded(DeviceModel, one, key)
     return found
 
 
-class _Schedule(Table):
+class _ScheduleTable(Settings, frozen=True):
     kind: Annotated[str, one_of(*_BUILDERS)] | None = None
     stages: COUNT | None = None
     micro_batches: COUNT | None = None
@@ -371,18 +335,17 @@ class _Schedule(Table):
     lists: _TEXTS | None = None
 
 
-def schedule_of(settings: Settings) -> Schedule | None:
+def schedule_of(settings: ScenarioTable) -> Schedule | None:
     """Return the schedule; its workers are all of the run if none are named."""
     if settings.schedule is None:
         return None
     try:
-        given = checked(_Schedule, settings.schedule)
-        found = {key: value for key, value in vars(given).items() if value is not None}
+        found = _given(decoded(_ScheduleTable, settings.schedule))
         kind, lists = found.pop("kind", None), found.pop("lists", None)
         if (kind is None) == (lists is None):
             allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
             raise ScenarioError(unusable("kind", kind, allowed))
-        found.setdefault("workers", list(settings.names))
+        found.setdefault("workers", settings.names)
         for name in found["workers"]:
             settings.check_worker("workers", name)
         build: Any = from_lists if kind is None else _BUILDERS[kind]
@@ -401,29 +364,4 @@ def schedule_of(settings: Settings) -> Schedule | None:
     except ScheduleError as error:
         raise ScenarioError(f"schedule: {error}") from error
     except ScenarioError as error:
-        raise ScenarioError(f"schedule.{error}") from error
-
-
-def link_of(settings: Settings) -> LinkSettings | None:
-    """Return the settings of links; None: chosen by the latencies."""
-    if settings.link is None:
-        return None
-    return _made(LinkSettings, "link", settings.link)[0]
-
-
-def faults_of(settings: Settings) -> list[Fault]:
-    """Return the faults; their values are checked where the cluster is made."""
-    return [_fault(f"faults[{n}]", one) for n, one in enumerate(settings.faults)]
-
-
-def _fault(key: str, table: Mapping[str, Any]) -> Fault:
-    kinds = f"one of {', '.join(_FAULTS)}"
-    if "kind" not in table:
-        raise ScenarioError(f"{key}.kind is missing: allowed is {kinds}")
-    kind = table["kind"]
-    if not isinstance(kind, str) or kind not in _FAULTS:
-        raise ScenarioError(unusable(f"{key}.kind", kind, kinds))
-    own: dict[str, Any] = {"kind": (str, ...)}
-    if kind == "crash":
-        own["detect_ns"] = (Any, DETECT_NS)
-    return _made(_FAULTS[kind], key, table, **own)[0]
+        raise ScenarioError(*[f"schedule.{each}" for each in error.args]) from error

@@ -222,13 +222,10 @@ def named(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
     return names
 
 
-def check_for(schedule: object, workers: Sequence[str]) -> None:
+def check_for(schedule: Schedule | None, workers: Sequence[str]) -> None:
     """Raise ScheduleError unless these workers can follow it; None is no schedule."""
     if schedule is None:
         return
-    if not isinstance(schedule, Schedule):
-        allowed = "a jdag.schedules.Schedule, or None"
-        raise ScheduleError(unusable("schedule", schedule, allowed))
     for worker in schedule.workers:
         if worker not in workers:
             allowed = "workers of the cluster: " + ", ".join(workers)

@@ -7,7 +7,7 @@ from jdag.sim import presets, topologies
 from jdag.sim.devices import DeviceModel, Roofline
 from jdag.sim.faults import Crash, Delay, Drop, Duplicate, Fault, Partition, Slow
 from jdag.sim.network import LinkModel, LogGP, Network
-from jdag.wire.link import LinkSettings
+from jdag.sim.reliable_link import LinkSettings
 
 __all__ = [
     "Crash",

@@ -1,11 +1,11 @@
 """Costs of jobs on the devices of workers, in virtual time."""
 
-import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from msgspec import Meta, field
 
 from jdag.compute.pairs import typed_name
 from jdag.compute.xla_cost import xla_cost
@@ -22,26 +22,31 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.errors import CostWarning, ScenarioError, unusable
-from jdag.runtime.tables import NS, is_ns
-
-_COSTS = {
-    2: ("forward_ns", "backward_ns"),
-    3: ("forward_ns", "input_grad_ns", "weight_grad_ns"),
-}
+from jdag.runtime.validation import COUNT, NS, NS_MAX, Settings, converted, where
 
 # As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
-_NAME = re.compile(
-    r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
-)
+_NAME = r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
 _NAMES = "name, module:name or module:name(types), such as m:layer(float32[8,4])"
+_TIMES = (
+    "two integers >= 0, (forward_ns, backward_ns), or three, (forward_ns, "
+    "input_grad_ns, weight_grad_ns)"
+)
+_FUNCTION = Annotated[str, Meta(pattern=rf"\A({_NAME})\Z", description=_NAMES)]
+
+
+def _are_costs(costs: tuple[int, ...]) -> bool:
+    return len(costs) in (2, 3) and all(0 <= cost_ns <= NS_MAX for cost_ns in costs)
+
+
+_COSTS = Annotated[tuple[int, ...], where(_are_costs, _TIMES)]
+_BY_NAME = Meta(description=f'costs by name, {{"module:name": (1, 2)}}: {_TIMES}')
 # The function that `ctx.move` calls.
 MOVED = name_of(transferred)
 # Of the nodes of a segment; others are sums.
 _ACTIONS = {"forward": "F", "vjp": "B", "input_grad": "I", "weight_grad": "W"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Roofline:
+class Roofline(Settings, frozen=True, kw_only=True):
     """Times of functions from XLA's counts of their operations and bytes.
 
     A forward or a vjp takes the larger of flops / `flops_per_s` and bytes accessed /
@@ -54,14 +59,8 @@ class Roofline:
         ScenarioError: a rate that is not an int or below 1; names it.
     """
 
-    flops_per_s: int
-    bytes_per_s: int
-
-    def __post_init__(self) -> None:
-        for key in ("flops_per_s", "bytes_per_s"):
-            rate = getattr(self, key)
-            if type(rate) is not int or rate < 1:
-                raise ScenarioError(unusable(key, rate, "an integer >= 1"))
+    flops_per_s: COUNT
+    bytes_per_s: COUNT
 
     def time_ns(self, flops: int, nbytes: int) -> int:
         """How long so many operations and bytes take."""
@@ -69,8 +68,7 @@ class Roofline:
         return max([-(-count * 1_000_000_000 // rate) for count, rate in pairs])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceModel:
+class DeviceModel(Settings, frozen=True, kw_only=True):
     """The durations of jobs on a device, in nanoseconds of virtual time.
 
     A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
@@ -96,40 +94,23 @@ class DeviceModel:
             of a plan has a function without an entry, and there is a roofline.
     """
 
-    forward_ns: int = 0
-    backward_ns: int = 0
-    sum_ns: int = 0
-    input_grad_ns: int | None = None
-    overlap_ns: int | None = None
-    job_ns: int = 0
-    call_ns: int = 0
-    functions: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    forward_ns: NS = 0
+    backward_ns: NS = 0
+    sum_ns: NS = 0
+    input_grad_ns: NS | None = None
+    overlap_ns: NS | None = None
+    job_ns: NS = 0
+    call_ns: NS = 0
+    functions: Annotated[Mapping[_FUNCTION, _COSTS], _BY_NAME] = field(
+        default_factory=dict
+    )
     roofline: Roofline | None = None
 
-    def __post_init__(self) -> None:
-        for key in ("forward_ns", "backward_ns", "sum_ns", "job_ns", "call_ns"):
-            _need_ns(key, getattr(self, key))
-        for key in ("input_grad_ns", "overlap_ns"):
-            if getattr(self, key) is not None:
-                _need_ns(key, getattr(self, key))
+    def contradictions(self) -> Iterator[str]:
+        """A half that is more than the whole."""
         if (self.input_grad_ns or 0) > self.backward_ns:
             allowed = f"an integer up to backward_ns = {self.backward_ns}"
-            raise ScenarioError(unusable("input_grad_ns", self.input_grad_ns, allowed))
-        if not isinstance(self.functions, Mapping):
-            allowed = 'costs by name: {"module:name": (forward_ns, backward_ns)}'
-            raise ScenarioError(unusable("functions", self.functions, allowed))
-        for name, costs in self.functions.items():
-            if not _NAME.fullmatch(name if isinstance(name, str) else ""):
-                raise ScenarioError(unusable("functions: name", name, _NAMES))
-            if not isinstance(costs, tuple) or len(costs) not in _COSTS:
-                allowed = " or ".join([", ".join(keys) for keys in _COSTS.values()])
-                allowed = f"two or three, {allowed}, each {NS}"
-                raise ScenarioError(unusable(f"functions[{name!r}]", costs, allowed))
-            for key, cost_ns in zip(_COSTS[len(costs)], costs, strict=True):
-                _need_ns(f"functions[{name!r}].{key}", cost_ns)
-        if not isinstance(self.roofline, Roofline | None):
-            allowed = "a Roofline, or None"
-            raise ScenarioError(unusable("roofline", self.roofline, allowed))
+            yield unusable("input_grad_ns", self.input_grad_ns, allowed)
 
     def cost_ns(self, job: Job) -> int:
         """Return the duration of a job, not counting faults.
@@ -217,11 +198,6 @@ class DeviceModel:
         return first if action == "I" else max(0, sum(backward) - first)
 
 
-def _need_ns(key: str, value: object) -> None:
-    if not is_ns(value):
-        raise ScenarioError(unusable(key, value, NS))
-
-
 def functions_of(job: Job) -> list[tuple[str, str]]:
     """The functions that a job runs: their names, without types and with them."""
     if isinstance(job, RunSegment):
@@ -261,7 +237,10 @@ def check_costs(
 
 FREE = DeviceModel()
 
-Devices = DeviceModel | Mapping[str, DeviceModel] | None
+Devices = Annotated[
+    Mapping[str, DeviceModel] | DeviceModel | None,
+    Meta(description="a DeviceModel, or a mapping of workers to them"),
+]
 
 
 def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
@@ -270,17 +249,11 @@ def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
     Raises:
         ScenarioError: names an unknown worker, or a value that is not a DeviceModel.
     """
-    if devices is None or isinstance(devices, DeviceModel):
-        return dict.fromkeys(workers, devices or FREE)
+    devices = converted(Devices, devices, "devices")
     if not isinstance(devices, Mapping):
-        allowed = "a DeviceModel, or a mapping of workers to them"
-        raise ScenarioError(unusable("devices", devices, allowed))
-    for worker, model in devices.items():
+        return dict.fromkeys(workers, devices or FREE)
+    for worker in devices:
         if worker not in workers:
             allowed = "one of " + ", ".join(workers)
             raise ScenarioError(unusable("devices: worker", worker, allowed))
-        if not isinstance(model, DeviceModel):
-            raise ScenarioError(
-                unusable(f"devices[{worker!r}]", model, "a DeviceModel")
-            )
     return {worker: devices.get(worker, FREE) for worker in workers}

@@ -32,7 +32,7 @@ class Environment:
         self.workers = tuple(settings.workers)
         self.chooser = settings.chooser or Chooser(settings.seed, settings.policy)
         self.timeline = (
-            UntimedTimeline(settings.events_max, settings.home)
+            UntimedTimeline(settings.events_max, settings.main)
             if self.chooser.untimed
             else Timeline(settings.events_max)
         )

@@ -14,65 +14,89 @@ open (a probability of 0 or 1 is not); a verdict depends on its arguments and on
 chooser's answers alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import assert_never
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, assert_never
+
+from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.tables import NS, is_ns, number
+from jdag.runtime.validation import NATURAL, NS, Settings, are_different
+
+DETECT_NS = 1_000_000
+
+_SHARE = Annotated[float, Meta(ge=0, le=1)]
+_FACTOR = Annotated[float, Meta(ge=1, le=1e9, description="a number from 1 to 1e9")]
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class _Fault(Settings, frozen=True, tag_field="kind"):
+    """A fault; the name of its class is its kind in files."""
+
+    @property
+    def kind(self) -> str:
+        """Its kind in files."""
+        return type(self).__name__.lower()
+
+    def contradictions(self) -> Iterator[str]:
+        """An end before its beginning."""
+        from_ns, until_ns = getattr(self, "from_ns", 0), getattr(self, "until_ns", None)
+        if until_ns is not None and until_ns < from_ns:
+            yield unusable("until_ns", until_ns, f"an integer >= from_ns = {from_ns}")
+
+
+class Drop(_Fault, frozen=True, tag="drop"):
     """A frame is lost with this probability."""
 
-    probability: float
+    probability: _SHARE
     source: str | None = None
     destination: str | None = None
-    from_ns: int = 0
-    until_ns: int | None = None
+    from_ns: NS = 0
+    until_ns: NS | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Delay:
+class Delay(_Fault, frozen=True, tag="delay"):
     """With this probability a frame is late by `delay_min_ns` to `delay_max_ns`."""
 
-    probability: float
-    delay_min_ns: int
-    delay_max_ns: int
+    probability: _SHARE
+    delay_min_ns: NS
+    delay_max_ns: NS
     source: str | None = None
     destination: str | None = None
-    from_ns: int = 0
-    until_ns: int | None = None
+    from_ns: NS = 0
+    until_ns: NS | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        """An end before its beginning, or a longest delay below the shortest."""
+        yield from _Fault.contradictions(self)
+        if self.delay_max_ns < self.delay_min_ns:
+            allowed = f"an integer >= delay_min_ns = {self.delay_min_ns}"
+            yield unusable("delay_max_ns", self.delay_max_ns, allowed)
 
 
-@dataclass(frozen=True, slots=True)
-class Duplicate:
+class Duplicate(_Fault, frozen=True, tag="duplicate"):
     """With this probability a frame comes again, up to `delay_max_ns` later."""
 
-    probability: float
-    delay_max_ns: int = 0
+    probability: _SHARE
+    delay_max_ns: NS = 0
     source: str | None = None
     destination: str | None = None
-    from_ns: int = 0
-    until_ns: int | None = None
+    from_ns: NS = 0
+    until_ns: NS | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Partition:
+class Partition(_Fault, frozen=True, tag="partition"):
     """No frame passes between two of `groups`; repaired at `until_ns` (None: never).
 
     A worker in none of the groups reaches all of them.
     """
 
     groups: tuple[tuple[str, ...], ...]
-    from_ns: int = 0
-    until_ns: int | None = None
+    from_ns: NS = 0
+    until_ns: NS | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Crash:
+class Crash(_Fault, frozen=True, tag="crash"):
     """A worker stops, and all it held is gone.
 
     It happens at `at_ns`, or when the trace has `at_index` events; exactly one of the
@@ -81,25 +105,29 @@ class Crash:
     """
 
     worker: str
-    detect_ns: int
-    at_ns: int | None = None
-    at_index: int | None = None
-    restart_ns: int | None = None
+    detect_ns: NS = DETECT_NS
+    at_ns: NS | None = None
+    at_index: NATURAL | None = None
+    restart_ns: NS | None = None
+
+    def contradictions(self) -> Iterator[str]:
+        """Two times of the crash, or none."""
+        if (self.at_ns is None) == (self.at_index is None):
+            at = (self.at_ns, self.at_index)
+            yield unusable("(at_ns, at_index)", at, "one of the two")
 
 
-@dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(_Fault, frozen=True, tag="slow"):
     """Jobs that a worker starts in this time take `factor` times as long."""
 
     worker: str
-    factor: float
-    from_ns: int = 0
-    until_ns: int | None = None
+    factor: _FACTOR
+    from_ns: NS = 0
+    until_ns: NS | None = None
 
 
 FrameFault = Drop | Delay | Duplicate
 Fault = FrameFault | Partition | Crash | Slow
-_KINDS = (Drop, Delay, Duplicate, Partition, Crash, Slow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +168,7 @@ class Faults:
                 allowed = f"one crash of {worker}: it does not come back"
                 wrong.append(unusable("faults", len(of), allowed))
         if wrong:
-            raise ScenarioError("; ".join(wrong))
+            raise ScenarioError(*wrong)
         self._partitions = tuple(
             (f.from_ns, f.until_ns, {w: n for n, g in enumerate(f.groups) for w in g})
             for f in faults
@@ -215,61 +243,25 @@ def _drawn(least_ns: int, most_ns: int, chooser: Chooser) -> int:
     return least_ns if least_ns == most_ns else chooser.amount(least_ns, most_ns)
 
 
-_OPEN = ("source", "destination", "until_ns", "at_ns", "at_index", "restart_ns")
-
-
 def _problems(key: str, fault: Fault, workers: tuple[str, ...]) -> list[str]:
-    if not isinstance(fault, _KINDS):
-        allowed = "one of " + ", ".join(kind.__name__ for kind in _KINDS)
-        return [unusable(key, fault, allowed)]
-    wrong: list[str] = []
-    for field in fields(fault):
-        value = getattr(fault, field.name)
-        if value is None and field.name in _OPEN:
-            continue
-        usable, allowed = _rule(field.name, value, workers)
-        if not usable:
-            wrong.append(unusable(f"{key}.{field.name}", value, allowed))
-    # Combinations of fields are checked once each field is valid.
-    return wrong or _contradictions(key, fault)
+    """Return the errors of workers that a fault names and the run does not have."""
+    if isinstance(fault, Partition):
+        if _are_groups(fault.groups, workers):
+            return []
+        allowed = "two groups or more, none shared, of " + ", ".join(workers)
+        return [unusable(f"{key}.groups", fault.groups, allowed)]
+    names = {
+        name: getattr(fault, name, None) for name in ("source", "destination", "worker")
+    }
+    allowed = "one of " + ", ".join(workers)
+    return [
+        unusable(f"{key}.{name}", worker, allowed)
+        for name, worker in names.items()
+        if worker is not None and worker not in workers
+    ]
 
 
-def _rule(name: str, value: object, workers: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether a field's value is usable, and what is allowed."""
-    match name:
-        case "source" | "destination" | "worker":
-            return value in workers, "one of " + ", ".join(workers)
-        case "groups":
-            allowed = "two groups or more, none shared, of " + ", ".join(workers)
-            return _are_groups(value, workers), allowed
-        case "probability":
-            return number(0, 1)(value), "a number from 0 to 1"
-        case "factor":
-            return number(1, 1e9)(value), "a number from 1 to 1e9"
-        case _:
-            return is_ns(value), NS
-
-
-def _contradictions(key: str, fault: Fault) -> list[str]:
-    if isinstance(fault, Crash):
-        at = (fault.at_ns, fault.at_index)
-        if (fault.at_ns is None) == (fault.at_index is None):
-            return [unusable(f"{key}.(at_ns, at_index)", at, "one of the two")]
-        return []
-    wrong = []
-    if fault.until_ns is not None and fault.until_ns < fault.from_ns:
-        allowed = f"an integer >= from_ns = {fault.from_ns}"
-        wrong.append(unusable(f"{key}.until_ns", fault.until_ns, allowed))
-    if isinstance(fault, Delay) and fault.delay_max_ns < fault.delay_min_ns:
-        allowed = f"an integer >= delay_min_ns = {fault.delay_min_ns}"
-        wrong.append(unusable(f"{key}.delay_max_ns", fault.delay_max_ns, allowed))
-    return wrong
-
-
-def _are_groups(value: object, workers: tuple[str, ...]) -> bool:
-    groups = value if isinstance(value, tuple | list) else ()
-    if len(groups) < 2 or not all(isinstance(g, tuple | list) and g for g in groups):
-        return False
+def _are_groups(groups: tuple[tuple[str, ...], ...], workers: tuple[str, ...]) -> bool:
     named = [worker for group in groups for worker in group]
     known = all(worker in workers for worker in named)
-    return known and all(named.count(worker) == 1 for worker in named)
+    return len(groups) > 1 and all(groups) and known and are_different(named)

@@ -23,33 +23,32 @@ Invariants: a lane, and a port, carries one frame at a time; `busy_ns` never exc
 time until `busy_until_ns`; messages of a worker to itself are not transmitted.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import force_setattr
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.tables import NS, is_ns
+from jdag.runtime.validation import NS, Settings
 from jdag.sim.ports import NetworkPort
 
 _SECOND_NS = 1_000_000_000
-_CONTROL = "a LinkModel, True for one that is free, or None for none"
-_LINKS = 'LinkModels by source and destination: {("a", "b"): LinkModel()}'
+_CONTROL = Meta(description="a LinkModel, True for one that is free, or None for none")
+_LINKS = Meta(
+    description='LinkModels by source and destination: {("a", "b"): LinkModel()}'
+)
+_PAIR = Annotated[
+    tuple[str, str], Meta(description='source and destination, ("a", "b")')
+]
+_NO_LIMIT = "an integer >= 1, or none given for no limit"
+_RATE = Annotated[int, Meta(ge=1, description=_NO_LIMIT)]
 
 
-def _is_pair(value: Any) -> bool:
-    is_two = isinstance(value, tuple) and len(value) == 2
-    return is_two and all(isinstance(name, str) for name in value)
-
-
-def _check_bandwidth(key: str, rate: object) -> None:
-    if rate is not None and (type(rate) is not int or rate < 1):
-        allowed = "an integer >= 1, or none given for no limit"
-        raise ScenarioError(unusable(key, rate, allowed))
-
-
-@dataclass(frozen=True, slots=True)
-class LinkModel:
+class LinkModel(Settings, frozen=True):
     """One directed link: latency and jitter in ns, bandwidth in bytes per second.
 
     `bandwidth_bytes_per_s` None is infinite. A frame of n bytes occupies the link for
@@ -60,16 +59,9 @@ class LinkModel:
         ScenarioError: a value that is not an int or too small.
     """
 
-    latency_ns: int = 0
-    bandwidth_bytes_per_s: int | None = None
-    jitter_ns: int = 0
-
-    def __post_init__(self) -> None:
-        for field_of in fields(self):
-            key, value = field_of.name, getattr(self, field_of.name)
-            if key.endswith("_ns") and not is_ns(value):
-                raise ScenarioError(unusable(key, value, NS))
-        _check_bandwidth("bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+    latency_ns: NS = 0
+    bandwidth_bytes_per_s: _RATE | None = None
+    jitter_ns: NS = 0
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long `size_bytes` occupy the link."""
@@ -90,8 +82,7 @@ class LinkModel:
 FREE = LinkModel()
 
 
-@dataclass(frozen=True, slots=True)
-class LogGP(LinkModel):
+class LogGP(LinkModel, frozen=True):
     """One directed link of the LogGP model; times in ns.
 
     L is `latency_ns`; o, of the sender and again of the receiver, `overhead_ns`; g, the
@@ -107,8 +98,8 @@ class LogGP(LinkModel):
         ScenarioError: a value that is not an int or too small.
     """
 
-    overhead_ns: int = 0
-    gap_ns: int = 0
+    overhead_ns: NS = 0
+    gap_ns: NS = 0
 
     def transfer_ns(self, size_bytes: int) -> int:
         """How long `size_bytes` take to leave: o + (k-1)G."""
@@ -134,8 +125,7 @@ class Hop(NamedTuple):
     model: LinkModel
 
 
-@dataclass(frozen=True, slots=True)
-class Network:
+class Network(Settings, frozen=True):
     """The network of a run: one model for all directed links, and the exceptions.
 
     `links` maps (source, destination) to that direction's model; the other direction
@@ -161,36 +151,27 @@ class Network:
     """
 
     default: LinkModel
-    links: Mapping[tuple[str, str], LinkModel] = field(default_factory=dict)
-    port_bandwidth_bytes_per_s: int | None = None
-    control_lane: LinkModel | bool | None = None
-    routed: Sequence[str] = ()
+    links: Annotated[Mapping[_PAIR, LinkModel], _LINKS] = msgspec.field(
+        default_factory=dict
+    )
+    port_bandwidth_bytes_per_s: _RATE | None = None
+    control_lane: Annotated[LinkModel | bool | None, _CONTROL] = None
+    routed: tuple[str, ...] = ()
     route: Callable[[str, str], Sequence[Hop]] | None = None
     cut_through: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.default, LinkModel):
-            raise ScenarioError(unusable("default", self.default, "a LinkModel"))
-        if not isinstance(self.links, Mapping):
-            raise ScenarioError(unusable("links", self.links, _LINKS))
-        for pair, model in self.links.items():
-            if not (_is_pair(pair) and isinstance(model, LinkModel)):
-                raise ScenarioError(unusable("links", {pair: model}, _LINKS))
-        key = "port_bandwidth_bytes_per_s"
-        _check_bandwidth(key, self.port_bandwidth_bytes_per_s)
-        if self.route is not None and self.port_bandwidth_bytes_per_s is not None:
+        super().__post_init__()
+        if isinstance(self.control_lane, bool):
+            lane = LinkModel() if self.control_lane else None
+            force_setattr(self, "control_lane", lane)
+
+    def contradictions(self) -> Iterator[str]:
+        """Ports and a topology."""
+        key, rate = "port_bandwidth_bytes_per_s", self.port_bandwidth_bytes_per_s
+        if self.route is not None and rate is not None:
             allowed = "none with a topology, whose links are shared themselves"
-            raise ScenarioError(unusable(key, self.port_bandwidth_bytes_per_s, allowed))
-        if type(self.cut_through) is not bool:
-            raise ScenarioError(
-                unusable("cut_through", self.cut_through, "True or False")
-            )
-        control = self.control_lane
-        if not isinstance(control, LinkModel | bool | None):
-            raise ScenarioError(unusable("control_lane", control, _CONTROL))
-        if isinstance(control, bool):
-            control = LinkModel() if control else None
-            object.__setattr__(self, "control_lane", control)
+            yield unusable(key, rate, allowed)
 
     def model(self, source: str, destination: str) -> LinkModel:
         """The model of one directed link; of a path its latencies and jitters."""

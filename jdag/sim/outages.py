@@ -67,7 +67,7 @@ class Outages:
             if not host.alive:
                 rejoin = (self.restart, host, NO_CAUSE)
                 found.append((Step("rejoin", name), rejoin))
-            elif name != env.settings.home:
+            elif name != env.settings.main:
                 crash = Crash(name, detect_ns=0, at_ns=env.timeline.now_ns)
                 found.append((Step("crash", name), (self.crash, crash)))
         return found

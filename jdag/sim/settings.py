@@ -1,35 +1,34 @@
 """The settings of a simulated run, checked before it begins."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
 
-from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
-from jdag.errors import ScenarioError, unusable
-from jdag.runtime.chooser import Chooser
-from jdag.runtime.tables import NS, is_listed, is_ns
-from jdag.schedules import Schedule
-from jdag.schedules.schedule import check_for
+from msgspec import Meta
+from msgspec.structs import asdict
+
+from jdag.errors import unusable
+from jdag.runtime.chooser import POLICIES, Chooser
+from jdag.runtime.session_settings import RunSettings
+from jdag.runtime.validation import COUNT, NATURAL, NS, one_of
 from jdag.sim.devices import Devices, models
-from jdag.sim.faults import Crash, Fault
+from jdag.sim.faults import DETECT_NS, Crash, Fault
 from jdag.sim.network import FREE, LinkModel, Network
-from jdag.wire.link import LinkSettings
+from jdag.sim.reliable_link import LinkSettings
 
-DETECT_NS = 1_000_000
 EVENTS_MAX = 100_000_000
-WORKERS = (
-    f"a list of one name or more, none twice, at most {WORKERS_MAX:,}; each of {NAMES}"
-)
+_FAULTS = Meta(description="a list of jdag.sim's faults, such as [jdag.sim.Drop(0.1)]")
+_NETWORK = Meta(description="a Network or a LinkModel")
+_LINK = Meta(description="a LinkSettings, or None")
+POLICY = Annotated[str, one_of(*POLICIES)]
+VALUES = Annotated[str, one_of("real", "abstract")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimSettings:
+class SimSettings(RunSettings, frozen=True, kw_only=True):
     """The settings that, with its programs, determine a simulated run.
 
     Attributes:
-        workers: their names; their order numbers them.
         seed: of all jitter and faults.
-        home: the worker where the main program runs.
+        home: the worker where the main program runs; None: the first.
         network: None: free and immediate.
         faults: home cannot crash.
         devices: the costs of jobs, for all workers or by worker; None: free.
@@ -39,76 +38,52 @@ class SimSettings:
         detect_ns: the delay until a worker learns that a peer has given it up.
         events_max: the limit for events of the whole run.
         trace: whether a trace is kept.
-        schedule: the order of the work of a pipeline; its workers are some of these.
         chooser: makes all choices; None: a `Chooser` of this seed and policy.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
     """
 
-    workers: Sequence[str]
-    seed: int
-    home: str
-    network: Network | LinkModel | None = None
-    faults: Sequence[Fault] = ()
+    seed: NATURAL  # Of -1 and 1 the same is drawn.
+    home: str | None = None
+    network: Annotated[Network | LinkModel | None, _NETWORK] = None
+    faults: Annotated[Sequence[Fault], _FAULTS] = ()
     devices: Devices = None
-    values: str = "real"
-    policy: str = "path"
-    link: LinkSettings | None = None
-    detect_ns: int = DETECT_NS
-    events_max: int = EVENTS_MAX
+    values: VALUES = "real"
+    policy: POLICY = "path"
+    link: Annotated[LinkSettings | None, _LINK] = None
+    detect_ns: NS = DETECT_NS
+    events_max: COUNT = EVENTS_MAX
     trace: bool = True
-    schedule: Schedule | None = None
     chooser: Chooser | None = None
 
-    def __post_init__(self) -> None:
-        names = tuple(self.workers) if is_listed(self.workers) else ()
-        usable = 1 <= len(names) <= WORKERS_MAX and all(map(is_name, names))
-        if not usable or len(dict.fromkeys(names)) != len(names):
-            raise ScenarioError(unusable("workers", self.workers, WORKERS))
-        seed, home, events_max = self.seed, self.home, self.events_max
-        faults = "a list of jdag.sim's faults, such as [jdag.sim.Drop(0.1)]"
-        network = isinstance(self.network, Network | LinkModel | None)
-        link = isinstance(self.link, LinkSettings | None)
-        most = type(events_max) is int and events_max >= 1
-        there = f"one of {', '.join(names)}"
-        for key, is_usable, allowed in (
-            ("home", isinstance(home, str) and home in names, there),
-            # Of -1 and 1 the same is drawn.
-            ("seed", type(seed) is int and seed >= 0, "an integer >= 0"),
-            ("faults", is_listed(self.faults), faults),
-            ("network", network, "a Network or a LinkModel"),
-            ("link", link, "a LinkSettings, or None"),
-            ("events_max", most, "an integer >= 1"),
-            ("values", self.values in ("real", "abstract"), "'real' or 'abstract'"),
-            ("trace", type(self.trace) is bool, "True or False"),
-            ("detect_ns", is_ns(self.detect_ns), NS),
-        ):
-            if not is_usable:
-                raise ScenarioError(unusable(key, getattr(self, key), allowed))
-        check_for(self.schedule, names)
-        self._check_crashes()
-
-    def _check_crashes(self) -> None:
+    def contradictions(self) -> Iterator[str]:
+        """Home is a worker, and does not crash; a crash by the trace needs a trace."""
+        yield from super().contradictions()
+        home = self.main
+        if home not in self.workers:
+            yield unusable("home", home, f"one of {', '.join(self.workers)}")
         for index, fault in enumerate(self.faults):
             if not isinstance(fault, Crash):
                 continue
             key = f"faults[{index}]"
-            if fault.worker == self.home:
+            if fault.worker == home:
                 allowed = "a worker other than home, where the main program runs"
-                raise ScenarioError(unusable(f"{key}.worker", self.home, allowed))
-            if fault.at_index is not None and not self.trace:
-                key, allowed = (
-                    f"{key}.at_index",
-                    "at_ns in its place, as no trace is kept",
-                )
-                raise ScenarioError(unusable(key, fault.at_index, allowed))
+                yield unusable(f"{key}.worker", home, allowed)
+            elif fault.at_index is not None and not self.trace:
+                allowed = "at_ns in its place, as no trace is kept"
+                yield unusable(f"{key}.at_index", fault.at_index, allowed)
+
+    @property
+    def main(self) -> str:
+        """The worker where the main program runs."""
+        return self.workers[0] if self.home is None else self.home
 
     def described(self) -> dict[str, Any]:
         """What a trace says of it, for `jdag.retime`: data of JSON."""
         network = self.all_links
         control = network.control_lane
-        known = models(self.devices, tuple(self.workers))
+        known = models(self.devices, self.workers)
         return {
             "schedule": self.schedule is not None,
             "policy": self.policy,

@@ -102,7 +102,7 @@ class Simulation:
         self.trace = env.recorder.trace
         # Of the workers that have joined anew, how often they have.
         self.incarnations = env.incarnations
-        self.port = Port(env.hosts[settings.home])
+        self.port = Port(env.hosts[settings.main])
         self._run_program = run_program
         self._look = look
         self._timeline = env.timeline

@@ -15,19 +15,21 @@ of their own, with the model `default`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Annotated
+
+from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.tables import is_listed
+from jdag.runtime.validation import COUNT, Settings, converted, is_listed, one_of, where
 from jdag.sim.network import Hop, LinkModel, Network
 
 KINDS = ("ring", "switch", "fully_connected", "tree")
+_PLAIN = "a LinkModel, and no LogGP: its overheads are those of end points"
 
 
-@dataclass(frozen=True, slots=True)
-class Dimension:
+class Dimension(Settings, frozen=True):
     """One dimension of a topology.
 
     `kind`: "ring" (shorter way; of two equal ones the ascending), "switch" (one, over
@@ -38,21 +40,10 @@ class Dimension:
         ScenarioError: names the value that is unusable and what is allowed.
     """
 
-    kind: str
-    size: int
-    link: LinkModel
-    arity: int = 2
-
-    def __post_init__(self) -> None:
-        plain = "a LinkModel, and no LogGP: its overheads are those of end points"
-        for key, usable, allowed in (
-            ("kind", self.kind in KINDS, "one of " + ", ".join(KINDS)),
-            ("size", type(self.size) is int and self.size >= 1, "an integer >= 1"),
-            ("link", type(self.link) is LinkModel, plain),
-            ("arity", type(self.arity) is int and self.arity >= 2, "an integer >= 2"),
-        ):
-            if not usable:
-                raise ScenarioError(unusable(key, getattr(self, key), allowed))
+    kind: Annotated[str, one_of(*KINDS)]
+    size: COUNT
+    link: Annotated[LinkModel, where(lambda link: type(link) is LinkModel, _PLAIN)]
+    arity: Annotated[int, Meta(ge=2)] = 2
 
     def steps(self, source: int, destination: int) -> list[int | str]:
         """Return the nodes after `source`: positions, and names of switches."""
@@ -75,6 +66,11 @@ class Dimension:
         return up + down[1:]
 
 
+_LISTED = Meta(description="a list of jdag.sim.topologies.Dimension")
+_DIMENSIONS = Annotated[tuple[Dimension, ...], _LISTED]
+_SHAPE = Annotated[tuple[COUNT, ...], Meta(description="a list of integers >= 1")]
+
+
 def topology(
     workers: Sequence[str],
     dimensions: Sequence[Dimension],
@@ -95,9 +91,7 @@ def topology(
     Raises:
         ScenarioError: names the value that is unusable and what is allowed.
     """
-    if not is_listed(dimensions) or not all(type(d) is Dimension for d in dimensions):
-        allowed = "a list of jdag.sim.topologies.Dimension"
-        raise ScenarioError(unusable("dimensions", dimensions, allowed))
+    dimensions = converted(_DIMENSIONS, dimensions, "dimensions")
     count = prod([one.size for one in dimensions])
     names = tuple(workers) if is_listed(workers) else ()
     if len(dict.fromkeys(names)) != count or len(names) != count:
@@ -179,8 +173,7 @@ def torus(
     cut_through: bool = False,
 ) -> Network:
     """Return a torus: a ring in each dimension of `shape`; see `topology`."""
-    if not is_listed(shape):
-        raise ScenarioError(unusable("shape", shape, "a list of integers >= 1"))
+    shape = converted(_SHAPE, shape, "shape")
     rings = [Dimension("ring", size, link) for size in shape]
     return topology(workers, rings, cut_through=cut_through)
 

@@ -1,7 +1,7 @@
 """Transport of messages in virtual time: links over lanes, with faults.
 
-Each pair of workers has two ends of one exactly-once link (`jdag.wire.link`). What an
-end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
+Each pair of workers has two ends of an exactly-once link (`jdag.sim.reliable_link`).
+What an end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
 (`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
 
 Acknowledgements of one instant leave as one message, before any other to that worker,
@@ -45,9 +45,10 @@ from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
+from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings, SureLink
 from jdag.sim.timeline import BEGIN, EVENT, TIMER
 from jdag.sim.untimed import StepChooser, UntimedTimeline
-from jdag.wire.link import FRAME_BYTES, NEVER, Frame, Link, LinkSettings, SureLink
+from jdag.wire.frames import FRAME_BYTES
 from jdag.wire.messages import size
 from jdag.wire.order import Order
 

@@ -1,8 +1,8 @@
 """Frames of a data connection, each with a header of 24 bytes, checked before use.
 
-A header holds the frame's sequence and acknowledgement (`jdag.wire.link`), 8 bytes
-each, the length of its payload, 7 bytes, and its kind, a byte; all little-endian. The
-kind determines the payload:
+A header holds the frame's sequence and acknowledgement (see `jdag.sim.reliable_link`),
+8 bytes each, the length of its payload, 7 bytes, and its kind, a byte; all
+little-endian. The kind determines the payload:
 
 PURE     nothing, or the few bytes of a ping; the only kind with sequence 0
 MESSAGE  a message, the headers of its values, the elements of those that are small
@@ -22,7 +22,6 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from jdag.errors import ProtocolError
-from jdag.wire.link import FRAME_BYTES
 
 
 class FrameKind(IntEnum):
@@ -56,7 +55,7 @@ LENGTHS_MAX: Mapping[int, int] = {
 }
 
 _HEADER = struct.Struct("<QQQ")
-assert _HEADER.size == FRAME_BYTES
+FRAME_BYTES = _HEADER.size
 _KINDS = tuple(FrameKind)
 _LENGTH_BITS = 56
 _LENGTH_MASK = (1 << _LENGTH_BITS) - 1

@@ -1,14 +1,15 @@
 """Exactly once and in order, whatever lies below."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
-from jdag.wire.link import NEVER, Frame, Link, LinkSettings
+from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings
 
 SETTINGS = LinkSettings(resend_ns=1000, resend_max=3, ack_delay_ns=100)
 LATENCY_NS = 200  # With the acknowledgement's delay and the way back well below 1000.

@@ -31,16 +31,14 @@ never delivered again. A restarted peer needs a new link.
 """
 
 from collections import deque
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Struct
 
-from jdag.errors import ProtocolError, ScenarioError, WorkerLost
+from jdag.errors import ProtocolError, WorkerLost, unusable
+from jdag.runtime.validation import COUNT, NATURAL, Settings
 
-# A frame on the wire begins with its sequence, its acknowledgement and the length of
-# its payload, 8 bytes each. A pure acknowledgement has nothing else.
-FRAME_BYTES = 3 * 8
 NEVER = 1 << 128  # Later than any time.
 
 
@@ -56,17 +54,7 @@ class Frame(Struct, frozen=True):
     payload: Any = None
 
 
-_LEAST = {
-    "resend_ns": 1,
-    "resend_max": 0,
-    "ack_delay_ns": 0,
-    "backoff_max": 1,
-    "window_max": 1,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
+class LinkSettings(Settings, frozen=True):
     """The timing and limits of a link.
 
     `resend_ns`: the first wait after a frame should have arrived (see `Link.send`); it
@@ -80,24 +68,18 @@ class LinkSettings:
             than `resend_ns`.
     """
 
-    resend_ns: int
-    resend_max: int
-    ack_delay_ns: int
-    backoff_max: int = 64
-    window_max: int = 1 << 20
+    resend_ns: COUNT
+    resend_max: NATURAL
+    ack_delay_ns: NATURAL
+    backoff_max: COUNT = 64
+    window_max: COUNT = 1 << 20
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            key, value = field.name, getattr(self, field.name)
-            if type(value) is not int or value < _LEAST[key]:
-                raise ScenarioError(
-                    f"{key} = {value!r}: allowed is an integer >= {_LEAST[key]}"
-                )
+    def contradictions(self) -> Iterator[str]:
+        """Each frame would be sent twice."""
         if self.ack_delay_ns >= self.resend_ns:
-            raise ScenarioError(
-                f"ack_delay_ns = {self.ack_delay_ns}: allowed is an integer below"
-                f" resend_ns = {self.resend_ns}, or each frame is sent twice"
-            )
+            allowed = f"an integer below resend_ns = {self.resend_ns}, or each frame is"
+            allowed += " sent twice"
+            yield unusable("ack_delay_ns", self.ack_delay_ns, allowed)
 
 
 class Link:

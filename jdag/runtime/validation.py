@@ -1,0 +1,373 @@
+"""Settings: frozen structs whose fields declare what is allowed, and their errors.
+
+A `Settings` checks and converts its fields when it is made, so a value of such a class
+is always usable. `decoded` makes one of a table of TOML or of keyword arguments. All
+errors have one wording, `key = value: allowed is ...`, and name every wrong field.
+"""
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, wraps
+from numbers import Real
+from pathlib import PurePath
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from msgspec import Meta, Struct, ValidationError, convert
+from msgspec.structs import FieldInfo, fields, force_setattr
+
+from jdag.errors import ScenarioError, meant, unusable
+
+P = ParamSpec("P")
+Made = TypeVar("Made", bound="Settings")
+Result = TypeVar("Result")
+
+_SHOWN_MAX = 10  # Of values that are wrong.
+_PLAIN: tuple[Any, ...] = (bool, int, float, str)
+_LISTS = (tuple, list, Sequence)
+_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number, of Python or in an array without axes."""
+    if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
+        return False
+    kind = getattr(getattr(value, "dtype", None), "kind", "f")
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return type(value) is not bool and kind in "iufV"  # V: bfloat16 and its like.
+
+
+def is_listed(value: object) -> bool:
+    """Whether a value is an ordered collection: not a text, set or dict."""
+    if isinstance(value, str | bytes | bytearray | set | frozenset | Mapping):
+        return False
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+
+
+def is_path(value: object) -> bool:
+    """Whether a value may be the path of a file or folder."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return isinstance(text, str) and text != "" and "\0" not in text
+
+
+def where(is_usable: Callable[[Any], bool], allowed: str) -> Meta:
+    """Return what a type declares beside bounds: a test, and its words."""
+    return Meta(description=allowed, extra={"is_usable": is_usable})
+
+
+def reads(read: Callable[[Any], Any], allowed: str) -> Meta:
+    """Return what a type declares that `read` makes of a value; None: it cannot."""
+    return Meta(description=allowed, extra={"read": read})
+
+
+def one_of(*names: str) -> Meta:
+    """Return what the type of one of some texts declares."""
+    return where(lambda value: value in names, f"one of {', '.join(names)}")
+
+
+def are_different(values: Sequence[Any]) -> bool:
+    """Whether no value comes twice."""
+    return len(dict.fromkeys(values)) == len(values)
+
+
+NS_MAX = (1 << 63) - 1  # 292 years: sums of them are still floats.
+NESTING_MAX = 200  # Default depth to which programs may call each other.
+
+NS = Annotated[int, Meta(ge=0, le=NS_MAX, description="an integer >= 0 and < 2^63")]
+TEXT = Annotated[str, Meta(min_length=1)]
+COUNT = Annotated[int, Meta(ge=1)]
+NATURAL = Annotated[int, Meta(ge=0)]
+NESTING = Annotated[int, Meta(ge=1, le=4000)]
+PATH = Annotated[Any, where(is_path, "the path of a file or folder")]
+TABLE = dict[str, Any]
+
+
+class Settings(Struct, frozen=True):
+    """Base of all settings.
+
+    Raises:
+        ScenarioError: key, value and what is allowed, of each field that is unusable;
+            if there is none, of fields that contradict each other.
+    """
+
+    def __post_init__(self) -> None:
+        problems: list[str] = []
+        for field in fields_of(type(self)):
+            value = getattr(self, field.name)
+            try:
+                found = converted(field.type, value, field.name)
+            except ScenarioError as error:
+                problems += error.args
+            else:
+                if found is not value:
+                    force_setattr(self, field.name, found)
+        _refuse(problems)
+        _refuse([*self.contradictions()])
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield the errors of fields that are usable, but not together."""
+        return iter(())
+
+
+fields_of: Callable[[type[Settings]], tuple[FieldInfo, ...]] = cache(fields)
+
+
+def decoded(kind: type[Made], table: Any, key: str = "", /, **given: Any) -> Made:
+    """Return the settings that a table describes.
+
+    Args:
+        kind: their class.
+        table: values by the names of fields.
+        key: the key of the table itself, in errors.
+        given: fields that are no keys of the table.
+
+    Raises:
+        ScenarioError: an unknown key, with the known ones; else a missing one; else
+            each value that is unusable, with its key and what is allowed.
+    """
+    if not isinstance(table, Mapping):
+        raise ScenarioError(unusable(key, table, "a table"))
+    prefix = f"{key}." if key else ""
+    known = [field for field in fields_of(kind) if field.name not in given]
+    names = [field.name for field in known]
+    for name, value in table.items():
+        if name not in names:
+            allowed = f"one of the keys {', '.join(names)}{meant(str(name), names)}"
+            raise ScenarioError(unusable(f"{prefix}{name}", value, allowed))
+    for field in known:
+        if field.required and field.name not in table:
+            raise ScenarioError(f"{prefix}{field.name} is missing; it has to be there")
+    try:
+        return kind(**table, **given)
+    except ScenarioError as error:
+        raise ScenarioError(*[f"{prefix}{each}" for each in error.args]) from None
+
+
+def part(kind: type[Made], *others: Struct, **own: Any) -> Made:
+    """Return settings of which others have some, by their names; `own` goes before."""
+    found = {
+        name: getattr(other, name)
+        for other in others
+        for name in kind.__struct_fields__
+        if hasattr(other, name)
+    }
+    return kind(**{**found, **own})
+
+
+def converted(kind: Any, value: Any, key: str) -> Any:
+    """Return a value as this type has it: a list may become a tuple.
+
+    Raises:
+        ScenarioError: it cannot be; the text begins with the key.
+    """
+    base, allowed, is_usable, read = _declared(kind)
+    origin = get_origin(base)
+    found = value
+    if read is not None:
+        found = value if _is_instance(value, base) else read(value)
+        if found is None:
+            raise ScenarioError(unusable(key, value, allowed))
+    elif origin in (Union, UnionType):
+        found = _one_of(get_args(base), value, key, allowed)
+    elif isinstance(base, type) and issubclass(base, Settings):
+        if not isinstance(value, base):
+            if not isinstance(value, Mapping):
+                raise ScenarioError(unusable(key, value, allowed))
+            found = decoded(base, value, key)
+    elif origin in (dict, Mapping):
+        found = _mapped(get_args(base), value, key, allowed)
+    elif origin in _LISTS:
+        found = _listed(base, value, key, allowed)
+    elif base in _PLAIN:
+        found = _plain(kind, base, value, key, allowed)
+    elif base is not Any and not _is_instance(value, origin or base):
+        try:
+            found = convert(value, base, dec_hook=_path)
+        except (ValidationError, TypeError):
+            raise ScenarioError(unusable(key, value, allowed)) from None
+    if is_usable is not None and not is_usable(found):
+        raise ScenarioError(unusable(key, value, allowed))
+    return found
+
+
+def _path(kind: Any, value: Any) -> Any:
+    """Return a path of a text; nothing else is made of values here."""
+    if issubclass(kind, PurePath) and isinstance(value, str):
+        return kind(value)
+    raise TypeError(kind)
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    return isinstance(kind, type) and isinstance(value, kind)
+
+
+def _plain(kind: Any, base: Any, value: Any, key: str, allowed: str) -> Any:
+    found = float(value) if base is float and is_number(value) else value
+    try:
+        if base is int and type(value) is not int:
+            raise ValidationError
+        return convert(found, kind)
+    except ValidationError:
+        raise ScenarioError(unusable(key, value, allowed)) from None
+
+
+def _one_of(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
+    """Return a value as the first of these types that takes it.
+
+    A table of tagged classes is that of its tag.
+    """
+    if value is None and NoneType in kinds:
+        return None
+    others = [kind for kind in kinds if kind is not NoneType]
+    if isinstance(value, Mapping) and (tags := _tags(others)):
+        field = others[0].__struct_config__.tag_field
+        said = f"one of {', '.join(tags)}"
+        if field not in value:
+            raise ScenarioError(f"{key}.{field} is missing: allowed is {said}")
+        tag = value[field]
+        if not isinstance(tag, str) or tag not in tags:
+            raise ScenarioError(unusable(f"{key}.{field}", tag, said))
+        rest = {name: each for name, each in value.items() if name != field}
+        return decoded(tags[tag], rest, key)
+    inner = None
+    for kind in others:
+        try:
+            return converted(kind, value, key)
+        except ScenarioError as error:
+            if not str(error).startswith(f"{key} = "):
+                inner = inner or error  # It has that shape, and a mistake inside.
+    raise inner or ScenarioError(unusable(key, value, allowed))
+
+
+def _tags(kinds: Sequence[Any]) -> dict[str, Any]:
+    """Return classes of settings by their tags; none if one has no tag."""
+    configs = [getattr(kind, "__struct_config__", None) for kind in kinds]
+    tags: list[Any] = [getattr(config, "tag", None) for config in configs]
+    return {} if None in tags else dict(zip(tags, kinds, strict=True))
+
+
+def _mapped(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise ScenarioError(unusable(key, value, allowed))
+    found: dict[Any, Any] = {}
+    problems: list[str] = []
+    for name, each in value.items():
+        try:
+            known = converted(kinds[0], name, f"{key}: name")
+            inner = f".{name}" if isinstance(name, str) else f"[{name!r}]"
+            found[known] = converted(kinds[1], each, f"{key}{inner}")
+        except ScenarioError as error:
+            problems += error.args
+    _refuse(problems)
+    return found
+
+
+def _listed(kind: Any, value: Any, key: str, allowed: str) -> Any:
+    if not is_listed(value):
+        raise ScenarioError(unusable(key, value, allowed))
+    values, kinds = tuple(value), get_args(kind)
+    if len(kinds) == 1 or kinds[-1] is ...:
+        kinds = (kinds[0],) * len(values)
+    if len(kinds) != len(values):
+        raise ScenarioError(unusable(key, value, allowed))
+    found: list[Any] = []
+    problems: list[str] = []
+    for index, (each, part) in enumerate(zip(kinds, values, strict=True)):
+        try:
+            found.append(converted(each, part, f"{key}[{index}]"))
+        except ScenarioError as error:
+            problems += error.args
+    _refuse(problems)
+    return found if get_origin(kind) is list else tuple(found)
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        raise ScenarioError(*problems[:_SHOWN_MAX])
+
+
+@cache
+def _declared(kind: Any) -> tuple[Any, str, Any, Any]:
+    """Return a type without declarations, its words, its test, what reads it."""
+    base, *metas = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    words = [meta.description for meta in metas if meta.description]
+    extra = {key: each for meta in metas for key, each in (meta.extra or {}).items()}
+    allowed = words[-1] if words else _words(base, metas)
+    return base, allowed, extra.get("is_usable"), extra.get("read")
+
+
+def _words(base: Any, metas: Sequence[Meta]) -> str:
+    """Say what a type without a description allows."""
+    origin = get_origin(base)
+    if origin in (Union, UnionType):
+        kinds = [kind for kind in get_args(base) if kind is not NoneType]
+        if _tags(kinds):
+            names = ", ".join([kind.__name__ for kind in kinds])
+            return f"one of {names}, or a table with its kind"
+        return " or ".join([_declared(kind)[1] for kind in kinds])
+    if origin in _LISTS:
+        return "a list"
+    if not isinstance(origin or base, type):
+        return str(base).removeprefix("typing.")
+    name = (origin or base).__name__
+    if origin in (dict, Mapping) or name.endswith("Table"):
+        return "a table"
+    noun = _NOUNS.get(base, f"{'an' if name[0] in 'AEIO' else 'a'} {name}")
+    if issubclass(origin or base, Settings):
+        return f"{noun}, or a table of its keys"
+    bounds = [meta for meta in metas if meta.ge is not None or meta.gt is not None]
+    if not bounds:
+        return noun
+    low, most = bounds[0].ge, bounds[0].le
+    if low is None:
+        noun = f"{noun} above {bounds[0].gt:,}"
+        return noun if most is None else f"{noun} and at most {most:,}"
+    return f"{noun} >= {low}" if most is None else f"{noun} from {low:,} to {most:,}"
+
+
+def takes(
+    kind: Callable[P, Settings],
+) -> Callable[[Callable[[Any], Result]], Callable[P, Result]]:
+    """Have a function take the fields of settings as its arguments.
+
+    The function itself receives the settings, checked.
+    """
+
+    def taking(function: Callable[[Any], Result]) -> Callable[P, Result]:
+        names = [field.name for field in fields_of(kind)]  # type: ignore[arg-type]
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+            for name in kwargs:
+                if name not in names:
+                    said = f"{function.__name__} has no setting {name}: allowed is one"
+                    said += f" of {', '.join(names)}{meant(name, names)}"
+                    raise ScenarioError(said)
+            return function(kind(*args, **kwargs))
+
+        hints = get_type_hints(kind)
+        signature = inspect.signature(kind)
+        parameters = [
+            one.replace(annotation=hints[one.name])
+            for one in signature.parameters.values()
+        ]
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=parameters,
+            return_annotation=inspect.signature(function).return_annotation,
+        )
+        return call
+
+    return taking

@@ -1,0 +1,241 @@
+"""Settings: what is wrong is said with key, value and what is allowed."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from msgspec import Meta
+from msgspec.structs import replace
+
+from jdag.errors import ScenarioError, unusable
+from jdag.runtime.validation import (
+    COUNT,
+    NS,
+    TEXT,
+    Settings,
+    converted,
+    decoded,
+    is_path,
+    one_of,
+    part,
+    reads,
+    takes,
+    where,
+)
+
+
+class Inner(Settings, frozen=True):
+    colour: Annotated[str, one_of("red", "green")] = "red"
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class Dot(Settings, frozen=True, tag_field="kind", tag="dot"):
+    at: int
+
+
+class Line(Settings, frozen=True, tag_field="kind", tag="line"):
+    ends: tuple[NS, NS]
+
+    def contradictions(self) -> Iterator[str]:
+        if self.ends[0] > self.ends[1]:
+            yield unusable("ends", self.ends, "an ascending pair")
+
+
+class OuterTable(Settings, frozen=True):
+    name: TEXT
+    copies: COUNT = 1
+    loud: bool = False
+    inner: Inner = Inner()
+    shapes: tuple[Dot | Line, ...] = ()
+    by_name: Mapping[str, Inner | int] | None = None
+
+
+KEYS = "name, copies, loud, inner, shapes, by_name"
+SHAPES = "one of Dot, Line, or a table with its kind"
+
+WRONG: tuple[tuple[dict[str, Any], str], ...] = (
+    ({}, "name is missing; it has to be there"),
+    ({"name": ""}, "name = '': allowed is a text"),
+    ({"name": 3}, "name = 3: allowed is a text"),
+    ({"name": "x", "copies": 0}, "copies = 0: allowed is an integer >= 1"),
+    ({"name": "x", "copies": True}, "copies = True: allowed is an integer >= 1"),
+    ({"name": "x", "copies": 2.0}, "copies = 2.0: allowed is an integer >= 1"),
+    ({"name": "x", "loud": 1}, "loud = 1: allowed is true or false"),
+    (
+        {"name": "x", "inner": 3},
+        "inner = 3: allowed is an Inner, or a table of its keys",
+    ),
+    (
+        {"name": "x", "inner": {"colour": "blue"}},
+        "inner.colour = 'blue': allowed is one of red, green",
+    ),
+    (
+        {"name": "x", "inner": {"share": 1.5}},
+        "inner.share = 1.5: allowed is a number from 0 to 1",
+    ),
+    (
+        {"name": "x", "copis": 2},
+        f"copis = 2: allowed is one of the keys {KEYS} (do you mean copies?)",
+    ),
+    ({"name": "x", "shapes": 3}, "shapes = 3: allowed is a list"),
+    ({"name": "x", "shapes": [3]}, f"shapes[0] = 3: allowed is {SHAPES}"),
+    (
+        {"name": "x", "shapes": [{"at": 3}]},
+        "shapes[0].kind is missing: allowed is one of dot, line",
+    ),
+    (
+        {"name": "x", "shapes": [{"kind": "dto"}]},
+        "shapes[0].kind = 'dto': allowed is one of dot, line",
+    ),
+    (
+        {"name": "x", "shapes": [{"kind": "line", "ends": [7, 3]}]},
+        "shapes[0].ends = (7, 3): allowed is an ascending pair",
+    ),
+    (
+        {"name": "x", "shapes": [{"kind": "line", "ends": [7]}]},
+        "shapes[0].ends = [7]: allowed is a list",
+    ),
+    (
+        {"name": "x", "by_name": {"a": {"share": 2}}},
+        "by_name.a.share = 2: allowed is a number from 0 to 1",
+    ),
+    (
+        {"name": "x", "by_name": {"a": "b"}},
+        "by_name.a = 'b': allowed is an Inner, or a table of its keys or an integer",
+    ),
+)
+
+
+@pytest.mark.parametrize(("table", "words"), WRONG, ids=[words for _, words in WRONG])
+def test_a_mistake_is_said_with_its_key_its_value_and_what_is_allowed(table, words):
+    with pytest.raises(ScenarioError) as caught:
+        decoded(OuterTable, table)
+    assert str(caught.value) == words
+
+
+def test_all_values_that_are_wrong_are_named_at_once_with_their_places():
+    shapes = [{"kind": "dot", "at": "a"}, {"kind": "line", "ends": [-1, 1.5]}]
+    table = {"name": "x", "copies": 0, "inner": {"share": 2}, "shapes": shapes}
+    with pytest.raises(ScenarioError) as caught:
+        decoded(OuterTable, table, "tables[2]")
+    assert caught.value.args == (
+        "tables[2].copies = 0: allowed is an integer >= 1",
+        "tables[2].inner.share = 2: allowed is a number from 0 to 1",
+        "tables[2].shapes[0].at = 'a': allowed is an integer",
+        "tables[2].shapes[1].ends[0] = -1: allowed is an integer >= 0 and < 2^63",
+        "tables[2].shapes[1].ends[1] = 1.5: allowed is an integer >= 0 and < 2^63",
+    )
+    assert str(caught.value) == "; ".join(caught.value.args)
+
+
+def test_a_right_table_is_as_it_was_written_and_lists_are_tuples():
+    shapes = [{"kind": "line", "ends": [3, 7]}, Dot(5)]
+    table = {"name": "x", "copies": 3, "inner": {"share": 1}, "shapes": shapes}
+    outer = decoded(OuterTable, table)
+    assert outer == OuterTable("x", 3, False, Inner("red", 1.0), (Line((3, 7)), Dot(5)))
+    assert type(outer.inner.share) is float
+
+
+def test_a_constructor_and_a_changed_copy_check_as_a_table_does():
+    with pytest.raises(ScenarioError, match=r"^share = 2: allowed is a number from 0"):
+        Inner(share=2)
+    with pytest.raises(ScenarioError, match=r"^colour = 'blue': allowed is one of red"):
+        replace(Inner(), colour="blue")
+
+
+def test_a_field_that_is_given_is_no_key_of_the_table():
+    assert decoded(Inner, {"share": 0.5}, colour="green") == Inner("green", 0.5)
+    with pytest.raises(
+        ScenarioError, match=r"colour = 'red': .* one of the keys share"
+    ):
+        decoded(Inner, {"colour": "red"}, colour="green")
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, Fraction(1, 2), np.float32(0.5), jnp.bfloat16(0.5), np.array(0.5)]
+)
+def test_any_real_number_is_a_float(value: Any):
+    found = Inner(share=value).share
+    assert (found, type(found)) == (0.5, float)
+
+
+@pytest.mark.parametrize(
+    "value", [True, "0.5", np.array([0.5]), 0.5j, np.array(0.5j), np.bool_(1), None]
+)
+def test_what_is_no_real_number_is_no_float(value: Any):
+    with pytest.raises(ScenarioError, match=r"share = .*: allowed is a number"):
+        Inner(share=value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [
+        (list[int], (1, 2), [1, 2]),
+        (tuple[str, ...], ["a"], ("a",)),
+        (Sequence[int], [1], (1,)),
+        (Literal["a", "b"], "a", "a"),
+        (int | str, "a", "a"),
+        (int | None, None, None),
+        (Path, "a", Path("a")),
+        (Any, {1}, {1}),
+        (tuple, [1, "a"], (1, "a")),
+        (Annotated[int, where(lambda n: n % 2 == 0, "even")], 4, 4),
+        (Annotated[int, reads(lambda text: len(text) or None, "a text")], "abc", 3),
+    ],
+)
+def test_a_value_is_converted_to_its_type(kind: Any, value: Any, found: Any):
+    made = converted(kind, value, "key")
+    assert (made, type(made)) == (found, type(found))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "allowed"),
+    [
+        (list[int], "12", "a list"),
+        (list[int], {1, 2}, "a list"),
+        (Literal["a", "b"], "c", "Literal['a', 'b']"),
+        (int | str, 0.5, "an integer or a text"),
+        (Path, 3, "a Path"),
+        (Annotated[int, where(lambda n: n % 2 == 0, "even")], 3, "even"),
+        (Annotated[int, reads(lambda text: len(text) or None, "a text")], "", "a text"),
+        (Annotated[float, Meta(gt=0, le=9)], 0, "a number above 0 and at most 9"),
+        (Annotated[int, Meta(ge=1, le=4000)], 4001, "an integer from 1 to 4,000"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(kind: Any, value: Any, allowed: str):
+    with pytest.raises(ScenarioError) as caught:
+        converted(kind, value, "key")
+    assert str(caught.value) == unusable("key", value, allowed)
+
+
+def test_settings_are_what_others_have_of_them():
+    assert part(Dot, decoded(Dot, {"at": 3})) == Dot(3)
+
+
+@takes(OuterTable)
+def prints(asked: OuterTable) -> str:
+    """Return the name, so often."""
+    return asked.name * asked.copies
+
+
+def test_a_function_takes_the_fields_of_its_settings_and_checks_them():
+    assert prints("ab", copies=2) == "abab"
+    with pytest.raises(ScenarioError, match=r"^copies = 0: allowed is an integer >= 1"):
+        prints("ab", copies=0)
+    said = r"prints has no setting copis: allowed is one of name, .*\(do you mean copi"
+    with pytest.raises(ScenarioError, match=said):
+        prints("ab", copis=2)  # type: ignore[call-arg]
+    shown = str(inspect.signature(prints))
+    assert shown.startswith("(name: str, copies: int = 1, loud: bool = False")
+    assert shown.endswith(" -> str")
+    assert prints.__doc__ == "Return the name, so often."
+
+
+def test_what_may_be_a_path():
+    assert all(map(is_path, ("a", Path("a"))))
+    assert not any(map(is_path, (None, 3, b"a", ["a"], "", "a\0b", Path("a\0b"))))
