@@ -21,7 +21,7 @@ from jdag.rpc.authority import fresh_authority
 from jdag.rpc.launch import Launch
 from jdag.rpc.listener import Listener
 from jdag.rpc.node import MakeNode
-from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
+from jdag.rpc.settings import WorkerOptions
 from paper.proxy import Gate, Proxy
 
 MODES = ("unix", "tcp", "tls")
@@ -118,7 +118,6 @@ class Pool:
             name,
             None,
             allow=tuple(self._allow),
-            value_bytes_max=VALUE_BYTES_MAX,
         )
         changes: dict[str, Any] = {"control": f"127.0.0.1:{control}"}
         env = {}

@@ -15,7 +15,7 @@ from jdag.rpc.device import settings_of
 from jdag.rpc.handshake import ours
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import VALUE_BYTES_MAX, WorkerOptions
+from jdag.rpc.settings import SessionSettings, WorkerOptions
 from jdag.rpc.worker_server import WorkerServer
 
 TOKEN = "the token of the tests"
@@ -175,7 +175,6 @@ def options_of(*workers: str, **changed: Any) -> list[WorkerOptions]:
         "control": "127.0.0.1:0",
         "token": TOKEN,
         "config": settings_of(None),
-        "value_bytes_max": VALUE_BYTES_MAX,  # As who joins has it.
         "once": True,
         "cores": tuple(sorted(os.sched_getaffinity(0))),
     }
@@ -186,12 +185,14 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> SessionPlan:
     """A session of main `m` with these workers, with plain nodes."""
     common: dict[str, Any] = {
         "main": "m",
-        "workers": ("m", *controls),
         "handshake": ours(),
         "make_node": PlainNode,
         "token": TOKEN,
     }
-    return SessionPlan(controls=controls, **{**common, **changed})
+    own = {key: changed.pop(key) for key in [*changed] if hasattr(SessionSettings, key)}
+    settings = SessionSettings(("m", *controls), **own)
+    made = {**common, **changed}
+    return SessionPlan(settings=settings, controls=controls, **made)
 
 
 def plain(session: Session) -> PlainNode:

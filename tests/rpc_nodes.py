@@ -15,6 +15,7 @@ from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
 from jdag.rpc.requests import Whereabouts
 from jdag.rpc.session_info import SessionInfo
+from jdag.rpc.settings import SessionSettings
 from jdag.rpc.streams import SocketStream
 
 
@@ -33,10 +34,19 @@ def place_of(
     usual: dict[str, Any] = {
         "main": workers[0],
         "members": members,
-        "deadline_s": 10.0,
         "dial": _undialled,
     }
-    return SessionInfo(worker=worker, workers=tuple(workers), **{**usual, **changed})
+    settings, rest = settings_of(workers, **changed)
+    return SessionInfo(worker=worker, settings=settings, **{**usual, **rest})
+
+
+def settings_of(
+    workers: Sequence[str], **changed: Any
+) -> tuple[SessionSettings, dict[str, Any]]:
+    """Settings of a session that are changed so, and what else was given."""
+    own = {key: changed[key] for key in changed if hasattr(SessionSettings, key)}
+    rest = {key: changed[key] for key in changed if key not in own}
+    return SessionSettings(workers, **own), rest
 
 
 def whereabouts(incarnation: int, allow: Sequence[str]) -> Whereabouts:
@@ -51,8 +61,7 @@ def made(
     worker: str, workers: Sequence[str], allow: Sequence[str] = (), **changed: Any
 ) -> tuple[ClusterState, Node]:
     """A node, in a place that is changed so, and its home."""
-    home = ClusterState(workers, abstract=False)
-    home.schedule = changed.get("schedule")
+    home = ClusterState(settings_of(workers, **changed)[0], abstract=False)
     node = Node(
         place_of(worker, workers, allow, **changed),
         run_program=partial(run_program, home),

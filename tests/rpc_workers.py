@@ -112,7 +112,6 @@ class Workers:
             name,
             device=os.environ.get("JDAG_DEVICE"),
             allow=tuple(self._allow),
-            value_bytes_max=1 << 34,
         )
         # Where another one can take the place of one that was killed.
         options = replace(options, control=str(free_address()))

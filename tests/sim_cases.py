@@ -25,7 +25,6 @@ from jdag.engine.protocol import (
     Send,
 )
 from jdag.runtime.trace import Record
-from jdag.runtime.validation import NESTING_MAX
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
@@ -106,9 +105,7 @@ class Played:
 
 def cluster_of(settings: SimSettings) -> Cluster:
     """A simulated cluster, of settings that `jdag.simulate` may not hand on."""
-    shared = ClusterState(
-        tuple(settings.workers), settings.values == "abstract", NESTING_MAX
-    )
+    shared = ClusterState(settings, settings.values == "abstract")
     shared.driver = Simulation(settings, partial(run_program, shared))
     return Cluster(shared, shared.driver.port)
 

@@ -11,20 +11,21 @@ from jdag.api.cluster_state import ClusterState
 from jdag.compute.avals import Aval
 from jdag.engine.protocol import LeafId
 from jdag.errors import ContextError, JdagError
+from jdag.runtime.session_settings import RunSettings
 
 
 def test_values_are_held_as_they_are_or_as_their_shapes_alone():
     value = np.ones(3)
-    assert ClusterState(["a"], abstract=False).value(value) is value
-    abstract = ClusterState(["a"], abstract=True)
+    assert ClusterState(RunSettings(["a"]), abstract=False).value(value) is value
+    abstract = ClusterState(RunSettings(["a"]), abstract=True)
     assert isinstance(abstract.value(value), Aval)
     assert isinstance(abstract.value(2.0), Aval) and abstract.value(2.0).weak
 
 
 def test_shapes_stand_for_arrays_in_abstract_mode_alone():
     shape = jax.ShapeDtypeStruct((3,), jnp.float32)
-    assert ClusterState(["a"], abstract=True).is_named(shape)
-    assert not ClusterState(["a"], abstract=False).is_named(shape)
+    assert ClusterState(RunSettings(["a"]), abstract=True).is_named(shape)
+    assert not ClusterState(RunSettings(["a"]), abstract=False).is_named(shape)
 
 
 def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round():
@@ -32,7 +33,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
 
     @jax.jit
     def traced(x):
-        homes.append(ClusterState(["a"], abstract=False))
+        homes.append(ClusterState(RunSettings(["a"]), abstract=False))
         homes[0].check_open("a call")
         return x
 
@@ -51,7 +52,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
     ],
 )
 def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
-    home = ClusterState(["tr", "ps1"], abstract=False)
+    home = ClusterState(RunSettings(["tr", "ps1"]), abstract=False)
     home.driver = SimpleNamespace(incarnations={"tr": 2})
     assert home.place("ps1", "ctx.call") == ("ps1", None)
     assert home.place("tr", "ctx.call") == ("tr#2", None)
@@ -61,7 +62,10 @@ def test_an_unknown_worker_is_named_with_those_that_there_are(worker, text):
 
 
 def test_records_of_untracked_leaves_of_other_processes_go_with_their_refs():
-    state, aval = ClusterState(["a"], abstract=False), Aval((3,), np.dtype("f4"))
+    state, aval = (
+        ClusterState(RunSettings(["a"]), abstract=False),
+        Aval((3,), np.dtype("f4")),
+    )
     for counter in range(3):
         tracked = LeafId.made_by(1, 0, counter, "b")
         untracked = LeafId.made_by(1, 0, 1 << 31 | counter, "b")

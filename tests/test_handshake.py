@@ -24,7 +24,6 @@ OTHER = {
     "xla_flags": "--xla_other=1",
     "cores": 4096,
     "nproc": "17",
-    "value_bytes_max": 17,
 }
 
 

@@ -18,7 +18,7 @@ from tests.pipeline_cases import step
 from tests.rpc_nodes import cluster
 from tests.test_node import gradient
 
-MANY: dict[str, Any] = {"events_max": 100_000}
+MANY: dict[str, Any] = {"trace": True, "events_max": 100_000}
 # When a value is given back, how many acknowledgements leave as one, and how often a
 # worker is passive in a pass, time decides.
 TIMED = ("Acknowledge", "Answer", "Discard", "Discarded", "ack")
@@ -125,7 +125,7 @@ def test_the_part_of_a_lost_worker_is_said_to_be_missing(
 
 
 def test_a_trace_ends_with_a_warning_at_events_max(caplog: pytest.LogCaptureFixture):
-    with cluster(events_max=20) as c, caplog.at_level(logging.WARNING):
+    with cluster(trace=True, events_max=20) as c, caplog.at_level(logging.WARNING):
         wanted = gradient(c)
         trace = c.driver.trace
         assert np.array_equal(gradient(c), wanted)

@@ -112,7 +112,7 @@ def test_a_worker_that_main_does_not_reach_either_leaves_and_gives_nobody_up(
     with cluster() as c:
         b = c.nodes["b"]
         with b._loop:
-            silent_s = silent * b._session.deadline_s
+            silent_s = silent * b._session.settings.deadline_s
             b.peers.connections["a"].heard_ns = clock_ns() - round(silent_s * 1e9)
             b.peers.failed(b.peers.connections["c"], "it was silent")
         left, stays = ("b", "c") if silent > 0.5 else ("c", "b")

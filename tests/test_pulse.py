@@ -297,7 +297,9 @@ def test_main_that_computes_takes_the_blame_for_nobody() -> None:
         with b._loop:
             main = b.peers.connections["a"]
             main.pulse = busy
-            main.heard_ns = clock_ns() - round(0.8 * b._session.deadline_s * 1e9)
+            main.heard_ns = clock_ns() - round(
+                0.8 * b._session.settings.deadline_s * 1e9
+            )
             b.peers.failed(b.peers.connections["c"], "it was silent")
         soon(lambda: c.info()["c"]["lost"])
         assert not c.info()["b"]["lost"]

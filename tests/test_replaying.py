@@ -23,8 +23,8 @@ from jdag.cli.commands import app
 from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, WorkerLost
 from jdag.rpc.bulk import Assembler
 from jdag.rpc.connection import Connection
-from jdag.rpc.requests import Journaled
 from jdag.runtime.journal import Entries, read_journals
+from jdag.runtime.session_settings import RunSettings
 from jdag.sim.replaying import Replaying, _Worker
 from tests.pipeline_cases import step
 from tests.rpc_nodes import cluster, connect, made, whereabouts
@@ -36,8 +36,12 @@ NAME = "program.py"
 
 def recorded(folder: Path, run: Any, bytes_max: int = 1 << 20, **settings: Any) -> Any:
     """Run with nodes that write journals; return what the program returned."""
-    journal = Journaled(str(folder), bytes_max, NAME)
-    with cluster(WORKERS, journal=journal, **settings) as c:
+    journal: dict[str, Any] = {
+        "journal": str(folder),
+        "journal_bytes": bytes_max,
+        "program": NAME,
+    }
+    with cluster(WORKERS, **journal, **settings) as c:
         return run(c)
 
 
@@ -45,8 +49,7 @@ def replayed(
     journals: dict[str, Entries], run: Any, schedule: Any = None
 ) -> tuple[Any, int]:
     """Run from journals; return what the program returned, and the number of inputs."""
-    state = ClusterState(WORKERS, False)
-    state.schedule = schedule
+    state = ClusterState(RunSettings(WORKERS, schedule=schedule), False)
     found: list[int] = []
     state.driver = Replaying(
         WORKERS, journals, partial(run_program, state), found.append
@@ -124,8 +127,9 @@ def test_a_run_under_a_schedule_is_repeated(tmp_path: Path):
 def again(c: Any, name: str, incarnation: int) -> bool:
     """Let a new node take the place of a lost one."""
     numbers = {**dict.fromkeys(WORKERS, 0), name: incarnation}
-    journal = c.nodes["a"]._session.journal
-    given: Any = {"incarnations": numbers, "journal": journal}
+    session = c.nodes["a"]._session
+    given: Any = {"incarnations": numbers, "program": session.program}
+    given["journal"] = session.settings.journal
     made(name, WORKERS, ("tests",), **given)[1].close()  # An attach that failed.
     _, node = made(name, WORKERS, ("tests",), **given)
     for other in WORKERS:

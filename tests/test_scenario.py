@@ -313,7 +313,7 @@ def test_the_bounds_of_a_run_are_those_of_its_file(tmp_path: Path):
     bounds = {"events_max": "events_max = 7", "nesting_max": "nesting_max = 5"}
     driver = Virtual(load(written(tmp_path, **bounds)).settings)
     with driver.cluster(0, clean=False) as cluster:
-        assert cluster.state.nesting_max == 5
+        assert cluster.state.settings.nesting_max == 5
         with pytest.raises(JdagError, match="events_max = 7"):
             cluster.put("b", [jnp.ones(3)] * 3)
             cluster.context().__enter__().call("b", jnp.add, 1.0, 2.0)

@@ -71,7 +71,7 @@ def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
             assert (
                 plain(session).ask(name, b"hi") == f"answer hi from {name}\n".encode()
             )
-            assert node.place.workers == ("m", "a", "b", "c")
+            assert node.place.settings.workers == ("m", "a", "b", "c")
             assert node.incarnations == {one: 0 for one in "mabc" if one != name}
             allowed = {one: node.place.members[one].allowed for one in node.streams}
             usual = dict.fromkeys("abc", ("models",))
@@ -385,12 +385,10 @@ def _example(asked: type) -> bytes:
         "secrets": {"b": "s" * 32},
         "main": "m",
         "worker": "a",
-        "workers": ["m", "a", "b"],
+        "settings": {"workers": ["m", "a", "b"], "deadline_s": 5.0, "nesting_max": 7},
         "incarnations": {"m": 0, "a": 0},
         "allow": ["mod"],
-        "deadline_s": 5.0,
-        **{"events_max": 1_000, "journal": None},
-        "nesting_max": 7,
+        "program": "program.py",
         "schedule": {"workers": ["a"], "csv": "0F0,0B0"},
         "control": "h:1",
         "handshake": {"jax": "1"},

@@ -103,7 +103,7 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
         f"    {press if when == 'before' else 'pass'}\n"
         "    execve(*args)\n"
         "os.execve = exec_after_a_signal\n"
-        "options = dict(worker='b', node='', control='', value_bytes_max=1)\n"
+        "options = dict(worker='b', node='', control='')\n"
         "worker.become(worker.WorkerOptions(**options))\n"
     )
     entry = "jdag/rpc/__main__.py" if when == "in its imports" else "none"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.errors import JdagError, JoinError
-from tests.rpc_workers import kept
+from jdag.errors import JdagError
 
 BYTES_MAX = 8_000  # 1,000 float64.
 SMALL, FITS, LARGE = jnp.ones(10), jnp.ones(1_000), jnp.ones(1_001)
@@ -161,15 +160,3 @@ def test_a_value_and_its_tangent_are_two(cluster: Any) -> None:
     product = jdag.hvp(of_two_workers, cluster)(leaf, jnp.ones(700))
     np.testing.assert_array_equal(jdag.fetch(product), np.full(700, 18.0))
     cluster.drop(leaf)
-
-
-def test_who_allows_values_of_another_size_does_not_join() -> None:
-    workers = kept()
-    text = workers.path.read_text(encoding="utf-8")
-    workers.path.write_text(f"value_bytes_max = 8000\n{text}", encoding="utf-8")
-    try:
-        said = "differ in value_bytes_max: .* has 8000, .* has 17179869184; set it al"
-        with pytest.raises(JoinError, match=said):
-            workers.connect()
-    finally:
-        workers.path.write_text(text, encoding="utf-8")

@@ -32,7 +32,10 @@ from tests.stream_cases import receive
 SECRET = "the secret of m and w"
 WITH_V = "the secret of v and w"
 WITH_U = "the secret of u and w"
-THREE = {"workers": ("m", "w", "v", "u"), "secrets": {"v": WITH_V, "u": WITH_U}}
+THREE = {
+    "settings": {"workers": ("m", "w", "v", "u")},
+    "secrets": {"v": WITH_V, "u": WITH_U},
+}
 NOBODY = Whereabouts(incarnation=0, data="unix:@no", allow=())
 
 
@@ -49,10 +52,9 @@ def attach(**changed: Any) -> AttachWorker:
         "secrets": {"v": WITH_V},
         "main": "m",
         "worker": "w",
-        "workers": ("m", "w", "v"),
+        "settings": {"workers": ("m", "w", "v"), "deadline_s": 20.0},
         "incarnations": {"m": 0, "w": 0},
         "allow": ("mine",),
-        "deadline_s": 20.0,
         "handshake": ours(),
     }
     return AttachWorker(**{**asked, **changed})
@@ -130,8 +132,9 @@ def test_a_wrong_token_is_refused_and_a_missing_one_too(worker):
     "changed",
     [
         {"main": "n"},
-        {"workers": ("m", "v")},
-        {"workers": ("m", "w", "w")},
+        {"settings": {"workers": ("m", "v")}},
+        {"settings": {"workers": ("m", "w", "w")}},
+        {"settings": {"workers": ("m", "w"), "nesting_max": 0}},
         {"incarnations": {"m": 0}},
         {"incarnations": {"m": 0, "w": 0, "x": 0}},
     ],

@@ -32,8 +32,7 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
 from jdag.runtime.host import Port
-from jdag.runtime.validation import NESTING_MAX
-from jdag.schedules import Schedule
+from jdag.runtime.session_settings import RunSettings
 
 
 @dataclass(slots=True)
@@ -66,16 +65,14 @@ class ClusterState:
     # While a program is recorded: the error of what it asks of the cluster there.
     recording: Callable[[str], JdagError] | None = None
     is_plain = False  # In the oracle, calls run at once.
-    schedule: Schedule | None = None  # Of the work of pipelines.
     # The main program's `Recovery`, if it was asked for.
     recovery: Any = None
 
-    def __init__(
-        self, workers: Sequence[str], abstract: bool, nesting_max: int = NESTING_MAX
-    ) -> None:
-        self.workers = tuple(workers)
+    def __init__(self, settings: RunSettings, abstract: bool) -> None:
+        self.settings = settings
+        self.workers = tuple(settings.workers)
+        self.schedule = settings.schedule  # Of the work of pipelines.
         self.abstract = abstract
-        self.nesting_max = nesting_max  # How deep programs may call each other.
         self.leaves: dict[LeafId, Leaf] = {}
         self._far: WeakValueDictionary[LeafId, Leaf] = WeakValueDictionary()
         self.handles: WeakValueDictionary[ObjectId, Hosted] = WeakValueDictionary()
@@ -241,10 +238,10 @@ class ClusterState:
 
     def check_nesting(self, depth: int, calls: str) -> None:
         """Raise JdagError if programs are nested too deep; `calls` names two."""
-        if depth >= self.nesting_max:
+        if depth >= (most := self.settings.nesting_max):
             raise JdagError(
                 f"{calls}, and {depth} programs wait for each other already: allowed "
-                f"is nesting_max = {self.nesting_max}, a setting of jdag.simulate, "
+                f"is nesting_max = {most}, a setting of jdag.simulate, "
                 "jdag.launch and files of clusters and scenarios"
             )
 

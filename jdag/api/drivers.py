@@ -23,19 +23,17 @@ from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
-from jdag.rpc.node_trace import EVENTS_MAX
-from jdag.rpc.requests import Journaled
 from jdag.rpc.script import MAIN, main_script, program_name, refuse_import
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (
     ALLOW,
-    DEADLINE_S,
     DEVICE,
+    EVENTS_MAX,
     FILE,
     READY_S,
-    VALUE_BYTES_MAX,
     WAIT_S,
+    SessionSettings,
     WorkerOptions,
     load,
 )
@@ -43,32 +41,24 @@ from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX, SUFFIX
-from jdag.runtime.session_settings import RunSettings
-from jdag.runtime.validation import COUNT, Settings, is_path, one_of, takes, where
+from jdag.runtime.validation import COUNT, Settings, is_path, one_of, part, takes, where
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
 _VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
 _VARIABLE = Annotated[str, where(lambda text: "\0" not in text, _VARIABLES)]
-_FOLDER = Annotated[Any, where(is_path, "the path of a folder")]
 
 
-class LaunchSettings(RunSettings, frozen=True, kw_only=True):
+class LaunchSettings(SessionSettings, frozen=True, kw_only=True):
     """The arguments of `launch`, which describes them."""
 
     device: DEVICE | None = None
     allow: ALLOW = ()
-    deadline_s: WAIT_S = DEADLINE_S
     env: Annotated[Mapping[str, _VARIABLE], Meta(description=_VARIABLES)] | None = None
     logs: Annotated[Any, where(is_path, LOGS)] | None = None
     on: Annotated[str, one_of("ray")] | None = None
     ready_s: WAIT_S = READY_S
     resources: Any = None
-    trace: bool = False
-    events_max: COUNT = EVENTS_MAX
-    journal: _FOLDER | None = None
-    journal_bytes: COUNT = BYTES_MAX
-    value_bytes_max: COUNT = VALUE_BYTES_MAX
 
 
 class _FileOf(Settings, frozen=True):
@@ -126,33 +116,25 @@ def recoverable(cluster: Cluster, recover: bool) -> Cluster:
 
 def simulated(made: SimSettings) -> Cluster:
     """Make a cluster in virtual time of checked settings."""
-    shared = ClusterState(made.workers, made.values == "abstract", made.nesting_max)
-    shared.schedule = made.schedule
+    shared = ClusterState(made, made.values == "abstract")
     shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
     return Cluster(shared, shared.driver.port)
 
 
-def _node(
-    state: ClusterState | None,
-    allow: Sequence[str],
-    value_bytes_max: int,
-    place: SessionInfo,
-) -> Node:
+def _node(state: ClusterState | None, allow: Sequence[str], place: SessionInfo) -> Node:
     """Make the node of this process; without a state for its programs make one."""
-    state = state or ClusterState(place.workers, False, place.nesting_max)
-    state.schedule = place.schedule
+    state = state or ClusterState(place.settings, False)
     state.driver = node = Node(
         place,
         run_program=partial(run_program, state),
         functions=FunctionDecoder(allow),
-        value_bytes_max=value_bytes_max,
     )
     return node
 
 
 def member(options: WorkerOptions) -> MakeNode:
     """Return the node factory of a worker process with these options."""
-    return partial(_node, None, options.allow, options.value_bytes_max)
+    return partial(_node, None, options.allow)
 
 
 def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOptions:
@@ -224,16 +206,15 @@ def launch(asked: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
 def _launched(asked: LaunchSettings) -> Cluster:
     names = tuple(asked.workers)
     if (folder := os.environ.get(REPLAY)) is not None:
-        state = ClusterState(names, False, asked.nesting_max)
-        state.schedule = asked.schedule
+        state = ClusterState(asked, False)
         return recoverable(replayed(state, Path(folder)), asked.recover)
-    journaled = None
+    settings = part(SessionSettings, asked)
     if asked.journal is not None:
         folder = os.path.abspath(asked.journal)
         if any(Path(folder).glob(f"*{SUFFIX}")):
             allowed = "a new folder, or an empty one: this one has journals of a run"
             raise ScenarioError(unusable("journal", asked.journal, allowed))
-        journaled = Journaled(folder, asked.journal_bytes, program_name())
+        settings = replace(settings, journal=folder)
     elif asked.journal_bytes != BYTES_MAX:
         allowed = "a number beside journal=, a folder"
         raise ScenarioError(unusable("journal_bytes", asked.journal_bytes, allowed))
@@ -247,27 +228,22 @@ def _launched(asked: LaunchSettings) -> Cluster:
                 asked.device,
                 allow=allow,
                 token=token,
-                value_bytes_max=asked.value_bytes_max,
                 script=script,
             )
             for name in names[1:]
         ]
         started, tls = _started(asked, names[0], options)
         stack.callback(started.close)
-        state = ClusterState(names, False, asked.nesting_max)
+        state = ClusterState(settings, False)
         plan = SessionPlan(
             main=names[0],
-            workers=names,
+            settings=settings,
             controls=started.addresses,
-            handshake=ours(asked.value_bytes_max),
-            make_node=partial(_node, state, allow, asked.value_bytes_max),
+            handshake=ours(),
+            make_node=partial(_node, state, allow),
             token=token,
             allow=allow,
-            deadline_s=asked.deadline_s,
-            nesting_max=asked.nesting_max,
-            schedule=asked.schedule,
-            events_max=asked.events_max if asked.trace else 0,
-            journal=journaled,
+            program=program_name(),
             rejoin=asked.on is not None,
             watched=asked.on is None,
             tls=tls,
@@ -315,25 +291,23 @@ def connect(asked: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
     refuse_import("jdag.connect")
     refuse_unusable("jdag.connect")
     path, name = asked.path, asked.name
-    settings = load(Path(path))
-    mine = settings.worker(name)
-    tls = None if settings.tls_files is None else load_tls(*settings.tls_files)
-    state = ClusterState(settings.names, False, settings.nesting_max)
-    others = {key: one for key, one in settings.workers.items() if key != name}
+    file = load(Path(path))
+    mine = file.worker(name)
+    tls = None if file.tls_files is None else load_tls(*file.tls_files)
+    settings = part(SessionSettings, file, asked, workers=file.names)
+    state = ClusterState(settings, False)
+    others = {key: one for key, one in file.workers.items() if key != name}
     for one in others.values():
         share_gpu(one.device if is_here(one.control.host) else "cpu")
     plan = SessionPlan(
         main=name,
-        workers=settings.names,
+        settings=settings,
         controls={key: one.control for key, one in others.items()},
-        handshake=ours(settings.value_bytes_max),
-        make_node=partial(_node, state, mine.allow, settings.value_bytes_max),
-        token=settings.token,
+        handshake=ours(),
+        make_node=partial(_node, state, mine.allow),
+        token=file.token,
         allow=tuple(mine.allow),
-        deadline_s=settings.deadline_s,
-        ready_s=settings.ready_s,
-        nesting_max=settings.nesting_max,
-        events_max=asked.events_max if asked.trace else 0,
+        ready_s=file.ready_s,
         control=mine.control,
         rejoin=True,
         tls=tls,

@@ -168,7 +168,6 @@ def options_of(
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
         hosts={key: one.control.host for key, one in settings.workers.items()},
-        value_bytes_max=settings.value_bytes_max,
     )
 
 

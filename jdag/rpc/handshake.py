@@ -23,7 +23,6 @@ import jax
 
 from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
-from jdag.rpc.settings import VALUE_BYTES_MAX
 from jdag.runtime.versions import UNKNOWN, version_of
 
 # The version of requests, hello, frames and messages.
@@ -44,7 +43,6 @@ AGREE: Mapping[str, str] = {
     "xla_flags": "set XLA_FLAGS alike for both, before they start",
     "cores": "let both use as many cores, by taskset --cpu-list",
     "nproc": "set NPROC alike for both, before they start",
-    "value_bytes_max": "set it alike in the cluster's file of both",
 }
 _PACKAGES = ("jdag", "jax", "jaxlib", "numpy", "optax")
 _IF_THERE = ("optax",)  # A process without it runs nothing of it.
@@ -56,12 +54,8 @@ _INSTRUCTIONS = (
 _SHOWN_MAX = 200
 
 
-def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
-    """Return the handshake of this process; starts JAX's backend.
-
-    Args:
-        value_bytes_max: the largest value that it sends and accepts.
-    """
+def ours() -> dict[str, Any]:
+    """Return the handshake of this process; starts JAX's backend."""
     config = dict(configuration().settings)
     return {
         **{package: version_of(package) for package in _PACKAGES},
@@ -71,7 +65,6 @@ def ours(value_bytes_max: int = VALUE_BYTES_MAX) -> dict[str, Any]:
         "xla_flags": " ".join(os.environ.get("XLA_FLAGS", "").split()),
         "cores": len(os.sched_getaffinity(0)),
         "nproc": os.environ.get("NPROC", ""),
-        "value_bytes_max": value_bytes_max,
         "platform": jax.local_devices()[0].platform,
         "cpu": _cpu(),
         "host": platform.node(),

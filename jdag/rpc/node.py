@@ -56,7 +56,6 @@ from jdag.rpc.questions import Questions
 from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import VALUE_BYTES_MAX
 from jdag.rpc.stuck import Waits
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.trace import Trace
@@ -88,10 +87,9 @@ class Node:
         *,
         run_program: RunProgram,
         functions: FunctionDecoder,
-        value_bytes_max: int = VALUE_BYTES_MAX,
     ) -> None:
         self.name = name = session.worker
-        self.workers = session.workers
+        self.workers = tuple(session.settings.workers)
         self.incarnation = incarnation = session.members.incarnation
         self.worker = worker = incarnated(name, incarnation)
         self._session = session
@@ -104,13 +102,13 @@ class Node:
         gone: dict[str, str] = {}
         self._recording = recording = recording_of(session, self._record_no_more)
         self._waiters = Waiters()
-        self._host = host = self._make_host(gone, value_bytes_max)
+        self._host = host = self._make_host(gone)
         self.peers = peers = PeerTable(
             session,
             loop=self._loop,
             codec=self._codec,
             gone=gone,
-            connect=self._connector(value_bytes_max),
+            connect=self._connector(),
             tell=self._host.handle,
             answer=self._answer,
         )
@@ -147,16 +145,16 @@ class Node:
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
 
-    def _make_host(self, gone: Mapping[str, str], value_bytes_max: int) -> Host:
+    def _make_host(self, gone: Mapping[str, str]) -> Host:
         recorder = None if self._recording is None else self._recording.recorder
         host = Host(
             self.worker,
             Engine(self.name, self.workers, self.incarnation),
-            Machine("real", leaving_bytes_max=value_bytes_max),
+            Machine("real", leaving_bytes_max=self._session.settings.value_bytes_max),
             driver=self,
             waiters=self._waiters,
             lost=gone,
-            value_bytes_max=value_bytes_max,
+            value_bytes_max=self._session.settings.value_bytes_max,
             recorder=recorder,
         )
         host.journal = self._journal = journal_of(self._session)
@@ -174,14 +172,14 @@ class Node:
             recording=self._recording,
         )
 
-    def _connector(self, value_bytes_max: int) -> Callable[[str, int], Connection]:
+    def _connector(self) -> Callable[[str, int], Connection]:
         return partial(
             Connection,
             loop=self._loop,
             codec=self._codec,
             buffers=self._buffers,
-            deadline_ns=round(self._session.deadline_s * 1e9),
-            value_bytes_max=value_bytes_max,
+            deadline_ns=round(self._session.settings.deadline_s * 1e9),
+            value_bytes_max=self._session.settings.value_bytes_max,
             handle=self._received,
             sends=None if self._recording is None else self._recording.sent,
         )

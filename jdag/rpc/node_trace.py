@@ -25,7 +25,6 @@ from jdag.runtime.merging import Part, Sample, merged, sampled
 from jdag.runtime.recorder import NO_CAUSE, Recorder, said
 from jdag.runtime.trace import FIELDS, Trace, row_of
 
-EVENTS_MAX = 1_000_000
 ROWS_MAX = 4096  # Of one answer.
 ANSWER_S = 10.0  # A node that does not answer for so long has no more rows.
 EXCHANGES = 8  # To sample a clock; the shortest one counts.
@@ -123,10 +122,10 @@ class Recording:
 
 def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording | None:
     """Return the records of the node of a session, if its session has a trace."""
-    if not session.events_max:
+    if not session.settings.trace:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
-    return Recording(worker, session.events_max, stop)
+    return Recording(worker, session.settings.events_max, stop)
 
 
 def journal_of(session: SessionInfo) -> Journal | None:
@@ -135,16 +134,16 @@ def journal_of(session: SessionInfo) -> Journal | None:
     Raises:
         ScenarioError: it cannot be made.
     """
-    asked = session.journal
-    if asked is None:
+    settings = session.settings
+    if settings.journal is None:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
-    path = Path(asked.folder, worker + SUFFIX)
-    head = head_of(worker, session.workers, asked.program)
+    path = Path(settings.journal, worker + SUFFIX)
+    head = head_of(worker, settings.workers, session.program)
     if session.members.incarnation:  # What is there is of an attach that failed.
         with suppress(OSError):
             path.unlink()
-    return Journal(path, head, asked.bytes_max)
+    return Journal(path, head, settings.journal_bytes)
 
 
 class Collector:

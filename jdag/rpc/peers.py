@@ -220,7 +220,7 @@ class PeerTable:
                 elif gone in self.connections:
                     self.lose(self.connections[gone], why)
             case {"joined": str(name), "incarnation": int(incarnation)}:
-                if name not in self._session.workers or incarnation < 1:
+                if name not in self._session.settings.workers or incarnation < 1:
                     raise ProtocolError(f"{what!r}: no worker can join by that")
                 self._joined(name, incarnation)
             case {"pulse": str(address), "key": str(key)} if peer.pulse is None:
@@ -308,7 +308,7 @@ class PeerTable:
         if session.main not in (session.worker, peer.name):
             main = self._current(session.main)
             silent_s = main.silent_ns(clock_ns()) / 1e9
-            if not main.lost and silent_s > session.deadline_s / 2:
+            if not main.lost and silent_s > session.settings.deadline_s / 2:
                 peer, why = main, f"it gave no sign of life for {silent_s:.1f} s"
         self.lose(peer, why)
 

@@ -10,7 +10,9 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAME, WORKERS_MAX
-from jdag.runtime.validation import NESTING_MAX
+from jdag.rpc.settings import SessionSettings
+from jdag.runtime.validation import decoded
+from jdag.schedules import from_csv
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]
@@ -51,8 +53,8 @@ class AttachWorker(Request, frozen=True):
 
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `watched`, `nesting_max`, `events_max`, `journal`: see
-    `jdag.rpc.session_info.SessionInfo`.
+    it does. `settings` has the fields of `SessionSettings`, of which `schedule` is sent
+    as CSV. `watched`, `program`: see `jdag.rpc.session_info.SessionInfo`.
     """
 
     ASKER = "main"
@@ -61,25 +63,21 @@ class AttachWorker(Request, frozen=True):
     secrets: Annotated[dict[Name, Text], Meta(max_length=WORKERS_MAX)]
     main: Name
     worker: Name
-    workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
+    settings: Annotated[dict[str, Any], Meta(max_length=64)]
     incarnations: Annotated[dict[Name, Incarnation], Meta(max_length=WORKERS_MAX)]
     allow: Modules
-    deadline_s: Annotated[float, Meta(gt=0, le=3600)]
     handshake: Handshake
     control: Text = ""
     watched: bool = False
-    nesting_max: Annotated[int, Meta(ge=1)] = NESTING_MAX
     schedule: Listed | None = None
-    events_max: Annotated[int, Meta(ge=0)] = 0
-    journal: "Journaled | None" = None
+    program: Text = ""
 
-
-class Journaled(Struct, frozen=True, forbid_unknown_fields=True):
-    """Where each node writes its journal, how long it may be, and whose run it is."""
-
-    folder: Text
-    bytes_max: Annotated[int, Meta(ge=1)]
-    program: Text
+    def session_settings(self) -> SessionSettings:
+        """Return the settings of the session; JdagError if one is unusable."""
+        listed, schedule = self.schedule, None
+        if listed is not None:
+            schedule = from_csv(listed.csv, workers=listed.workers)
+        return decoded(SessionSettings, self.settings, "settings", schedule=schedule)
 
 
 class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):

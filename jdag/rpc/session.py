@@ -20,6 +20,8 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import asdict
+
 from jdag.errors import JdagError, JoinError
 from jdag.rpc.addresses import Address, host_towards
 from jdag.rpc.control import ControlClient, ControlServer
@@ -33,7 +35,6 @@ from jdag.rpc.requests import (
     Detach,
     Health,
     Info,
-    Journaled,
     Listed,
     Mesh,
     Peer,
@@ -42,9 +43,9 @@ from jdag.rpc.requests import (
     WorkerAttached,
 )
 from jdag.rpc.session_info import SessionInfo
+from jdag.rpc.settings import SessionSettings
 from jdag.rpc.shared_secrets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
-from jdag.runtime.validation import NESTING_MAX
 from jdag.schedules import Schedule, to_csv
 
 POLL_S = 1.0
@@ -62,28 +63,23 @@ _log = logging.getLogger(__name__)
 class SessionPlan:
     """Settings of a session.
 
-    `workers` are all names in order, including main's; `controls` are the addresses of
+    The workers of `settings` are all, including main; `controls` are the addresses of
     the others. `control` is main's own address, which is bound while the session lasts
     so that no other process can use the name; None if that is impossible. With
     `rejoin`, a new process at the address of a lost worker joins. Workers that have not
-    started are waited for, for `ready_s` in all. `watched`, `events_max`, `journal`:
-    see
+    started are waited for, for `ready_s` in all. `watched`, `program`: see
     `jdag.rpc.session_info.SessionInfo`.
     """
 
     main: str
-    workers: tuple[str, ...]
+    settings: SessionSettings
     controls: Mapping[str, Address]
     handshake: Mapping[str, Any]
     make_node: MakeNode
     token: str = field(default="", repr=False)
     allow: tuple[str, ...] = ()
-    deadline_s: float = 10.0
     ready_s: float = 0.0
-    nesting_max: int = NESTING_MAX
-    schedule: Schedule | None = None
-    events_max: int = 0
-    journal: Journaled | None = None
+    program: str = ""
     rejoin: bool = False
     watched: bool = False
     control: Address | None = None
@@ -102,6 +98,7 @@ class Session:
 
     def __init__(self, plan: SessionPlan) -> None:
         self._plan = plan
+        self._deadline_s = plan.settings.deadline_s
         self._process = os.getpid()
         self._moved: dict[str, Address] = {}  # Where workers that joined again are.
         self._attached_at: dict[str, Address] = {}
@@ -114,12 +111,12 @@ class Session:
             peer: secret_between(self._secret, plan.main, peer)
             for peer in plan.controls
         }
-        self.members = Membership(plan.main, plan.workers)
+        self.members = Membership(plan.main, plan.settings.workers)
         self._routes = Routes(
             self.members,
             self._secrets.__getitem__,
             tls=plan.tls,
-            timeout_s=plan.deadline_s,
+            timeout_s=self._deadline_s,
         )
         self._lock = threading.Lock()
         self._joining = threading.Lock()  # One worker joins again at a time.
@@ -130,16 +127,12 @@ class Session:
         self._helper = helper_at(_host(plan))
         info = SessionInfo(
             worker=plan.main,
-            workers=plan.workers,
             main=plan.main,
+            settings=plan.settings,
             members=self.members,
-            deadline_s=plan.deadline_s,
             dial=self._routes.dial,
             watched=plan.watched,
-            nesting_max=plan.nesting_max,
-            schedule=plan.schedule,
-            events_max=plan.events_max,
-            journal=plan.journal,
+            program=plan.program,
             helper=self._helper,
         )
         try:
@@ -174,7 +167,7 @@ class Session:
         self._each(others, lambda peer: self._wait_for(peer, due_ns))
         self._each(others, lambda peer: self._attach(peer, 0))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
-        order = self._plan.workers.index
+        order = self._plan.settings.workers.index
         # Of two workers the one with the lower number dials.
         self._each(
             others,
@@ -216,7 +209,7 @@ class Session:
     def _find(self, peer: str) -> None:
         asked = Info(token=self._plan.token)
         with self._client(peer, self._control(peer)) as client:
-            client.ask(asked, timeout_s=self._plan.deadline_s)
+            client.ask(asked, timeout_s=self._deadline_s)
 
     def _client(self, peer: str, at: Address | None = None) -> closing[ControlClient]:
         """Return a client of a peer, at its address or where it was attached."""
@@ -238,22 +231,19 @@ class Session:
             },
             main=plan.main,
             worker=peer,
-            workers=plan.workers,
+            settings=_sent(plan.settings),
             incarnations={**present, peer: incarnation},
             allow=plan.allow,
-            deadline_s=plan.deadline_s,
             control="" if plan.control is None else str(plan.control),
             watched=plan.watched,
-            nesting_max=plan.nesting_max,
-            schedule=_listed(plan.schedule),
-            events_max=plan.events_max,
-            journal=plan.journal,
+            schedule=_listed(plan.settings.schedule),
+            program=plan.program,
             handshake=dict(plan.handshake),
         )
         mine, its = f"main {plan.main!r}", f"worker {peer!r}"
         with self._client(peer, self._control(peer)) as client:
             try:
-                answer = client.learn(asked, WorkerAttached, timeout_s=plan.deadline_s)
+                answer = client.learn(asked, WorkerAttached, timeout_s=self._deadline_s)
                 refuse_mismatch(plan.handshake, answer.handshake, mine, its)
             except JoinError as error:
                 if error.reached:  # It may hold the unwanted session.
@@ -275,7 +265,7 @@ class Session:
         peers.pop(peer, None)
         asked = Mesh(secret=self._secrets[peer], peers=peers, dial=tuple(dial))
         with self._client(peer) as client:
-            client.ask(asked, timeout_s=self._plan.deadline_s)
+            client.ask(asked, timeout_s=self._deadline_s)
 
     def _detach(self, peer: str) -> Detach:
         return Detach(secret=self._secrets[peer])
@@ -283,7 +273,7 @@ class Session:
     @property
     def _leaving_s(self) -> float:
         most_s = _LEAVING_LAUNCHED_S if self._plan.watched else _LEAVING_S
-        return min(self._plan.deadline_s, most_s)
+        return min(self._deadline_s, most_s)
 
     def _between(self, peer: str, incarnation: int, other: str) -> str:
         """Return the secret of two workers for their current incarnations.
@@ -334,7 +324,7 @@ class Session:
                         whereabouts=there,
                     )
 
-                self._tell(others, asked, self._plan.deadline_s)
+                self._tell(others, asked, self._deadline_s)
                 self._routes.connect(self.node, worker)
                 self._mesh(worker, others)
             except Exception as error:
@@ -467,6 +457,11 @@ def _who(plan: SessionPlan, control: Address) -> str:
     if found.get("worker") == plan.main and found.get("state") != "main":
         said += f" (jdag up --except {plan.main} leaves it to this one)"
     return said
+
+
+def _sent(settings: SessionSettings) -> dict[str, Any]:
+    """Return settings as JSON has them, but for the schedule."""
+    return {key: each for key, each in asdict(settings).items() if key != "schedule"}
 
 
 def _listed(schedule: Schedule | None) -> Listed | None:

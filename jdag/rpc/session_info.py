@@ -5,10 +5,8 @@ from dataclasses import dataclass
 
 from jdag.rpc.membership import Membership
 from jdag.rpc.pulse import Helper
-from jdag.rpc.requests import Journaled
+from jdag.rpc.settings import SessionSettings
 from jdag.rpc.streams import Stream
-from jdag.runtime.validation import NESTING_MAX
-from jdag.schedules import Schedule
 from jdag.schedules.actions import Step
 
 
@@ -16,9 +14,9 @@ from jdag.schedules.actions import Step
 class SessionInfo:
     """The session of a node, as the control plane tells it.
 
-    `worker` is its name, `workers` all names in order, `main` the one whose program
-    runs. `members` are the other workers; the control plane changes them before it
-    calls `Node.joined`, and the node notes there which it has lost.
+    `worker` is its name, `main` the one whose program runs, `settings` what all nodes
+    are configured by. `members` are the other workers; the control plane changes them
+    before it calls `Node.joined`, and the node notes there which it has lost.
 
     `dial(peer, received)` connects to a peer of which so many messages were received,
     and returns the stream and how many the peer has received. It blocks for up to
@@ -31,29 +29,23 @@ class SessionInfo:
     `watched`: main is told how each process of a worker ended by its parent. A peer
     that is not reached any more is then lost by that report, which says why.
 
-    `nesting_max`: how deep programs may call each other. `schedule`: the order of the
-    work of pipelines, if there is one. `events_max`: how many events of its trace the
-    node keeps; 0: it has none. `journal`: where it writes the order of what its engine
-    handles, if it does. `helper`: the helper process, which others ask whether this one
-    computes.
+    `program` is the name of main's script. `helper`: the helper process, which others
+    ask whether this one computes.
     """
 
     worker: str
-    workers: tuple[str, ...]
     main: str
+    settings: SessionSettings
     members: Membership
-    deadline_s: float
     dial: Callable[[str, int], tuple[Stream, int]]
     look: Callable[[str], object] = lambda peer: None  # The peer is assumed alive.
     watched: bool = False
-    nesting_max: int = NESTING_MAX
-    schedule: Schedule | None = None
-    events_max: int = 0
-    journal: Journaled | None = None
+    program: str = ""
     helper: Helper | None = None
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """The list of this worker in the schedule; empty if it has none."""
-        lists = {} if self.schedule is None else self.schedule.lists
+        schedule = self.settings.schedule
+        lists = {} if schedule is None else schedule.lists
         return lists.get(self.worker, ())

@@ -37,6 +37,8 @@ from jdag.rpc.addresses import Address, address_of
 from jdag.rpc.script import Script
 from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import load as load_tls
+from jdag.runtime.journal import BYTES_MAX as JOURNAL_BYTES_MAX
+from jdag.runtime.session_settings import RunSettings
 from jdag.runtime.tables import read, text_in
 from jdag.runtime.tables import wrong as said_with_its_file
 from jdag.runtime.validation import (
@@ -46,6 +48,7 @@ from jdag.runtime.validation import (
     TEXT,
     Settings,
     decoded,
+    is_path,
     reads,
     where,
 )
@@ -55,6 +58,7 @@ TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 DEADLINE_S = 10.0
 READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
+EVENTS_MAX = 1_000_000
 
 _DEVICE = r"\A(cpu|gpu(:[0-9]{1,4})?)\Z"
 # Other processes have another `__main__`.
@@ -85,6 +89,27 @@ WAIT_S = Annotated[
     float, Meta(ge=0.1, le=3600, description="a number of seconds from 0.1 to 3600")
 ]
 _ADDRESS = Annotated[Address, reads(_address, _ADDRESSES)]
+
+
+class SessionSettings(RunSettings, frozen=True, kw_only=True):
+    """What a session is configured by: each node gets it as main has it.
+
+    Attributes:
+        deadline_s: a worker that gives no sign of life for so many seconds is lost.
+        trace: whether each node records what it does.
+        events_max: how many events of its trace each node keeps.
+        journal: the folder where each node writes the order of what its engine handles;
+            None: it does not.
+        journal_bytes: how long the journal of each node may be.
+        value_bytes_max: the largest value that leaves a node, or that it takes.
+    """
+
+    deadline_s: WAIT_S = DEADLINE_S
+    trace: bool = False
+    events_max: COUNT = EVENTS_MAX
+    journal: Annotated[Any, where(is_path, "the path of a folder")] | None = None
+    journal_bytes: COUNT = JOURNAL_BYTES_MAX
+    value_bytes_max: COUNT = VALUE_BYTES_MAX
 
 
 class WorkerTable(Settings, frozen=True):
@@ -246,7 +271,6 @@ class WorkerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         cores: the CPUs to compute on.
         tls: the files of ca, certificate and key.
         hosts: of all workers, by name; their certificates may be for these.
-        value_bytes_max: the largest value that it sends and takes.
         once: whether it stops after its first session.
         script: what its module `__main__` is, when that is first needed.
     """
@@ -264,7 +288,6 @@ class WorkerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cores: tuple[int, ...] = ()
     tls: tuple[Path, Path, Path] | None = None
     hosts: dict[str, str] = {}
-    value_bytes_max: int
     once: bool = False
     script: Script | None = None
 

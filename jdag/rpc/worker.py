@@ -75,7 +75,7 @@ def run(options: WorkerOptions, watch: Watch) -> None:
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
     make_node = pkgutil.resolve_name(options.node)(options)
-    handshake = ours(options.value_bytes_max)
+    handshake = ours()
     control = Address.read(options.control)
     helper = helper_at(control.host)  # It ends with this process.
     worker = WorkerServer(options, handshake, make_node, tls, helper)

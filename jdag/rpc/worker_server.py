@@ -43,7 +43,6 @@ from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.shared_secrets import proof_of
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
-from jdag.schedules import from_csv
 
 ENDING_S = 5.0
 _SHOWN_MAX = 300
@@ -61,11 +60,12 @@ class CallerLease:
         helper: Helper | None,
     ) -> None:
         self.asked = asked
+        settings = asked.session_settings()
         self.main = main = asked.main
         self.worker = worker = options.worker
         self.secret = asked.secret  # By it main is known.
         incarnation = asked.incarnations[worker]
-        self.members = Membership(worker, asked.workers, incarnation)
+        self.members = Membership(worker, settings.workers, incarnation)
         # By these this process and the others know each other, former ones too.
         self.secrets: dict[Worker, str] = {
             incarnated(name, asked.incarnations.get(name, 0)): secret
@@ -81,26 +81,19 @@ class CallerLease:
         self._hosts = options.hosts
         self._began_s = time.monotonic()
         self.routes = Routes(
-            self.members, self._secret_of, tls=tls, timeout_s=asked.deadline_s
+            self.members, self._secret_of, tls=tls, timeout_s=settings.deadline_s
         )
         self._lookout = Lookout(main, asked.control, asked.handshake.get("pid"), tls)
-        listed, schedule = asked.schedule, None
-        if listed is not None:
-            schedule = from_csv(listed.csv, workers=listed.workers)
         self.node = make_node(
             SessionInfo(
                 worker=worker,
-                workers=asked.workers,
                 main=main,
+                settings=settings,
                 members=self.members,
-                deadline_s=asked.deadline_s,
                 dial=self.routes.dial,
                 look=self._lookout.look,
                 watched=asked.watched,
-                nesting_max=asked.nesting_max,
-                schedule=schedule,
-                events_max=asked.events_max,
-                journal=asked.journal,
+                program=asked.program,
                 helper=helper,
             )
         )
@@ -364,11 +357,12 @@ class WorkerServer:
 
 
 def _check_names(asked: AttachWorker) -> None:
+    workers = asked.session_settings().workers
     for name in (asked.main, asked.worker):
-        if asked.workers.count(name) != 1 or name not in asked.incarnations:
+        if workers.count(name) != 1 or name not in asked.incarnations:
             raise JoinError(f"{name!r} has to be once among the workers of the session")
     for name in asked.incarnations:
-        if name not in asked.workers:
+        if name not in workers:
             raise JoinError(f"{name!r} has an incarnation and is no worker")
 
 
