@@ -195,7 +195,7 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         (["explore", CHAIN, "--strategy", "pct:0"], "jdag: --strategy = 'pct:0'"),
         (
             ["explore", CHAIN, "--strategy", "pct:101"],
-            "depth = 101: allowed is an integer >= 1, and at most 100",
+            "depth = 101: allowed is an integer from 1 to 100",
         ),
         (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': allowed is"),
         (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': allowed is one o"),

@@ -121,7 +121,7 @@ def test_a_saved_run_that_is_broken_is_told_with_its_file_and_key(tmp_path, wron
     code, said = command("replay", bug, f"{__name__}:fine")
     (key,) = wrong
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"jdag: {bug} is no run that jdag explore saved: {key} = ")
+    assert said.startswith(f"jdag: {bug} is no run that jdag explore saved: {key}")
 
 
 def test_a_scenario_that_is_not_here_is_to_be_given(tmp_path):

@@ -27,6 +27,7 @@ from jdag.api.compiling import compile
 from jdag.api.refs import fetch
 from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
 from jdag.runtime.tables import wrong
+from jdag.runtime.validation import COUNT, converted
 from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written
@@ -135,8 +136,7 @@ def calibrate(
         ScenarioError: one line: an argument is unusable, the file cannot be written, or
             the program is not a `Case` or does not run on processes.
     """
-    if type(steps) is not int or steps < 1:
-        raise ScenarioError(unusable("steps", steps, "an integer >= 1"))
+    converted(COUNT, steps, "steps")
     scenario = load(Path(file))
     settings = scenario.settings
     driver = driver_of(settings, "rpc", device=device)

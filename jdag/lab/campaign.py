@@ -14,17 +14,20 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import closing, nullcontext
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.exploration import Report, exploration, sound
 from jdag.lab.failures import FORMAT, failure_of, repeated
 from jdag.lab.journal import identity, journal
-from jdag.lab.strategies import Exhaustive, Strategy, natural, parsed
+from jdag.lab.strategies import Exhaustive, Strategy, parsed
 from jdag.lab.subject import Subject
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.runtime.tables import wrong
+from jdag.runtime.validation import converted
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.case import Case
 from jdag.scenario.program import raising_nothing
@@ -96,7 +99,7 @@ def campaign(
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
     """
-    natural("--runs", runs, 1, RUNS_MAX)
+    converted(Annotated[int, Meta(ge=1, le=RUNS_MAX)], runs, "--runs")
     said = json.dumps(wanted)
     _loaded.cache_clear()
     scenario, subject, strategy = _loaded(path, said)

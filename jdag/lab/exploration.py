@@ -18,8 +18,9 @@ from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, named_text, unusable
 from jdag.lab.failures import Failure, Property, failure_of
-from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy, natural
+from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
+from jdag.runtime.validation import COUNT, converted
 from jdag.scenario.case import Case, difference, worst
 from jdag.sim.simulation import COLLECTOR
 from jdag.sim.untimed import Step
@@ -137,7 +138,7 @@ def explore(
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
     """
-    natural("runs", runs, 1)
+    converted(COUNT, runs, "runs")
     strategy = RandomWalk() if strategy is None else strategy
     if not isinstance(strategy, Strategy):
         allowed = "one of jdag.strategies, such as jdag.strategies.PCT(depth=3)"

@@ -19,9 +19,9 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
-from jdag.lab.strategies import Script, natural
+from jdag.lab.strategies import Script
 from jdag.lab.subject import Explored, Played, Subject, check
-from jdag.runtime.validation import is_path
+from jdag.runtime.validation import COUNT, PATH, converted
 from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
 from jdag.sim.untimed import Step
@@ -94,7 +94,7 @@ class Failure:
         as delta debugging leaves (Zeller, Hildebrandt, "Simplifying and Isolating
         Failure-Inducing Input", IEEE Transactions on Software Engineering 2002).
         """
-        natural("runs", runs, 1)
+        converted(COUNT, runs, "runs")
         alone = self.subject.play(_first)
         found = failure_of(self.subject, alone, self.property, self.run)
         if found is not None:
@@ -161,7 +161,7 @@ class Failure:
         }
         text = json.dumps(held, indent=1) + "\n"
         try:
-            _checked(path).write_text(text, encoding="utf-8")
+            Path(converted(PATH, path, "path")).write_text(text, encoding="utf-8")
         except OSError as error:
             raise ScenarioError(f"{path}: {reason(error)}") from error
 
@@ -224,7 +224,10 @@ def read_failure(path: str | Path) -> dict[str, Any]:
     Raises:
         ScenarioError: the file is no such one, or cannot be read; names what is wrong.
     """
-    file, wrong = _checked(path), f"{path} is no run that jdag explore saved"
+    file, wrong = (
+        Path(converted(PATH, path, "path")),
+        f"{path} is no run that jdag explore saved",
+    )
     try:
         held = json.loads(file.read_text(encoding="utf-8"))
         _check(held)
@@ -247,12 +250,6 @@ def _check(held: Any) -> None:
             raise ScenarioError(unusable(key, held[key], "a list of texts"))
     Script(held["choices"])
     check(held["workers"], held["values"], held["faults"])
-
-
-def _checked(path: Any) -> Path:
-    if not is_path(path):
-        raise ScenarioError(unusable("path", path, "the path of a file"))
-    return Path(path)
 
 
 def repeated(subject: Subject, choices: Sequence[int]) -> Played:

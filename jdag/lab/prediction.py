@@ -11,6 +11,7 @@ from typing import Any
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.calibration import WARM, Steps, case_of, in_one_line
 from jdag.report.spans import bubble, spans_of
+from jdag.runtime.validation import NATURAL, converted
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import Driver, Virtual, driver_of
@@ -67,8 +68,7 @@ def predict(
         ScenarioError: one line: an argument or file is unusable, the scenario has
             faults, the costs lack a function, or a step fails or takes no time.
     """
-    if type(measure) is not int or measure < 0:
-        raise ScenarioError(unusable("measure", measure, "an integer >= 0"))
+    converted(NATURAL, measure, "measure")
     if device is not None and not measure:
         raise ScenarioError(unusable("--device", device, "only with --measure"))
     path, changes = Path(file), dict[str, Any]()

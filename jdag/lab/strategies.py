@@ -12,13 +12,18 @@ run follows from the one before.
 
 from collections.abc import Callable, Sequence
 from random import Random
+from typing import Annotated
+
+from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
+from jdag.runtime.validation import COUNT, NATURAL, converted
 from jdag.sim.untimed import Step
 
 Pick = Callable[[tuple[Step, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
 DEPTH_MAX = 100  # Bugs of even ten steps are hardly found; the bound is a whole number.
+_DEPTH = Annotated[int, Meta(ge=1, le=DEPTH_MAX)]
 # Dependent on steps of all workers: a return enters each engine, and a crash may happen
 # as long as any other step may.
 EVERYWHERE = ("crash", "rejoin")
@@ -67,7 +72,7 @@ class RandomWalk(Strategy):
     """
 
     def __init__(self, seed: int = 0) -> None:
-        self._seed = natural("seed", seed, 0)
+        self._seed = converted(NATURAL, seed, "seed")
         self._planned = 1
 
     def planned(self, steps: int) -> None:
@@ -103,8 +108,8 @@ class PCT(Strategy):
     """
 
     def __init__(self, depth: int = 3, seed: int = 0) -> None:
-        self._depth = natural("depth", depth, 1, DEPTH_MAX)
-        self._seed = natural("seed", seed, 0)
+        self._depth = converted(_DEPTH, depth, "depth")
+        self._seed = converted(NATURAL, seed, "seed")
         self._chains = 1
         self._planned = 1
 
@@ -173,7 +178,7 @@ class Exhaustive(Strategy):
     """
 
     def __init__(self, max_runs: int = 100_000) -> None:
-        self.max_runs = natural("max_runs", max_runs, 1)
+        self.max_runs = converted(COUNT, max_runs, "max_runs")
         # The path of the run: at each pick the steps, which one, and the asleep ones.
         self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
         self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
@@ -316,11 +321,3 @@ def _highest(steps: Sequence[Step], priorities: dict[tuple[str, ...], float]) ->
 def _dependent(one: Step, other: Step) -> bool:
     everywhere = one.kind in EVERYWHERE or other.kind in EVERYWHERE
     return everywhere or one.worker == other.worker
-
-
-def natural(key: str, value: object, least: int, most: int | None = None) -> int:
-    """The value, if it is an integer from `least` on; else raise ScenarioError."""
-    if type(value) is int and value >= least and (most is None or value <= most):
-        return value
-    to = "" if most is None else f", and at most {most:,}"
-    raise ScenarioError(unusable(key, value, f"an integer >= {least}{to}"))

@@ -12,10 +12,11 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
+from msgspec import Meta
 
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
@@ -28,6 +29,7 @@ from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, Pick, Redundant, Script
 from jdag.runtime.trace import Trace
+from jdag.runtime.validation import NATURAL, converted, where
 from jdag.scenario.case import Case, bits
 from jdag.sim.settings import SimSettings
 from jdag.sim.untimed import Step, StepChooser
@@ -238,20 +240,18 @@ class Subject:
         return self._expected
 
 
+_KINDS = f"one of {', '.join(FAULTS)}; a frame may be late without a fault"
+_KIND = Annotated[str, where(lambda kind: kind in FAULTS, _KINDS)]
+_FAULTS = Annotated[
+    Mapping[_KIND, NATURAL],
+    Meta(description='numbers by kind, such as {"crash": 1}'),
+]
+
+
 def check(workers: Any, values: Any, faults: Any) -> None:
     """Raise ScenarioError if workers, the kind of values or faults are unusable."""
     _settings(workers, values)
-    if not isinstance(faults, Mapping):
-        allowed = 'numbers by kind, such as {"crash": 1}'
-        raise ScenarioError(unusable("faults", faults, allowed))
-    for kind, number in faults.items():
-        if kind not in FAULTS:
-            allowed = f"one of {', '.join(FAULTS)}"
-            if kind == "delay":
-                allowed += "; without a fault, a frame may be as late as it can"
-            raise ScenarioError(unusable("faults", kind, allowed))
-        if type(number) is not int or number < 0:
-            raise ScenarioError(unusable(f"faults: {kind}", number, "an integer >= 0"))
+    converted(_FAULTS, faults, "faults")
 
 
 def _check_case(case: Case) -> None:

@@ -29,7 +29,7 @@ from jdag.lab.retiming import Retimed, retime
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.report.spans import spans_of
 from jdag.runtime.trace import Trace
-from jdag.runtime.validation import is_listed, is_number
+from jdag.runtime.validation import COUNT, converted, is_listed, is_number
 from jdag.runtime.versions import version_of
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
@@ -211,8 +211,7 @@ def sweep(
     path, runs = Path(file), combinations(values)
     if jobs is None:  # Ray itself runs no more at once than it has CPUs.
         jobs = len(os.sched_getaffinity(0) if on is None else runs)
-    if type(jobs) is not int or jobs < 1:
-        raise ScenarioError(unusable("jobs", jobs, "an integer >= 1"))
+    converted(COUNT, jobs, "jobs")
     check_on(on)
     scenario, *_ = [load(path, changes=changes) for changes in runs]
     folder = Path(out or f"runs/{scenario.settings.name}-sweep")

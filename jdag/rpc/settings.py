@@ -94,14 +94,7 @@ _ADDRESS = Annotated[Address, reads(_address, _ADDRESSES)]
 class SessionSettings(RunSettings, frozen=True, kw_only=True):
     """What a session is configured by: each node gets it as main has it.
 
-    Attributes:
-        deadline_s: a worker that gives no sign of life for so many seconds is lost.
-        trace: whether each node records what it does.
-        events_max: how many events of its trace each node keeps.
-        journal: the folder where each node writes the order of what its engine handles;
-            None: it does not.
-        journal_bytes: how long the journal of each node may be.
-        value_bytes_max: the largest value that leaves a node, or that it takes.
+    `jdag.launch` describes it.
     """
 
     deadline_s: WAIT_S = DEADLINE_S

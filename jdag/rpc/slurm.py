@@ -10,15 +10,15 @@ files `ca.pem`, `host.pem`, `host.key` and `token` in the folder of the cluster'
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, reason, spelled, unusable
-
-Value = TypeVar("Value")
+from jdag.runtime.validation import converted, reads
 
 MAIN = "main"
 _HEAD = "# Made by jdag up --slurm"
@@ -80,33 +80,28 @@ def _tasks_of(text: str) -> list[int]:
     return counts
 
 
-class _Variables:
-    """The variables of a task, read with one clear error each."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def read(self, keys: str, read: Callable[[str], Value], allowed: str) -> Value:
-        """Read the first of these variables, joined by blanks, that is set."""
-        *_, last = names = keys.split()
-        key = next((name for name in names if name in self._environ), last)
-        text = self._environ.get(key)
-        if text is None:
-            said = f"{allowed}; srun sets it, as in: srun jdag up --slurm"
-            raise ScenarioError(unusable(key, text, said))
-        try:
-            return read(text)
-        except ValueError:
-            raise ScenarioError(unusable(key, text, allowed)) from None
-
-    def number(self, key: str) -> int:
-        return self.read(key, _digits, "an integer >= 0")
-
-
 def _digits(text: str) -> int:
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ValueError(text)
     return int(text)
+
+
+_COUNT = Annotated[int, reads(_digits, "an integer >= 0")]
+_HOSTS_READ = Annotated[list[str], reads(hosts_of, _HOST_LIST)]
+_TASKS_READ = Annotated[list[int], reads(_tasks_of, _TASKS)]
+
+
+def _variable(environ: Mapping[str, str], keys: str, kind: Any = _COUNT) -> Any:
+    """Read the first of these variables, joined by blanks, that is set."""
+    *_, last = names = keys.split()
+    key = next((name for name in names if name in environ), last)
+    try:
+        return converted(kind, environ.get(key), key)
+    except ScenarioError as error:
+        if key in environ:
+            raise
+        said = f"{error}; srun sets it, as in: srun jdag up --slurm"
+        raise ScenarioError(said) from None
 
 
 def write_cluster_file(
@@ -123,14 +118,12 @@ def write_cluster_file(
         ScenarioError: one line: a variable is missing or not as Slurm writes it, there
             are more or fewer tasks than workers, or the file cannot be written.
     """
-    variables = _Variables(environ)
-    job, task = variables.number("SLURM_JOB_ID"), variables.number("SLURM_PROCID")
-    count, node = variables.number("SLURM_NTASKS"), variables.number("SLURM_NODEID")
-    hosts = variables.read(
-        "SLURM_STEP_NODELIST SLURM_JOB_NODELIST", hosts_of, _HOST_LIST
-    )
-    first = variables.read("SLURM_JOB_NODELIST", hosts_of, _HOST_LIST)[0]
-    on_hosts = variables.read(_COUNTS, _tasks_of, _TASKS)
+    read = partial(_variable, environ)
+    job, task = read("SLURM_JOB_ID"), read("SLURM_PROCID")
+    count, node = read("SLURM_NTASKS"), read("SLURM_NODEID")
+    hosts = read("SLURM_STEP_NODELIST SLURM_JOB_NODELIST", _HOSTS_READ)
+    first = read("SLURM_JOB_NODELIST", _HOSTS_READ)[0]
+    on_hosts = read(_COUNTS, _TASKS_READ)
     names = workers or [MAIN, *[f"w{number}" for number in range(count)]]
     if len(names) != count + 1 or len(dict.fromkeys(names)) != len(names):
         allowed = f"main and a name for each of the {count} tasks, none twice"
@@ -151,7 +144,7 @@ def write_cluster_file(
         raise ScenarioError(unusable("SLURM_NODEID", node, said))
     places = [first, *[hosts[at] for at in of_tasks]]
     _write(path, job, dict(zip(names, places, strict=True)))
-    return names[1 + task]
+    return str(names[1 + task])
 
 
 def _write(path: Path, job: int, places: Mapping[str, str]) -> None:

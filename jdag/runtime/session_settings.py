@@ -44,15 +44,7 @@ class Named(Settings, frozen=True):
 
 
 class RunSettings(Named, frozen=True, kw_only=True):
-    """What programs run by, whatever the driver.
-
-    Attributes:
-        workers: their names, all different; their order numbers them.
-        nesting_max: how deep programs may call each other.
-        recover: keep what `Cluster.recover` needs after the loss of a worker.
-        schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`;
-            its workers are some of these.
-    """
+    """What programs run by, whatever the driver; `jdag.launch` describes it."""
 
     nesting_max: NESTING = NESTING_MAX
     recover: bool = False

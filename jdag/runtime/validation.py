@@ -8,6 +8,7 @@ errors have one wording, `key = value: allowed is ...`, and name every wrong fie
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from numbers import Real
 from pathlib import PurePath
@@ -69,7 +70,10 @@ def where(is_usable: Callable[[Any], bool], allowed: str) -> Meta:
 
 
 def reads(read: Callable[[Any], Any], allowed: str) -> Meta:
-    """Return what a type declares that `read` makes of a value; None: it cannot."""
+    """Return what a type declares that `read` makes of a value.
+
+    It returns None, or raises ValueError, for what is unusable.
+    """
     return Meta(description=allowed, extra={"read": read})
 
 
@@ -150,9 +154,17 @@ def decoded(kind: type[Made], table: Any, key: str = "", /, **given: Any) -> Mad
     for field in known:
         if field.required and field.name not in table:
             raise ScenarioError(f"{prefix}{field.name} is missing; it has to be there")
-    try:
+    with under(key):
         return kind(**table, **given)
+
+
+@contextmanager
+def under(key: str) -> Iterator[None]:
+    """Prefix the keys that errors name with that of their table."""
+    try:
+        yield
     except ScenarioError as error:
+        prefix = f"{key}." if key else ""
         raise ScenarioError(*[f"{prefix}{each}" for each in error.args]) from None
 
 
@@ -177,7 +189,9 @@ def converted(kind: Any, value: Any, key: str) -> Any:
     origin = get_origin(base)
     found = value
     if read is not None:
-        found = value if _is_instance(value, base) else read(value)
+        found = None
+        with suppress(TypeError, ValueError):
+            found = value if _is_instance(value, base) else read(value)
         if found is None:
             raise ScenarioError(unusable(key, value, allowed))
     elif origin in (Union, UnionType):

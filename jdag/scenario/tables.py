@@ -4,8 +4,7 @@ The keys of a table that describes a class of `jdag.sim` are the fields of that 
 All errors have one wording: `key = value: allowed is ...`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +26,7 @@ from jdag.runtime.validation import (
     decoded,
     one_of,
     part,
+    under,
     where,
 )
 from jdag.schedules import (
@@ -173,15 +173,6 @@ def _made(
     return part(kind, found), found
 
 
-@contextmanager
-def _under(key: str) -> Iterator[None]:
-    """Prefix the key that an error names with that of its table."""
-    try:
-        yield
-    except ScenarioError as error:
-        raise ScenarioError(*[f"{key}.{each}" for each in error.args]) from error
-
-
 def network_of(settings: ScenarioTable, *, clean: bool) -> Network:
     """Return the network; a clean one has no jitter."""
     table = _without_jitter(settings.network) if clean else settings.network
@@ -195,12 +186,12 @@ def network_of(settings: ScenarioTable, *, clean: bool) -> Network:
     )
     network, control = Network(default), own.control_lane
     if own.topology is not None:
-        with _under("network.topology"):
+        with under("network.topology"):
             network = _topology(settings, own.topology)
     if isinstance(control, dict):
         control, _ = _link("network.control_lane", control)
     links = _links_of(settings, own.links, network.routed)
-    with _under("network"):
+    with under("network"):
         return replace(
             network,
             default=default,
@@ -295,7 +286,7 @@ def _given(table: Settings) -> dict[str, Any]:
 def _dimension(key: str, table: Mapping[str, Any]) -> topologies.Dimension:
     own: Any = {"kind": (Any,), "size": (Any,), "arity": (Any, 2)}
     link, given = _made(LinkModel, key, table, **own)
-    with _under(key):
+    with under(key):
         return topologies.Dimension(given.kind, given.size, link, given.arity)
 
 
@@ -340,28 +331,31 @@ def schedule_of(settings: ScenarioTable) -> Schedule | None:
     if settings.schedule is None:
         return None
     try:
-        found = _given(decoded(_ScheduleTable, settings.schedule))
-        kind, lists = found.pop("kind", None), found.pop("lists", None)
-        if (kind is None) == (lists is None):
-            allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
-            raise ScenarioError(unusable("kind", kind, allowed))
-        found.setdefault("workers", settings.names)
-        for name in found["workers"]:
-            settings.check_worker("workers", name)
-        build: Any = from_lists if kind is None else _BUILDERS[kind]
-        takes = signature(build).parameters
-        for key, value in found.items():
-            if key not in takes:
-                keys = ", ".join([each for each in takes if each != "lists"])
-                raise ScenarioError(unusable(key, value, keys))
-        if lists is not None:
-            return from_lists([each.split() for each in lists], **found)
-        for key in takes:
-            if key not in found:
-                raise ScenarioError(f"{key} is missing: allowed is an integer >= 1")
-        made: Schedule = build(**found)
-        return made
+        with under("schedule"):
+            return _schedule(settings, decoded(_ScheduleTable, settings.schedule))
     except ScheduleError as error:
         raise ScenarioError(f"schedule: {error}") from error
-    except ScenarioError as error:
-        raise ScenarioError(*[f"schedule.{each}" for each in error.args]) from error
+
+
+def _schedule(settings: ScenarioTable, table: Settings) -> Schedule:
+    found = _given(table)
+    kind, lists = found.pop("kind", None), found.pop("lists", None)
+    if (kind is None) == (lists is None):
+        allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
+        raise ScenarioError(unusable("kind", kind, allowed))
+    found.setdefault("workers", settings.names)
+    for name in found["workers"]:
+        settings.check_worker("workers", name)
+    build: Any = from_lists if kind is None else _BUILDERS[kind]
+    takes = signature(build).parameters
+    for key, value in found.items():
+        if key not in takes:
+            keys = ", ".join([each for each in takes if each != "lists"])
+            raise ScenarioError(unusable(key, value, keys))
+    if lists is not None:
+        return from_lists([each.split() for each in lists], **found)
+    for key in takes:
+        if key not in found:
+            raise ScenarioError(f"{key} is missing: allowed is an integer >= 1")
+    made: Schedule = build(**found)
+    return made

@@ -26,19 +26,7 @@ VALUES = Annotated[str, one_of("real", "abstract")]
 class SimSettings(RunSettings, frozen=True, kw_only=True):
     """The settings that, with its programs, determine a simulated run.
 
-    Attributes:
-        seed: of all jitter and faults.
-        home: the worker where the main program runs; None: the first.
-        network: None: free and immediate.
-        faults: home cannot crash.
-        devices: the costs of jobs, for all workers or by worker; None: free.
-        values: "real" or "abstract".
-        policy: the name of the order in which ready jobs run.
-        link: the timeouts of links; None: derived from each pair's latencies.
-        detect_ns: the delay until a worker learns that a peer has given it up.
-        events_max: the limit for events of the whole run.
-        trace: whether a trace is kept.
-        chooser: makes all choices; None: a `Chooser` of this seed and policy.
+    `jdag.simulate` describes them.
 
     Raises:
         ScenarioError: names a setting that is unusable, its value and what is allowed.
