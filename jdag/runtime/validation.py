@@ -231,8 +231,6 @@ def _is_instance(value: Any, kind: Any) -> bool:
 def _plain(kind: Any, base: Any, value: Any, key: str, allowed: str) -> Any:
     found = float(value) if base is float and is_number(value) else value
     try:
-        if base is int and type(value) is not int:
-            raise ValidationError
         return convert(found, kind)
     except ValidationError:
         raise ScenarioError(unusable(key, value, allowed)) from None
