@@ -213,7 +213,6 @@ def test_launch_refuses_it_by_the_users_name_and_a_true_remedy(
         np.testing.assert_allclose(product, wanted, rtol=1e-6)
 
 
-@pytest.mark.xfail(strict=True, reason="P11: what cannot be exported goes by name")
 @pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=SECOND) for k in (*NAMES, "hvp")]
 )

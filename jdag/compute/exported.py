@@ -200,7 +200,7 @@ class Program:
         raise JdagError(
             f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
             "differentiate again; it can what goes by name: functions at the top of "
-            f"modules, other than the script, that are in allow=[{named}]"
+            f"modules that are in allow=[{named}], or of a script with a guard"
         )
 
     def forward(

@@ -3,8 +3,9 @@
 A function goes by name if its module is allowed on the other side and its spec, read
 as it will be read there, gives the very function, structure and statics again. Lambdas,
 closures, functions of `__main__` and those that another one of their name hides go as
-StableHLO, once to each worker, before the first message that needs them. Unjitted ones
-cannot; those of `__main__` go by name to workers that import the script.
+StableHLO, once to each worker, before the first message that needs them. What cannot
+(unjitted functions, callbacks, several devices, functions that `jdag.hvp`
+differentiates) and is of `__main__` goes by name to workers that import the script.
 
 Inputs: `prepare(event, ...)`, by the program that tells its engine the event: exporting
     takes its time there, and a function that cannot travel is refused there.
@@ -83,7 +84,7 @@ class FunctionEncoder:
     """Encodes the functions of one process; used by several threads."""
 
     def __init__(self) -> None:
-        self._specs: WeakKeyDictionary[Any, dict[Modules, Known]] = WeakKeyDictionary()
+        self._specs: WeakKeyDictionary[Any, dict[Any, Known]] = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
         # What `prepare` has just found, `outgoing` asks for next.
         self._last: tuple[Any, Modules, Known] = (None, (), (b"", ()))
@@ -98,13 +99,14 @@ class FunctionEncoder:
             RemoteError: its backward cannot be traced.
         """
         last, modules, known = self._last
-        if last is pair and modules is allowed_there:
+        if last is pair and modules is allowed_there and not _twice:
             return known
         bare = pair.pair
         specs = self._specs.setdefault(bare, {})
-        if allowed_there not in specs:
-            specs[allowed_there] = self._spec(bare, allowed_there, at)
-        known = specs[allowed_there]
+        key = allowed_there, bool(_twice)
+        if key not in specs:
+            specs[key] = self._spec(bare, allowed_there, at)
+        known = specs[key]
         if bare is not pair:
             places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
             known = placed_spec(known[0], places), known[1]
@@ -212,17 +214,20 @@ class FunctionEncoder:
         spec = spec_of(pair)
         if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
             return spec, (pair.source.definition,)
-        found: dict[str, Any] = {}
-        if not pair.source.unjitted:  # It can be exported: the script is not imported.
-            modules = tuple([one for one in modules if one != MAIN])
-        try:
-            _check_named(pair, spec, _allowed(modules, found))
-            return spec, fingerprints_of(found)
-        except JdagError as error:
-            why = error.with_traceback(None)  # Which has the refs of all callers.
+        # The script is imported only for what goes no other way.
+        first = tuple([one for one in modules if one != MAIN])
+        if pair.source.unjitted or (_twice and any(pair.tracked)):
+            first = modules
+        named, why = _named(pair, spec, first)
+        if named is not None:
+            return named
         try:
             definition = self._exported.get(pair) or exported(pair)
         except JdagError as error:
+            if first != modules:
+                named, why = _named(pair, spec, modules)
+            if named is not None:
+                return named
             raise JdagError(
                 f"{pair.name} cannot be called on another worker. By name: {why}. As "
                 f"StableHLO: {error}"
@@ -232,6 +237,16 @@ class FunctionEncoder:
             raise blamed(error, f"the backward of {pair.name}", to, site) from error
         self._exported[pair] = definition
         return exported_spec(pair, definition.digest), (definition,)
+
+
+def _named(pair: Any, spec: bytes, modules: Modules) -> tuple[Known | None, str]:
+    """Return what names a pair where these are allowed; or None, and why it cannot."""
+    found: dict[str, Any] = {}
+    try:
+        _check_named(pair, spec, _allowed(modules, found))
+    except JdagError as error:
+        return None, str(error)
+    return (spec, fingerprints_of(found)), ""
 
 
 def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
@@ -328,7 +343,7 @@ def _check_jitted(pair: Any, worker: Worker) -> None:
         why = "is differentiated twice by jdag.hvp"
     try:
         if why:
-            _check_named(pair, spec_of(pair), AllImported((), load=False))
+            _check_named(pair, spec_of(pair), AllImported((MAIN,), load=False))
     except JdagError as error:
         raise JdagError(
             f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot go as "
