@@ -31,6 +31,7 @@ from jdag.engine.protocol import (
 from jdag.errors import ProtocolError
 from jdag.wire.encoding import check_of
 from jdag.wire.messages import Codec
+from jdag.wire.trees import write_tree
 from tests.wire_cases import read_message
 
 WORKERS = ("a", "b", "c")
@@ -80,7 +81,10 @@ def test_an_exception_of_whatever_class_stays():
         (Primal(CONTEXT, (), "a", (failure,)), Primal(CONTEXT, (), "a", (bare,))),
         (Reading(1, (None, failure)), Reading(1, (None, bare))),
         (Released(CONTEXT, (failure,)), Released(CONTEXT, (bare,))),
-        (Return(CONTEXT, (), 1, failure, (), ()), Return(CONTEXT, (), 1, bare, (), ())),
+        (
+            Return(CONTEXT, (), 1, failure, (), ()),
+            Return(CONTEXT, (), write_tree(1), bare, (), ()),
+        ),
     ):
         assert read_message(CODEC, CODEC.encode(message)) == read
 

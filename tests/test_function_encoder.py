@@ -170,7 +170,8 @@ def test_pairs_that_a_program_is_given_are_passed_on_as_they_came() -> None:
     message, needed = exports.outgoing(run, ())
     (definition,) = [one for one in needed if not are_fingerprints(one.data)]
     functions.define(*definition)
-    bound: Any = functions.bind(read_message(CODEC, CODEC.encode(message)), "home")
+    read = read_message(CODEC, CODEC.encode(message))
+    bound: Any = functions.bind(read, "home", CODEC)
     (pairs, two), _ = bound.arguments
     there, by_name, _ = [one.pair.pair for one in pairs]
     assert by_name is named and two == 2.0
@@ -280,7 +281,7 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
     assert isinstance(message, Call)
     functions = FunctionDecoder()
     functions.define(*definition)
-    bound: Any = functions.bind(read_message(CODEC, CODEC.encode(message)), "a")
+    bound: Any = functions.bind(read_message(CODEC, CODEC.encode(message)), "a", CODEC)
     assert bits(bound.function.forward([array(2, 3), X])[0][0]) == bits(
         pair.forward([array(2, 3), X])[0][0]
     )

@@ -17,6 +17,7 @@ from jdag import simulate
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
 from jdag.engine.protocol import (
+    Attach,
     ContextId,
     Ended,
     Failure,
@@ -33,6 +34,7 @@ from jdag.engine.protocol import (
     Tell,
 )
 from jdag.errors import ProtocolError
+from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.sim import transport
 from jdag.wire import messages
 from jdag.wire.arrays import type_of
@@ -47,6 +49,7 @@ FEW = 4_000
 MANY = 100_000
 WORKERS = tuple("abcdef")
 CODEC = Codec(WORKERS)
+FUNCTIONS = FunctionDecoder()
 KINDS = get_args(Message)
 EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
 WIDE = (0, 1, 0xFFFF, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
@@ -149,10 +152,17 @@ def changed(real: list[bytes], rng: Random) -> bytes:
     return bytes(data)
 
 
+def opened(message: Any) -> None:
+    """Read the nested data of a message."""
+    if isinstance(message, Run | Return | Tell | Attach):
+        FUNCTIONS.bind(message, "a", CODEC)
+
+
 def read_or_refused(data: bytes, seed: int) -> str:
     """What the bytes are; any error but a refusal names the seed."""
     try:
         message, kinds, offset = CODEC.decode(data)
+        opened(message)
     except ProtocolError as error:
         assert len(str(error)) < 4_000, seed
         return "refused"
@@ -197,7 +207,7 @@ def taken(data: bytes) -> tuple[int, str]:
     try:
         before = tracemalloc.get_traced_memory()[0]
         try:
-            read_message(CODEC, data)
+            opened(read_message(CODEC, data))
             said = ""
         except ProtocolError as error:
             said = str(error)
@@ -226,7 +236,8 @@ def inner(items: bytes) -> bytes:
 
 HERE = b"\x93\0\0\0"
 CALL = b"\x9a\0" + HERE + b"\x90" + b"\xc4\0"  # Up to its inputs.
-RUN = b"\x96\4" + HERE + b"\x90" + data(b"\x92\x08\xa0")  # Up to its arguments.
+SIN = data(b"\x92\x08\xadjax.numpy:sin")
+RUN = b"\x96\4" + HERE + b"\x90" + SIN  # Up to its arguments.
 KEY = b"\x94\2" + HERE + b"\x90\0"
 N = 20_000
 HUGE = {

@@ -60,7 +60,7 @@ def arrived(
         functions.define(digest, data)
     data = CODEC.encode(written)
     assert len(data) == size(written, ())[1]
-    bound: Any = functions.bind(read_message(CODEC, data), "home")
+    bound: Any = functions.bind(read_message(CODEC, data), "home", CODEC)
     return [one.function for one in bound.segments]
 
 
@@ -111,7 +111,7 @@ def test_a_definition_that_is_missing_fails_the_run_alone() -> None:
     tape, loss, params = mlp(2)
     written, _ = FunctionEncoder().outgoing(prepare_of(tape.whole(loss, params)), ())
     bound: Any = FunctionDecoder().bind(
-        read_message(CODEC, CODEC.encode(written)), "home"
+        read_message(CODEC, CODEC.encode(written)), "home", CODEC
     )
     function = bound.segments[0].function
     assert function.may_raise
@@ -163,7 +163,7 @@ def test_mutated_segments_raise_nothing_but_protocol_errors() -> None:
         data = bytearray(written)
         data[rng.randrange(len(data))] = rng.randrange(256)
         try:
-            functions.bind(read_message(CODEC, bytes(data)), "home")
+            functions.bind(read_message(CODEC, bytes(data)), "home", CODEC)
         except ProtocolError:
             outcomes["refused"] += 1
         else:

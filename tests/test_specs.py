@@ -21,7 +21,7 @@ from jdag.compute.pytrees import Template, split, static, template_of
 from jdag.engine.functions import Applied
 from jdag.errors import ProtocolError
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.unmarshal import structure, unmarshal
+from jdag.rpc.unmarshal import remade, structure, unmarshal
 from jdag.wire import specs
 from jdag.wire.specs import (
     Body,
@@ -31,7 +31,7 @@ from jdag.wire.specs import (
     spec_of,
     written,
 )
-from jdag.wire.trees import Named, Opaque, TreeNode, portable
+from jdag.wire.trees import DictItem, Named, Opaque, TreeNode, TupleItem, pack
 from tests.tiers import sized
 
 Point = namedtuple("Point", "x y")
@@ -169,8 +169,8 @@ def test_a_spec_names_the_functions_among_its_statics_whatever_else_was_made() -
         return f
 
     for name in ("first", "second", "third"):
-        (there,) = read_spec(spec_of(made(total, noted(name))))[1].arguments[0]
-        assert there.value == Named(f"{__name__}:{name}")
+        args = read_spec(spec_of(made(total, noted(name))))[1].arguments.items[0]
+        assert args.items[0].value == Named(f"{__name__}:{name}")
 
 
 def test_places_go_before_the_spec_of_the_pair() -> None:
@@ -213,23 +213,22 @@ class Plain:
 
 
 def test_what_cannot_travel_is_opaque_where_it_is_and_has_a_spec() -> None:
-    assert portable(Plain()) == Opaque("tests.test_specs:Plain")
-    assert portable((1, Plain())) == (1, Opaque("tests.test_specs:Plain"))
-    assert portable({Plain(): 1}) == {Opaque("tests.test_specs:Plain"): 1}
-    node = portable(partial(total, Plain()))
+    opaque = Opaque("tests.test_specs:Plain")
+    assert pack(Plain(), opaque=True) == opaque
+    assert pack((1, Plain()), opaque=True) == TupleItem((1, opaque))
+    assert pack({Plain(): 1}, opaque=True) == DictItem(((opaque, 1),))
+    node = pack(partial(total, Plain()), opaque=True)
     assert node.name == "functools:partial"
-    assert node.parts[1] == (Opaque("tests.test_specs:Plain"),)
+    assert node.parts[1] == TupleItem((opaque,))
     found = made(total, jnp.ones(3), static(Plain()))
     assert spec_of(found) == spec_of(made(total, jnp.ones(3), static(Plain())))
 
 
 def test_arrays_in_a_function_are_opaque_unless_asked_for() -> None:
     array = jnp.ones(3)
-    assert type(portable(array)) is Opaque
-    assert type(portable(np.ones(3))) is Opaque
-    assert type(portable(np.float32(3))) is Opaque
-    held = portable(partial(total, array), arrays=True)
-    assert held.parts[1][0] is array
+    for one in (array, np.ones(3), np.float32(3)):
+        assert type(pack(one, opaque=True)) is Opaque
+    assert remade(partial(total, array), HERE).args[0] is array
 
 
 def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:
@@ -244,12 +243,12 @@ def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:
     for _ in range(120):
         value = (value,)
     _, body = read_spec(spec_of(made(total, jnp.ones(3), static(value))))
-    assert type(body.arguments) is tuple
+    assert type(body.arguments) is TupleItem
 
 
 def test_a_callable_pytree_is_named_by_its_class_and_marks() -> None:
     applied = Applied("module:Module", unjitted=True, program=False)
-    data = portable(applied)
+    data = pack(applied)
     assert type(data) is TreeNode
     assert unmarshal(data, HERE) == applied
 

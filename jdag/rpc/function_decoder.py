@@ -22,7 +22,7 @@ from jdag.compute.avals import Aval, aval_from
 from jdag.compute.exported import Definition, Program, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import Placed
-from jdag.compute.pytrees import flatten, template_of
+from jdag.compute.pytrees import template_of
 from jdag.compute.refs import Reply
 from jdag.compute.segments import SegmentFunction, link
 from jdag.engine.functions import name_of
@@ -45,9 +45,10 @@ from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
 from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import NAMING, FunctionEncoder
-from jdag.rpc.unmarshal import structure, unmarshal
-from jdag.wire.specs import PairData, read_segment, read_spec
-from jdag.wire.trees import Named, TreeNode
+from jdag.rpc.unmarshal import Reader, read_tree, structure, unmarshal
+from jdag.wire.encoding import Known
+from jdag.wire.specs import read_segment, read_spec
+from jdag.wire.trees import Named, TreeNode, read_items
 
 # Executables take memory maps, which are limited: a process dies near 10,900 of them.
 # So few pairs, of two executables each, are held beyond those that compute keeps; the
@@ -162,10 +163,11 @@ class FunctionDecoder:
             self._definitions[digest] = data
             self._defined_bytes += len(data)
 
-    def bind(self, message: Message, sender: Worker) -> Message:
+    def bind(self, message: Message, sender: Worker, known: Known) -> Message:
         """Return a decoded message of `sender` as engines take it.
 
-        A call imports nothing. A function that is unavailable fails when it is run.
+        `known` are the workers that refs may name. A call imports nothing. A function
+        that is unavailable fails when it is run.
 
         Raises:
             ProtocolError: a spec is malformed, or disagrees with the message.
@@ -184,22 +186,18 @@ class FunctionDecoder:
                 roots = [replace(r, aval=aval_from(r.aval)) for r in message.roots]
                 return replace(message, roots=tuple(roots))
             case Attach(hook=hook):
-                try:
-                    function = self._callable(hook.function)
-                except JdagError as error:
+                function, error = self._callable(hook.function, known)
+                if error is not None:
                     function = _refused(hook.function, str(error))
                 hook = replace(hook, function=function, aval=aval_from(hook.aval))
                 return replace(message, hook=hook)
             case Run():
-                return self._run(message)
+                return self._run(message, known)
             case Return():
-                return self._return(message, sender)
-            case Tell():
-                try:
-                    data = unmarshal(message.data, self.allowed)
-                except JdagError as error:  # Its reader sees the error in its place.
-                    data = error
-                return replace(message, data=data)
+                return self._return(message, sender, known)
+            case Tell():  # Its reader sees an error in its place.
+                data, error = self._read(message.data, known)
+                return replace(message, data=error or data)
             case _:
                 return message
 
@@ -280,41 +278,49 @@ class FunctionDecoder:
         source = Program(Definition(digest, data), bound)
         return Pair(source, bound.avals, bound.tracked)
 
-    def _callable(self, data: Any) -> Any:
-        found = unmarshal(data, self.allowed)
-        if not callable(found):
-            raise JdagError(f"{found!r} is no function")
-        return found
-
-    def _run(self, run: Run) -> Run:
-        what = ""
+    def _read(self, data: Any, known: Known) -> tuple[Any, JdagError | None]:
+        """Return nested data, or why they are not available here."""
         try:
-            function = self._callable(run.function)
-            what = "an argument of it is not available here: "
-            arguments = unmarshal(run.arguments, self.allowed)
-            for leaf in flatten(arguments)[0]:
-                if type(leaf) is PairData:
-                    leaf.pair = self.bound(leaf.spec)
+            return read_tree(data, self.allowed, known, self.bound), None
+        except ProtocolError:
+            raise
         except JdagError as error:
+            return None, error
+
+    def _callable(self, data: Any, known: Known) -> tuple[Any, JdagError | None]:
+        found, error = self._read(data, known)
+        if error is None and not callable(found):
+            error = JdagError(f"{found!r} is no function")
+        return found, error
+
+    def _run(self, run: Run, known: Known) -> Run:
+        arguments, what = ((), {}), ""
+        function, error = self._callable(run.function, known)
+        if error is None:
+            what = "an argument of it is not available here: "
+            arguments, error = self._read(run.arguments, known)
+        if error is not None:
             function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
         return replace(run, function=function, arguments=arguments)
 
-    def _return(self, message: Return, sender: Worker) -> Return:
-        match message.result:
-            case None:
-                return message
-            case TreeNode(name=name, parts=(result, seen, kept)) if name == REPLY:
-                reply = unmarshal(TreeNode(REPLY, (None, seen, kept)), self.allowed)
-            case data:
-                raise ProtocolError(f"a program returned {data!r}, which is no reply")
+    def _return(self, message: Return, sender: Worker, known: Known) -> Return:
+        item, view = read_items(message.result)
+        if item is None:
+            return replace(message, result=None)
+        if type(item) is not TreeNode or item.name != REPLY or len(item.parts) != 3:
+            raise ProtocolError(f"a program returned {item!r}, which is no reply")
+        reader = Reader(self.allowed, known, view, self.bound)
+        seen, kept = reader.each(item.parts[1:], 0)
+        result, failure = None, message.failure
         try:
-            reply = reply._replace(result=unmarshal(result, self.allowed))
+            result = reader.made(item.parts[0], 1)
+            reader.check_end()
+        except ProtocolError:
+            raise
         except JdagError as error:
-            if message.failure is None:
-                said = f"the result of a program is not available here: {error}"
-                failure = Failure("JdagError", said, sender, message.path)
-                return replace(message, result=reply, failure=failure)
-        return replace(message, result=reply)
+            said = f"the result of a program is not available here: {error}"
+            failure = failure or Failure("JdagError", said, sender, message.path)
+        return replace(message, result=Reply(result, seen, kept), failure=failure)
 
 
 def _check_call(bound: Any, said: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
@@ -333,7 +339,8 @@ def _refused(data: Any, why: str) -> Callable[..., Any]:
     def refused(*_: Any, **__: Any) -> Any:
         raise JdagError(why)
 
-    refused.__module__, _, refused.__qualname__ = _name_in(data).partition(":")
+    item, _ = read_items(data)
+    refused.__module__, _, refused.__qualname__ = _name_in(item).partition(":")
     return refused
 
 

@@ -48,7 +48,7 @@ from jdag.errors import JdagError, PortabilityWarning, ProtocolError
 from jdag.rpc.allowed import AllImported, Allowed
 from jdag.rpc.code_fingerprint import fingerprints_of
 from jdag.rpc.script import MAIN
-from jdag.rpc.unmarshal import structure, unmarshal
+from jdag.rpc.unmarshal import remade, structure, unmarshal
 from jdag.runtime.failures import blamed
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (
@@ -60,7 +60,7 @@ from jdag.wire.specs import (
     segment_spec,
     spec_of,
 )
-from jdag.wire.trees import check_there, portable, tree_size
+from jdag.wire.trees import check_there, tree_size
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
 TOLD_MAX = 1024  # Programs and hooks.
@@ -251,7 +251,7 @@ def _named(pair: Any, spec: bytes, modules: Modules) -> tuple[Known | None, str]
 
 def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
     body = read_spec(spec)[1]
-    _check_same(pair.source.fn, body.function, allowed)
+    _check_same(pair.source.fn, unmarshal(body.function, allowed))
     template = template_of(*structure(body.arguments, allowed), body.own)
     if template != pair.source.template:
         raise JdagError(
@@ -261,9 +261,8 @@ def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
         raise JdagError(f"its spec has {len(spec)} bytes")
 
 
-def _check_same(fn: Any, data: Any, allowed: Allowed) -> None:
-    """Raise JdagError unless nested data decode there to this very function."""
-    found = unmarshal(data, allowed)
+def _check_same(fn: Any, found: Any) -> None:
+    """Raise JdagError unless what a receiver finds is this very function."""
     if found is not fn and key_of(found) != key_of(fn):
         raise JdagError(
             f"{name_of(fn)} is the name of another function, or of one that holds "
@@ -288,7 +287,7 @@ class _Named(Once):
 def _told(named: _Named) -> Definitions:
     found: dict[str, Any] = {}
     with suppress(JdagError):  # It is refused there, by what it is.
-        unmarshal(portable(named.functions), _allowed(named.modules, found))
+        remade(named.functions, _allowed(named.modules, found))
     return fingerprints_of(found)
 
 
@@ -380,7 +379,7 @@ def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:
             "with data that can travel"
         )
     try:
-        _check_same(fn, portable(fn, arrays=True), allowed)
+        _check_same(fn, remade(fn, allowed))
     except JdagError as error:
         raise JdagError(
             f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "

@@ -407,7 +407,7 @@ class Node:
                         if message.__class__ in FROM_OWNER:
                             check_owner(message, worker, self.workers)
                         if message.__class__ in BOUND:
-                            message = self._functions.bind(message, worker)
+                            message = self._functions.bind(message, worker, self._codec)
                         number = (event.number,)
                         self._host.arrived(worker, message, event.values, number)
                     case Definition(digest, data):

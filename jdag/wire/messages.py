@@ -2,13 +2,14 @@
 
 An envelope holds a message and the types of the values that it carries, in the order of
 `landing(message)`; 4 bytes before it hold its length. Fields that are opaque to engines
-are encoded as bytes before (`_CLOSED`) and decoded afterwards (`_OPENED`).
+are encoded as bytes before (`_CLOSED`).
 
 All fields are decoded to what was encoded, except: the function of a call or assignment
-becomes its spec (`jdag.wire.specs`), that of a run or hook nested data; the shape of a
-root, version or hook becomes an `ArrayType`; for arguments and results see
-`jdag.wire.trees`. The `exception` of a failure is not sent. A decoded message encodes
-to the same bytes. Data that cannot be written or read raises a ProtocolError.
+becomes its spec (`jdag.wire.specs`); the shape of a root, version or hook becomes an
+`ArrayType`; the function of a run or hook, arguments and results stay a view of their
+bytes, which the receiver reads (`jdag.rpc.unmarshal`). The `exception` of a failure is
+not sent. A decoded message encodes to the same bytes. Data that cannot be written or
+read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,14 +42,15 @@ from jdag.engine.messages import (
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
 from jdag.errors import SHOWN_MAX, ProtocolError, cut
 from jdag.wire.arrays import type_of
-from jdag.wire.encoding import CHECKED_BYTES, Known, bounded, check_of, decoded, encoded
+from jdag.wire.encoding import CHECKED_BYTES, bounded, check_of, decoded, encoded
 from jdag.wire.specs import spec_of
-from jdag.wire.trees import COUNT_BYTES, portable, read_tree, tree_size, write_tree
+from jdag.wire.trees import COUNT_BYTES, tree_size, write_tree
 
 WHOLE_MAX = 256  # Failures of one message that are sent with full texts.
 COPIED_BYTES = 1 << 16  # Below this a copy is faster than a view.
 
-Close = Callable[[Any, Callable[[Any], bytes]], Any]
+Data = Callable[..., Any]  # As `write_tree`.
+Close = Callable[[Any, Data], Any]
 
 
 class Envelope(Record):
@@ -108,7 +110,7 @@ def _with_types(parts: Sequence[Assignment]) -> tuple[Assignment, ...]:
     return tuple([replace(p, avals=tuple(map(type_of, p.avals))) for p in parts])
 
 
-# For messages with opaque fields: replace these by bytes, and decode them again.
+# For messages with opaque fields: replace these by bytes.
 _CLOSED: dict[type[Any], Close] = {
     Prepare: _with_specs,
     Primal: _with_failures,
@@ -119,7 +121,7 @@ _CLOSED: dict[type[Any], Close] = {
     Stepped: _with_failure,
     Run: lambda run, data: replace(
         run,
-        function=data(portable(run.function, arrays=True)),
+        function=data(run.function, opaque=True),
         arguments=data(run.arguments),
     ),
     Return: lambda message, data: replace(
@@ -130,7 +132,7 @@ _CLOSED: dict[type[Any], Close] = {
         message,
         hook=replace(
             message.hook,
-            function=data(portable(message.hook.function, arrays=True)),
+            function=data(message.hook.function, opaque=True),
             aval=type_of(message.hook.aval),
         ),
     ),
@@ -140,28 +142,10 @@ _CLOSED: dict[type[Any], Close] = {
     ),
     Assign: lambda message, _: replace(message, parts=_with_types(message.parts)),
 }
-_OPENED: dict[type[Any], Callable[[Any, Known], Any]] = {
-    Run: lambda run, known: replace(
-        run,
-        function=read_tree(run.function, known),
-        arguments=read_tree(run.arguments, known),
-    ),
-    Return: lambda message, known: replace(
-        message, result=read_tree(message.result, known)
-    ),
-    Tell: lambda message, known: replace(message, data=read_tree(message.data, known)),
-    Attach: lambda message, known: replace(
-        message,
-        hook=replace(message.hook, function=read_tree(message.hook.function, known)),
-    ),
-}
-
-_READ = {kind: (check_of(kind), _OPENED.get(kind)) for kind in get_args(Message)}
+_CHECKS = {kind: check_of(kind) for kind in get_args(Message)}
 
 
-def _sealed(
-    message: Message, kinds: Sequence[ArrayType], data: Callable[[Any], bytes]
-) -> bytes:
+def _sealed(message: Message, kinds: Sequence[ArrayType], data: Data) -> bytes:
     close = _CLOSED.get(message.__class__)
     closed = message if close is None else close(message, data)
     whole = encoded(Envelope(closed, tuple(kinds)), _encode)
@@ -185,9 +169,9 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
             return 0, _AROUND_BYTES + nbytes
     beside = 0
 
-    def measured(tree: Any) -> bytes:
+    def measured(tree: Any, **how: Any) -> bytes:
         nonlocal beside
-        nbytes = tree_size(tree)
+        nbytes = tree_size(tree, **how)
         # Arrays may be abstract: the envelope holds no bytes, so add their length.
         beside += nbytes + (0 if nbytes < 1 << 8 else 1 if nbytes < 1 << 16 else 3)
         return b""
@@ -232,6 +216,5 @@ class Codec:
         whole = data if end < COPIED_BYTES else memoryview(data)
         envelope: Envelope = decoded(_decoder, whole[COUNT_BYTES:end])
         message, kinds = envelope.message, envelope.kinds
-        check, opened = _READ[message.__class__]
-        check(message, self)
-        return (opened(message, self) if opened else message), kinds, end
+        _CHECKS[message.__class__](message, self)
+        return message, kinds, end

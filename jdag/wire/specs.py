@@ -7,10 +7,9 @@ devices. Equal functions have equal specs, and True and 1 different ones, so spe
 as keys. A function that cannot be named travels as its export, which is sent
 separately; its spec holds the export's digest.
 
-A structure is nested data (`jdag.wire.trees`): tuples, lists, dicts and None are
-themselves, other nodes a `TreeNode` of class, static data and children. Parts that
-cannot travel become `Opaque`, so every function has a spec. Decoding bytes that are no
-spec raises a ProtocolError.
+A structure is an item (`jdag.wire.trees`): nodes are tuples, lists, dicts, None, or a
+`TreeNode` of class, static data and children. Parts that cannot travel become `Opaque`,
+so every function has a spec. Decoding bytes that are no spec raises a ProtocolError.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 from msgspec import Meta
 from msgspec.msgpack import Decoder
-from msgspec.structs import replace
 
 from jdag.engine.arrays import HOLE, ArrayType
 from jdag.engine.functions import name_of, remote
@@ -31,7 +29,18 @@ from jdag.engine.segments import SegmentNode, Slots
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import bounded, decoded, encoded
-from jdag.wire.trees import Bytes, Item, Opaque, Part, TreeNode, pack, portable, unpack
+from jdag.wire.trees import (
+    Bytes,
+    DictItem,
+    Item,
+    ListItem,
+    Opaque,
+    Part,
+    TreeNode,
+    TupleItem,
+    check_depth,
+    pack,
+)
 
 Device = Name | None
 
@@ -51,7 +60,7 @@ class Body(Record):
     """A function for given argument types, as data.
 
     Attributes:
-        function, arguments: nested data; the structure of the arguments.
+        function, arguments: items; the structure of the arguments.
         own: number of leading arguments that are the function itself.
         digest: of the export that replaces function and arguments; empty: by name.
         avals, tracked: of the arguments.
@@ -69,23 +78,26 @@ class Body(Record):
     out_tracked: Mask
 
 
-def structure(treedef: Any, leaves: Iterator[Any]) -> Any:
-    """A JAX treedef as nested data; `leaves` are `HOLE` or statics."""
+def structure(treedef: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
+    """A JAX treedef as an item; `leaves` are `HOLE` or statics."""
+    check_depth(depth)
     node = treedef.node_data()
     if node is None:
         leaf = next(leaves)
-        return HOLE if leaf is HOLE else Part(portable(leaf))
+        return HOLE if leaf is HOLE else Part(pack(leaf, opaque=True, depth=depth + 1))
     kind, data = node
-    children = [structure(child, leaves) for child in treedef.children()]
+    below = [structure(child, leaves, depth + 1) for child in treedef.children()]
+    children = tuple(below)
     if kind is type(None):
         return None
     if kind is tuple:
-        return tuple(children)
+        return TupleItem(children)
     if kind is list:
-        return children
+        return ListItem(children)
+    packed = pack(data, opaque=True, depth=depth + 1)
     if kind is dict and all(type(key) is str for key in data):
-        return dict(zip(data, children, strict=True))
-    return TreeNode(name_of(kind), (portable(data), *children))
+        return DictItem(tuple(zip(packed.items, children, strict=True)))
+    return TreeNode(name_of(kind), (packed, *children))
 
 
 class SegmentBody(Record):
@@ -150,8 +162,11 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
     own = 0
     if not digest:
         template = pair.source.template
-        function, own = portable(pair.source.fn), template.own
-        arguments = structure(template.treedef, iter(template.leaves))
+        function, own = pack(pair.source.fn, opaque=True), template.own
+        try:
+            arguments = structure(template.treedef, iter(template.leaves))
+        except ProtocolError:  # They are nested too deep.
+            function = arguments = Opaque(pair.name)
     return written(
         Body(
             pair.name,
@@ -168,13 +183,8 @@ def exported_spec(pair: Any, digest: bytes) -> bytes:
 
 
 def written(body: Body) -> bytes:
-    """The spec of a function on the default device; too deep data become opaque."""
-    try:
-        data = (pack(body.function), pack(body.arguments))
-    except ProtocolError:
-        data = (Opaque(body.name), Opaque(body.name))
-    packed = replace(body, function=data[0], arguments=data[1])
-    return bounded(_decoder, _NOWHERE + encoded(packed))
+    """The spec of a function on the default device."""
+    return bounded(_decoder, _NOWHERE + encoded(body))
 
 
 @remote
@@ -198,9 +208,6 @@ def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
     """Decode a spec to its device placement and body."""
     places: DevicePlacement
     places, body = decoded(_decoder, spec)
-    body = replace(
-        body, function=unpack(body.function), arguments=unpack(body.arguments)
-    )
     bare = places.in_devices is None
     if bare != (places.out_devices is None) or (bare and places.device is not None):
         raise ProtocolError(f"the spec of {body.name} has incomplete devices: {places}")

@@ -2,12 +2,12 @@
 
 Refs and handles travel as data, functions and classes by name (`Named`). Named tuples,
 dataclasses, enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`: the
-name of their class and their parts. Decoding gives `Named`, `TreeNode`, `RefParts` and
-`Raw` arrays, which encode to the same bytes; the receiver resolves names if it allows
-them. Anything else is refused with a ProtocolError: nothing is pickled.
+name of their class and their parts. Anything else is refused with a ProtocolError:
+nothing is pickled.
 
 On the wire an item is a number, a text or one of the structs below. A tree is encoded
-as 4 bytes with the length of its items, the items, and the elements of its arrays.
+as 4 bytes with the length of its items, the items, and the elements of its arrays. The
+receiver makes Python objects of the items in one pass (`jdag.rpc.unmarshal`).
 
 Structures of arguments (`jdag.wire.specs`) also have a `HOLE` for each array, `Part`
 around each static, and `Opaque` for parts that cannot travel.
@@ -19,14 +19,14 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import jax
 import numpy as np
 from msgspec import Meta
 from msgspec.msgpack import Decoder
 
-from jdag.engine.arrays import HOLE, ArrayType, Hole
+from jdag.engine.arrays import ArrayType, Hole
 from jdag.engine.functions import TAKEN, Applied, is_program, is_unjitted, name_of
 from jdag.engine.messages import Several
 from jdag.engine.names import (
@@ -40,7 +40,7 @@ from jdag.engine.names import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.wire.arrays import type_of
-from jdag.wire.encoding import Known, bounded, check_of, decoded, encoded
+from jdag.wire.encoding import bounded, decoded, encoded
 
 DEPTH_MAX = 100
 APPLIED = "jdag.engine.functions:Applied"
@@ -51,43 +51,51 @@ _ABSTRACT = ("shape", "dtype", "nbytes")  # Attributes of any abstract value.
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
 
-class _Wide(Record, tag=0):
+class Wide(Record, tag=0):
     """An int of more than 64 bits."""
 
     data: Bytes
 
 
-class _Complex(Record, tag=1):
+class Complex(Record, tag=1):
+    """A complex number."""
+
     real: float
     imag: float
 
 
-class _Text(Record, tag=2):
+class Text(Record, tag=2):
     """A text that is not Unicode."""
 
     data: Bytes
 
 
-class _Bytes(Record, tag=13):
+class BytesItem(Record, tag=13):
     """Bytes; a union that contains texts cannot hold them directly."""
 
     data: Bytes
 
 
-class _Tuple(Record, tag=3):
+class TupleItem(Record, tag=3):
+    """A tuple."""
+
     items: "Several[Item]"
 
 
-class _List(Record, tag=4):
+class ListItem(Record, tag=4):
+    """A list."""
+
     items: "Several[Item]"
 
 
-class _Dict(Record, tag=5):
+class DictItem(Record, tag=5):
+    """A dict, in its order."""
+
     items: "Several[tuple[Item, Item]]"
 
 
 class RefParts(Record, tag=6):
-    """A ref, as encoded."""
+    """A ref."""
 
     key: Key
     owner: Worker
@@ -96,8 +104,8 @@ class RefParts(Record, tag=6):
     descends: LeafId | None
 
 
-class _Array(Record, tag=7):
-    """An array, whose elements follow later."""
+class ArrayItem(Record, tag=7):
+    """An array, whose elements follow later: of JAX, of numpy, or a numpy scalar."""
 
     kind: ArrayType
     form: Literal["array", "numpy", "scalar"]
@@ -132,24 +140,10 @@ if TYPE_CHECKING:
     Item = Any
 else:
     Item = (
-        None | bool | int | float | str | _Bytes | _Wide | _Complex | _Text | _Tuple
-        | _List | _Dict | RefParts | _Array | Named | TreeNode | Hole | Part | Opaque
-        | ObjectId
+        None | bool | int | float | str | BytesItem | Wide | Complex | Text | TupleItem
+        | ListItem | DictItem | RefParts | ArrayItem | Named | TreeNode | Hole | Part
+        | Opaque | ObjectId
     )  # fmt: skip
-
-
-class Raw(NamedTuple):
-    """An array as encoded: its type, and its elements row by row.
-
-    `form`: "array" is a JAX array, "numpy" and "scalar" are numpy's.
-    """
-
-    kind: ArrayType
-    data: Any
-    form: str = "array"
-
-
-# ----------------------------------------------------------------------- data as items
 
 Each = Callable[[Iterable[Any]], tuple[Any, ...]]
 
@@ -161,47 +155,52 @@ def _same(value: Any, _: Each) -> Any:
 def _text_item(text: str, _: Each) -> Any:
     if text.isascii() or not _SURROGATE.search(text):
         return text
-    return _Text(text.encode("utf-8", "surrogatepass"))
+    return Text(text.encode("utf-8", "surrogatepass"))
 
 
 def _int_item(number: int, _: Each) -> Any:
     if -(1 << 63) <= number < 1 << 64:
         return number
     size = number.bit_length() // 8 + 1  # One bit more for the sign.
-    return _Wide(number.to_bytes(size, "little", signed=True))
+    return Wide(number.to_bytes(size, "little", signed=True))
 
 
 def _dict_item(data: dict[Any, Any], each: Each) -> Any:
     found = each(chain.from_iterable(data.items()))
-    return _Dict(tuple(zip(found[::2], found[1::2], strict=True)))
+    return DictItem(tuple(zip(found[::2], found[1::2], strict=True)))
 
 
 # By exact type: a bool or an IntEnum is not an int here.
 _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
-    **dict.fromkeys((type(None), bool, float, Named, Opaque, Hole, ObjectId), _same),
+    **dict.fromkeys((type(None), bool, float, ObjectId), _same),
     int: _int_item,
     str: _text_item,
-    bytes: lambda data, _: _Bytes(data),
-    complex: lambda number, _: _Complex(number.real, number.imag),
-    tuple: lambda data, each: _Tuple(each(data)),
-    list: lambda data, each: _List(each(data)),
+    bytes: lambda data, _: BytesItem(data),
+    complex: lambda number, _: Complex(number.real, number.imag),
+    tuple: lambda data, each: TupleItem(each(data)),
+    list: lambda data, each: ListItem(each(data)),
     dict: _dict_item,
-    TreeNode: lambda node, each: TreeNode(node.name, each(node.parts)),
-    Part: lambda part, each: Part(*each((part.value,))),
 }
 
 
-def pack(tree: Any, arrays: list[Any] | None = None, *, opaque: bool = False) -> Any:
+def pack(
+    tree: Any,
+    arrays: list[Any] | None = None,
+    *,
+    opaque: bool = False,
+    depth: int = 0,
+) -> Any:
     """Nested data as an item; its arrays, if allowed, are appended to `arrays`.
 
     A part that cannot travel, or a ref, is refused or, if `opaque`, an `Opaque`.
+    `depth` is that of the item in what it will be a part of.
     """
-    most = DEPTH_MAX // 2 if opaque else DEPTH_MAX
+    most = min(DEPTH_MAX, depth + DEPTH_MAX // 2) if opaque else DEPTH_MAX
     other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque)
 
     def item(value: Any, depth: int) -> Any:
         try:
-            _check_depth(depth, most)
+            check_depth(depth, most)
             return _ITEMS.get(type(value), other)(
                 value, lambda data: tuple([item(one, depth + 1) for one in data])
             )
@@ -210,7 +209,7 @@ def pack(tree: Any, arrays: list[Any] | None = None, *, opaque: bool = False) ->
                 raise
             return Opaque(name_of(type(value)))
 
-    return item(tree, 0)
+    return item(tree, depth)
 
 
 def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) -> Any:
@@ -219,9 +218,9 @@ def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) 
     if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
         if arrays is None:
             raise ProtocolError("arrays cannot travel here")
-        kind = value.kind if type(value) is Raw else type_of(value)
+        kind = type_of(value)
         arrays.append((kind, value))
-        return _Array(kind, _form_of(value))
+        return ArrayItem(kind, _form_of(value))
     if all(hasattr(value, name) for name in RefParts.__struct_fields__):
         if opaque:
             raise ProtocolError("a ref cannot travel here")
@@ -236,14 +235,13 @@ def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) 
 
 
 def _form_of(array: Any) -> Any:
-    if type(array) is Raw:
-        return array.form
     if isinstance(array, np.generic):
         return "scalar"
     return "numpy" if isinstance(array, np.ndarray) else "array"
 
 
-def _check_depth(depth: int, most: int = DEPTH_MAX) -> None:
+def check_depth(depth: int, most: int = DEPTH_MAX) -> None:
+    """Raise ProtocolError if data is nested too deep."""
     if depth >= most:
         raise ProtocolError(
             f"data nested more than {most} deep cannot travel: allowed is {most}"
@@ -279,86 +277,18 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, (treedef.node_data()[1], *children)
 
 
-# ----------------------------------------------------------------------- items as data
-
-
-def _text(item: _Text, _: Each) -> str:
-    try:
-        return item.data.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise ProtocolError(f"text {item.data[:80]!r} is not UTF-8: {error}") from error
-
-
-def _dict(item: _Dict, each: Each) -> dict[Any, Any]:
-    try:
-        return dict([each(pair) for pair in item.items])
-    except TypeError as error:
-        raise ProtocolError(f"a dict key cannot be hashed: {error}") from error
-
-
-_DATA: dict[type, Callable[[Any, Each], Any]] = {
-    _Wide: lambda item, _: int.from_bytes(item.data, "little", signed=True),
-    _Bytes: lambda item, _: item.data,
-    _Complex: lambda item, _: complex(item.real, item.imag),
-    _Text: _text,
-    _Tuple: lambda item, each: each(item.items),
-    _List: lambda item, each: list(each(item.items)),
-    _Dict: _dict,
-    TreeNode: lambda item, each: TreeNode(item.name, each(item.parts)),
-    Part: lambda item, each: Part(*each((item.value,))),
-    Hole: lambda item, _: HOLE,
-}
-
-
-def _no_arrays(_: Any) -> Any:
-    raise ProtocolError("arrays cannot travel here")
-
-
-def unpack(
-    item: Any,
-    known: Known | None = None,
-    take: Callable[[_Array], Any] = _no_arrays,
-    depth: int = 0,
-) -> Any:
-    """The data of an item; refs are allowed only if `known` is given.
-
-    `take` returns the array of the next array item.
-    """
-    _check_depth(depth)
-    if type(item) in _CHECKS:
-        if known is None:
-            raise ProtocolError("a ref cannot travel here")
-        _CHECKS[type(item)](item, known)
-    if type(item) is _Array:
-        return take(item)
-    return _DATA.get(type(item), _same)(
-        item, lambda items: tuple([unpack(o, known, take, depth + 1) for o in items])
-    )
-
-
-def portable(value: Any, *, arrays: bool = False) -> Any:
-    """A function or static as nested data, opaque where it cannot travel.
-
-    Arrays are opaque too, unless `arrays`: a compiled function's arrays travel in its
-    export.
-    """
-    found: list[Any] = []
-    item = pack(value, found if arrays else None, opaque=True)
-    waiting = iter(found)
-    try:
-        return unpack(item, take=lambda _: next(waiting)[1])
-    except ProtocolError:  # A dict key may not be hashable as data.
-        return Opaque(name_of(type(value)))
-
-
-def _packed(tree: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
+def _packed(tree: Any, opaque: bool) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
     arrays: list[tuple[ArrayType, Any]] = []
-    return bounded(_decoder, encoded(pack(tree, arrays))), arrays
+    return bounded(_decoder, encoded(pack(tree, arrays, opaque=opaque))), arrays
 
 
-def tree_size(tree: Any, check: Callable[[Any], None] = lambda _: None) -> int:
+def tree_size(
+    tree: Any, check: Callable[[Any], None] = lambda _: None, *, opaque: bool = False
+) -> int:
     """The encoded size of nested data in bytes; `check` is called with each array."""
-    items, arrays = _packed(tree)
+    if type(tree) is memoryview:
+        return len(tree)
+    items, arrays = _packed(tree, opaque)
     for _, array in arrays:
         check(array)
     return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
@@ -372,17 +302,17 @@ def check_travels(what: str, tree: Any) -> None:
         raise JdagError(f"{what}: {error}") from None
 
 
-def write_tree(tree: Any) -> bytes:
-    """Encode nested data."""
-    items, arrays = _packed(tree)
+def write_tree(tree: Any, *, opaque: bool = False) -> bytes | memoryview:
+    """Encode nested data, with `opaque` as `pack` says; a memoryview is encoded."""
+    if type(tree) is memoryview:
+        return tree
+    items, arrays = _packed(tree, opaque)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
 
 def check_there(value: Any) -> None:
     """Raise ProtocolError if a value is abstract; tracers are, though `jax.Array`s."""
-    if isinstance(value, Raw):
-        return
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_array or isinstance(value, jax.core.Tracer):
         raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
@@ -390,37 +320,18 @@ def check_there(value: Any) -> None:
 
 def _elements(value: Any) -> Any:
     check_there(value)
-    if isinstance(value, Raw):
-        return value.data
     if isinstance(value, jax.Array) and str(value.dtype).startswith("key<"):
         value = jax.random.key_data(value)
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8)
 
 
-def read_tree(data: bytes | memoryview, known: Known) -> Any:
-    """Decode nested data; its arrays are views of `data`."""
+def read_items(data: bytes | memoryview) -> tuple[Any, memoryview]:
+    """Decode nested data to an item, and the bytes of its arrays, in order."""
     view = memoryview(data)
     start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
-    left = view[start:]
-
-    def take(item: _Array) -> Raw:
-        nonlocal left
-        kind = item.kind
-        elements, left = left[: kind.nbytes], left[kind.nbytes :]
-        if len(elements) < kind.nbytes:
-            raise ProtocolError(
-                f"array {kind.dtype}{kind.shape} takes {kind.nbytes} bytes; "
-                f"{len(elements)} of {len(view)} are left"
-            )
-        return Raw(kind, elements, item.form)
-
-    tree = unpack(decoded(_decoder, view[COUNT_BYTES:start]), known, take)
-    if len(left):
-        raise ProtocolError(f"{len(left)} of {len(view)} bytes are left")
-    return tree
+    return decoded(_decoder, view[COUNT_BYTES:start]), view[start:]
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _decoder: Decoder[Any] = Decoder(Item)
-_CHECKS = {kind: check_of(kind) for kind in (RefParts, ObjectId)}
-_ARRAYS = (Raw, jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
