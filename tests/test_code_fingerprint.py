@@ -11,14 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
-from jdag.compute.exported import check_definition
 from jdag.compute.fingerprint import FUNCTIONS_MAX, digest_of
-from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.code_fingerprint import (
-    CodeFingerprints,
-    are_fingerprints,
-    fingerprints_of,
-)
+from jdag.errors import JdagError
+from jdag.rpc.code_fingerprint import check_code, coded_name
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''
@@ -199,36 +194,24 @@ def test_objects_that_hold_each_other_are_gone_through_once():
     assert digest_of(module.f) == digest_of(module.f)
 
 
-def told(module: ModuleType) -> bytes:
-    (definition,) = fingerprints_of({"models:f": module.f, "models:made": made})
-    check_definition(*definition)
-    assert are_fingerprints(definition.data) and not are_fingerprints(b"StableHLO")
-    return definition.data
+def test_a_name_goes_with_the_digest_of_what_users_wrote():
+    named = coded_name(made().f)
+    assert named == f"models:f#{digest_of(made().f)}"
+    assert coded_name(jnp.sin) == "jax.numpy:sin"
+    assert coded_name(dict) == "builtins:dict"
+    assert coded_name(digest_of) == "jdag.compute.fingerprint:digest_of"
+    # pytest has rewritten it.
+    assert coded_name(made) == "tests.test_code_fingerprint:made"
 
 
-def test_what_is_found_is_held_to_what_was_told_of_its_name():
-    codes = CodeFingerprints()
-    codes.check("models:f", made(*OTHERS[0]).f)  # Nothing was told yet.
-    for _ in range(2):
-        assert not codes.tell(told(made()))  # It contradicts nothing.
-    codes.check("models:f", made(*SAME[0]).f)
-    codes.check("models:g", made(*OTHERS[0]).f)
+def test_what_is_found_by_a_name_is_held_to_its_digest():
+    name, _, code = coded_name(made().f).partition("#")
+    check_code(name, code, made(*SAME[0]).f)
+    check_code(name, code, made)  # It has no digest.
     with pytest.raises(
         JdagError, match="models:f, or something that it uses in its package"
     ):
-        codes.check("models:f", made(*OTHERS[0]).f)
-    assert codes.tell(told(made(*OTHERS[0])))
-    codes.check("models:f", made(*OTHERS[0]).f)
-
-
-def test_of_what_has_no_digest_nothing_is_told():
-    assert fingerprints_of({}) == fingerprints_of({"models:made": made}) == ()
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"f": 3}', b"{", b"\xff"])
-def test_what_is_no_table_of_texts_is_refused(body: bytes):
-    with pytest.raises(ProtocolError, match="code fingerprints are not"):
-        CodeFingerprints().tell(b"codes of functions\n" + body)
+        check_code(name, code, made(*OTHERS[0]).f)
 
 
 def test_a_worker_with_another_version_of_a_module_computes_nothing_by_its_names(

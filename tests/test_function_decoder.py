@@ -3,7 +3,6 @@
 import threading
 from dataclasses import dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import jax
@@ -404,26 +403,11 @@ def test_few_hold_what_they_were_made_into_and_all_compute(
             assert functions._pair.cache_info().currsize == 2
 
 
-def test_who_contradicts_what_was_told_of_a_name_has_its_pairs_made_again() -> None:
-    def told(code: str) -> tuple[bytes, bytes]:
-        data = b'codes of functions\n{"models:f": "%s"}' % code.encode()
-        return sha256(data).digest(), data
-
-    functions = FunctionDecoder()
-    functions.define(*told("one"))
-    shape = made(jnp.tanh, jnp.ones(3))
-    bound = bound_of(shape, functions)
-    functions.define(*told("one"))
-    assert bound_of(shape, functions) is bound
-    functions.define(*told("another"))
-    assert bound_of(shape, functions) is not bound
-
-
 def test_a_key_of_a_dict_that_cannot_be_one_fails_the_program_alone() -> None:
     data = {(): 1}
     run = Run(CONTEXT, (1,), secret, ((data,), {}), "x:1")
     written = CODEC.encode(run).replace(b"\x92\x03\x90\x01", b"\x92\x04\x90\x01")
-    found = ALLOWED.bind(read_message(CODEC, written), "a", CODEC)
+    found: Any = ALLOWED.bind(read_message(CODEC, written), "a", CODEC)
     with pytest.raises(JdagError, match="a dict key cannot be hashed"):
         found.function(object())
 

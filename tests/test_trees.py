@@ -73,8 +73,8 @@ def test_arrays_travel_with_their_bytes() -> None:
 
 def test_code_and_instances_travel_by_name() -> None:
     assert b"tests.wire_cases:program" in write_tree(program)
-    for one in (program, np.float32):
-        assert there_and_back(one) is one
+    for code in (program, np.float32):
+        assert there_and_back(code) is code
     for one in (Config(3, ("a",)), Buffer((3, 4), "f4"), Mode.FAST, np.dtype("int8")):
         assert typed(there_and_back(one)) == typed(one)
     found = there_and_back(partial(program, 3, rounds=4))

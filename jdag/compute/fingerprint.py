@@ -55,7 +55,7 @@ ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
 _TOLD_MAX = (10_000, 1 << 24)  # Larger values enter digests by size only.
 FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
 # Packages whose functions are not followed: users do not change them.
-_FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
+FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
 _WRAPPED = ("__wrapped__", "fwd", "bwd", "jvp")  # Held by what JAX makes of functions.
 _HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Of Python 3.13 and later.
 _CODE = attrgetter("__code__")
@@ -148,7 +148,7 @@ class GlobalReads(Once):
 
     def _part(self, value: Any, reader: Facts) -> Hashable:
         top, is_function = _top_of(self.module), type(value) is FunctionType
-        is_followed = top not in _FIXED and _top_of(_module_of(value)) == top
+        is_followed = top not in FIXED and _top_of(_module_of(value)) == top
         if is_function and is_followed and len(self._known) < FUNCTIONS_MAX:
             if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
                 code = value.__code__

@@ -10,7 +10,7 @@ other module is ever imported. `__main__` is the script of `jdag.rpc.script`.
 import builtins
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ import numpy as np
 
 from jdag.engine.functions import is_remote, name_of
 from jdag.errors import JdagError, named_text
+from jdag.rpc.code_fingerprint import check_code
 from jdag.rpc.script import GUARD, MAIN, main_module, main_script, refusal
 
 # Modules that are always allowed.
@@ -41,20 +42,13 @@ class Allowed:
 
     Args:
         modules: dotted names of modules; their submodules are allowed too.
-        check: called with name and value of each object found in these modules.
         load: whether to import modules; otherwise only imported modules are searched.
 
     Raises:
         JdagError: an entry is not a dotted name, or is a module of Python's own.
     """
 
-    def __init__(
-        self,
-        modules: Sequence[str],
-        check: Callable[[str, Any], None] = lambda *_: None,
-        *,
-        load: bool = True,
-    ) -> None:
+    def __init__(self, modules: Sequence[str], *, load: bool = True) -> None:
         if isinstance(modules, str):
             raise JdagError(
                 f"allow={modules!r}: it takes a list of names: [{modules!r}]"
@@ -67,23 +61,26 @@ class Allowed:
             if module.partition(".")[0] == "builtins":
                 raise JdagError(f"allow has {module!r}: name modules of your own")
         self.modules = tuple(dict.fromkeys(modules))
-        self._check, self._load = check, load
+        self._load = load
 
     def find(self, name: str) -> Any:
         """Return the function or class named `module:qualname`.
 
+        A digest may follow, as `#digest`, with which loaded code is compared.
+
         Raises:
-            JdagError: it is not allowed or does not exist; the text says what to do.
+            JdagError: it is not allowed, does not exist, or has different code here;
+                the text says what to do.
         """
+        name, _, code = name.partition("#")
         known = public().get(name)
         if known is not None:
             return known
         module = name.partition(":")[0]
-        is_own = self._owns(module)
-        if is_own or any(within(module, one) for one in MODULES):
+        if self._owns(module) or any(within(module, one) for one in MODULES):
             found = _found(name, self._load)
-            if is_own:
-                self._check(name, found)
+            if code and self._load:
+                check_code(name, code, found)
             return found
         if within(module, "jdag") and "__" not in module:
             with suppress(JdagError):

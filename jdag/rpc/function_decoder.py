@@ -43,7 +43,6 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.allowed import Allowed
-from jdag.rpc.code_fingerprint import CodeFingerprints, are_fingerprints
 from jdag.rpc.function_encoder import NAMING, FunctionEncoder
 from jdag.rpc.unmarshal import Reader, read_tree, structure, unmarshal
 from jdag.wire.encoding import Known
@@ -125,8 +124,7 @@ class FunctionDecoder:
     """
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
-        self._codes = CodeFingerprints()
-        self.allowed = Allowed(allow, self._codes.check)
+        self.allowed = Allowed(allow)
         self.encoder = FunctionEncoder()
         # The pair of a spec; ProtocolError where the bytes are no spec.
         self.bound = lru_cache(maxsize=BOUND_MAX)(self._bind)
@@ -136,10 +134,9 @@ class FunctionDecoder:
         self._lock = Lock()
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Take an exported function, or fingerprints of functions that go by name.
+        """Take an exported function.
 
-        Cached functions with a different fingerprint are rebuilt. Beyond the bounds the
-        least recently used export is dropped, never the newest.
+        Beyond the bounds the least recently used one is dropped, never the newest.
 
         Raises:
             ProtocolError: the bytes are not those of the digest, or too many.
@@ -148,10 +145,6 @@ class FunctionDecoder:
             check_definition(digest, data)
         except JdagError as error:
             raise ProtocolError(str(error)) from None
-        if are_fingerprints(data):
-            if self._codes.tell(data):
-                self.bound.cache_clear()
-            return
         with self._lock:
             self._defined_bytes -= len(self._definitions.pop(digest, b""))
             while self._definitions and (
@@ -294,7 +287,8 @@ class FunctionDecoder:
         return found, error
 
     def _run(self, run: Run, known: Known) -> Run:
-        arguments, what = ((), {}), ""
+        arguments: Any = ((), {})
+        what = ""
         function, error = self._callable(run.function, known)
         if error is None:
             what = "an argument of it is not available here: "
@@ -351,4 +345,5 @@ def _name_in(data: Any) -> str:
         case TreeNode(parts=(str(name), *_)):
             return name
         case _:
-            return getattr(data, "name", "builtins:function")
+            name = getattr(data, "name", "builtins:function")
+            return name.partition("#")[0]

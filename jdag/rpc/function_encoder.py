@@ -15,8 +15,7 @@ Outputs: messages with specs in place of functions, and definitions to send befo
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import lru_cache
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -24,7 +23,7 @@ from weakref import WeakKeyDictionary
 from msgspec.structs import replace
 
 from jdag.compute.exported import Definition, exported
-from jdag.compute.fingerprint import Once, key_of
+from jdag.compute.fingerprint import key_of
 from jdag.compute.pytrees import flatten, template_of, unflatten
 from jdag.engine.functions import call_site, name_of
 from jdag.engine.protocol import (
@@ -46,7 +45,7 @@ from jdag.engine.protocol import (
 from jdag.engine.segments import NodeKind
 from jdag.errors import JdagError, PortabilityWarning, ProtocolError
 from jdag.rpc.allowed import AllImported, Allowed
-from jdag.rpc.code_fingerprint import fingerprints_of
+from jdag.rpc.code_fingerprint import coded_name
 from jdag.rpc.script import MAIN
 from jdag.rpc.unmarshal import remade, structure, unmarshal
 from jdag.runtime.failures import blamed
@@ -63,7 +62,6 @@ from jdag.wire.specs import (
 from jdag.wire.trees import check_there, tree_size
 
 DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
-TOLD_MAX = 1024  # Programs and hooks.
 NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
 
 # The events and messages that name functions.
@@ -136,7 +134,7 @@ class FunctionEncoder:
                     if to != here:
                         self.spec_for(pair, allowed_on(to), to, site)
             case Launched() | Attached() if event.worker != here:
-                allowed = _allowed(allowed_on(event.worker), {})
+                allowed = Allowed(allowed_on(event.worker), load=False)
                 for fn, worker in _python_of(event):
                     _check_program(fn, worker, allowed)
                 if isinstance(event, Launched):
@@ -159,17 +157,13 @@ class FunctionEncoder:
             case Assign():
                 written = [self._written(part, allowed_there) for part in message.parts]
                 parts = tuple([part for part, _ in written])
-                needed = dict.fromkeys(one for _, needed in written for one in needed)
-                return replace(message, parts=parts), tuple(needed)
+                defined = [one for _, needed in written for one in needed]
+                return replace(message, parts=parts), tuple(dict.fromkeys(defined))
             case Run():
-                given = [one for one in flatten(message.arguments)[0] if callable(one)]
-                told = _told(_Named((message.function, *given), allowed_there))
-                arguments, pairs = self._with_specs(message.arguments, allowed_there)
-                return replace(message, arguments=arguments), (*told, *pairs)
+                arguments, needed = self._with_specs(message.arguments, allowed_there)
+                return replace(message, arguments=arguments), needed
             case Prepare():
                 return self._with_segments(message, allowed_there)
-            case Attach():
-                return message, _told(_Named((message.hook.function,), allowed_there))
             case _:
                 return message, ()
 
@@ -211,9 +205,9 @@ class FunctionEncoder:
         return unflatten(treedef, leaves), tuple(dict.fromkeys(needed))
 
     def _spec(self, pair: Any, modules: Modules, at: Sequence[str]) -> Known:
-        spec = spec_of(pair)
         if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
-            return spec, (pair.source.definition,)
+            return spec_of(pair), (pair.source.definition,)
+        spec = exported_spec(pair, b"", coded_name)
         # The script is imported only for what goes no other way.
         first = tuple([one for one in modules if one != MAIN])
         if pair.source.unjitted or (_twice and any(pair.tracked)):
@@ -241,12 +235,11 @@ class FunctionEncoder:
 
 def _named(pair: Any, spec: bytes, modules: Modules) -> tuple[Known | None, str]:
     """Return what names a pair where these are allowed; or None, and why it cannot."""
-    found: dict[str, Any] = {}
     try:
-        _check_named(pair, spec, _allowed(modules, found))
+        _check_named(pair, spec, Allowed(modules, load=False))
     except JdagError as error:
         return None, str(error)
-    return (spec, fingerprints_of(found)), ""
+    return (spec, ()), ""
 
 
 def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
@@ -268,27 +261,6 @@ def _check_same(fn: Any, found: Any) -> None:
             f"{name_of(fn)} is the name of another function, or of one that holds "
             "other values"
         )
-
-
-def _allowed(modules: Modules, found: dict[str, Any]) -> Allowed:
-    """Return the allowlist of the other worker; `found` collects what is looked up."""
-    return Allowed(modules, found.__setitem__, load=False)
-
-
-class _Named(Once):
-    """Programs or hooks, which run the Python there, and the modules allowed there."""
-
-    def __init__(self, functions: tuple[Any, ...], modules: Modules) -> None:
-        super().__init__((key_of(functions), modules))
-        self.functions, self.modules = functions, modules
-
-
-@lru_cache(maxsize=TOLD_MAX)
-def _told(named: _Named) -> Definitions:
-    found: dict[str, Any] = {}
-    with suppress(JdagError):  # It is refused there, by what it is.
-        remade(named.functions, _allowed(named.modules, found))
-    return fingerprints_of(found)
 
 
 def warn_unportable(event: Event, here: Worker) -> None:

@@ -44,6 +44,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError, other_thread
 from jdag.rpc.bulk import Delivery
+from jdag.rpc.code_fingerprint import coded_name
 from jdag.rpc.connection import Connection
 from jdag.rpc.function_decoder import BOUND, FunctionDecoder
 from jdag.rpc.function_encoder import NAMING, check_size
@@ -97,7 +98,7 @@ class Node:
         self._run_program = run_program
         self._functions = functions
         self._loop = Loop(self._flush)
-        self._codec = Codec(self.workers)
+        self._codec = Codec(self.workers, coded_name)
         self._buffers = Buffers()
         gone: dict[str, str] = {}
         self._recording = recording = recording_of(session, self._record_no_more)

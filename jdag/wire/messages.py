@@ -13,6 +13,7 @@ read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, get_args
 
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from jdag.engine.arrays import ArrayType
 from jdag.engine.drawing import Drawing
+from jdag.engine.functions import name_of
 from jdag.engine.messages import (
     Assign,
     Assignment,
@@ -183,13 +185,21 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
 
 
 class Codec:
-    """Encodes and decodes the messages of one cluster."""
+    """Encodes and decodes the messages of one cluster.
 
-    __slots__ = ("names", "workers")
+    Args:
+        workers: their names.
+        name: names a function or class in nested data.
+    """
 
-    def __init__(self, workers: Sequence[Worker]) -> None:
+    __slots__ = ("_data", "names", "workers")
+
+    def __init__(
+        self, workers: Sequence[Worker], name: Callable[[Any], str] = name_of
+    ) -> None:
         if len(workers) > WORKERS_MAX:
             raise ProtocolError(f"{len(workers)} workers: allowed are {WORKERS_MAX}")
+        self._data: Data = partial(write_tree, name=name)
         self.names = len(workers)
         self.workers = set(workers)
 
@@ -199,7 +209,7 @@ class Codec:
 
     def encode(self, message: Message, kinds: Sequence[ArrayType] = ()) -> bytes:
         """The bytes of a message and of the types of the values that it carries."""
-        envelope = _sealed(message, kinds, write_tree)
+        envelope = _sealed(message, kinds, self._data)
         return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
     def decode_drawing(self, data: bytes) -> Drawing | None:

@@ -12,7 +12,7 @@ A structure is an item (`jdag.wire.trees`): nodes are tuples, lists, dicts, None
 so every function has a spec. Decoding bytes that are no spec raises a ProtocolError.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Annotated, Any
@@ -78,26 +78,32 @@ class Body(Record):
     out_tracked: Mask
 
 
-def structure(treedef: Any, leaves: Iterator[Any], depth: int = 0) -> Any:
+def structure(
+    treedef: Any,
+    leaves: Iterator[Any],
+    name: Callable[[Any], str] = name_of,
+    depth: int = 0,
+) -> Any:
     """A JAX treedef as an item; `leaves` are `HOLE` or statics."""
     check_depth(depth)
-    node = treedef.node_data()
+    node, below = treedef.node_data(), depth + 1
     if node is None:
         leaf = next(leaves)
-        return HOLE if leaf is HOLE else Part(pack(leaf, opaque=True, depth=depth + 1))
+        if leaf is HOLE:
+            return HOLE
+        return Part(pack(leaf, opaque=True, depth=below, name=name))
     kind, data = node
-    below = [structure(child, leaves, depth + 1) for child in treedef.children()]
-    children = tuple(below)
+    children = tuple([structure(c, leaves, name, below) for c in treedef.children()])
     if kind is type(None):
         return None
     if kind is tuple:
         return TupleItem(children)
     if kind is list:
         return ListItem(children)
-    packed = pack(data, opaque=True, depth=depth + 1)
+    packed = pack(data, opaque=True, depth=below, name=name)
     if kind is dict and all(type(key) is str for key in data):
         return DictItem(tuple(zip(packed.items, children, strict=True)))
-    return TreeNode(name_of(kind), (packed, *children))
+    return TreeNode(name(kind), (packed, *children))
 
 
 class SegmentBody(Record):
@@ -156,15 +162,18 @@ def read_segment(spec: bytes) -> SegmentBody:
     return body
 
 
-def exported_spec(pair: Any, digest: bytes) -> bytes:
-    """The spec of a pair by the digest of its export; by name if `digest` is empty."""
+def exported_spec(
+    pair: Any, digest: bytes, name: Callable[[Any], str] = name_of
+) -> bytes:
+    """The spec of a pair by the digest of its export; by name without `digest`."""
     function = arguments = None
     own = 0
     if not digest:
         template = pair.source.template
-        function, own = pack(pair.source.fn, opaque=True), template.own
+        function = pack(pair.source.fn, opaque=True, name=name)
+        own = template.own
         try:
-            arguments = structure(template.treedef, iter(template.leaves))
+            arguments = structure(template.treedef, iter(template.leaves), name)
         except ProtocolError:  # They are nested too deep.
             function = arguments = Opaque(pair.name)
     return written(

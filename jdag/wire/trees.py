@@ -189,14 +189,16 @@ def pack(
     *,
     opaque: bool = False,
     depth: int = 0,
+    name: Callable[[Any], str] = name_of,
 ) -> Any:
     """Nested data as an item; its arrays, if allowed, are appended to `arrays`.
 
     A part that cannot travel, or a ref, is refused or, if `opaque`, an `Opaque`.
-    `depth` is that of the item in what it will be a part of.
+    `depth` is that of the item in what it will be a part of. `name` names functions
+    and classes; in data that are not `opaque` not those of instances.
     """
     most = min(DEPTH_MAX, depth + DEPTH_MAX // 2) if opaque else DEPTH_MAX
-    other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque)
+    other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque, name)
 
     def item(value: Any, depth: int) -> Any:
         try:
@@ -212,9 +214,15 @@ def pack(
     return item(tree, depth)
 
 
-def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) -> Any:
+def _other_item(
+    arrays: list[Any] | None,
+    opaque: bool,
+    name: Callable[[Any], str],
+    value: Any,
+    each: Each,
+) -> Any:
     if isinstance(value, type):
-        return Named(name_of(value))
+        return Named(name(value))
     if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
         if arrays is None:
             raise ProtocolError("arrays cannot travel here")
@@ -229,9 +237,9 @@ def _other_item(arrays: list[Any] | None, opaque: bool, value: Any, each: Each) 
     if callable(value) and (
         hasattr(value, "__qualname__") or hasattr(value, "__name__")
     ):
-        return Named(name_of(value))
-    name, parts = _taken_apart(value)
-    return TreeNode(name, each(parts))
+        return Named(name(value))
+    of, parts = _taken_apart(value, name if opaque else name_of)
+    return TreeNode(of, each(parts))
 
 
 def _form_of(array: Any) -> Any:
@@ -248,11 +256,13 @@ def check_depth(depth: int, most: int = DEPTH_MAX) -> None:
         )
 
 
-def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
+def _taken_apart(
+    value: Any, named: Callable[[Any], str]
+) -> tuple[str, tuple[Any, ...]]:
     """The name of an instance's class, and its parts in a fixed order."""
-    name = name_of(type(value))
     if isinstance(value, Applied):
         return APPLIED, (value.name, is_unjitted(value), is_program(value))
+    name = named(type(value))
     if isinstance(value, Enum):
         return name, (value.name,)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -277,9 +287,9 @@ def _taken_apart(value: Any) -> tuple[str, tuple[Any, ...]]:
     return name, (treedef.node_data()[1], *children)
 
 
-def _packed(tree: Any, opaque: bool) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
+def _packed(tree: Any, **how: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
     arrays: list[tuple[ArrayType, Any]] = []
-    return bounded(_decoder, encoded(pack(tree, arrays, opaque=opaque))), arrays
+    return bounded(_decoder, encoded(pack(tree, arrays, **how))), arrays
 
 
 def tree_size(
@@ -288,7 +298,7 @@ def tree_size(
     """The encoded size of nested data in bytes; `check` is called with each array."""
     if type(tree) is memoryview:
         return len(tree)
-    items, arrays = _packed(tree, opaque)
+    items, arrays = _packed(tree, opaque=opaque)
     for _, array in arrays:
         check(array)
     return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
@@ -302,11 +312,11 @@ def check_travels(what: str, tree: Any) -> None:
         raise JdagError(f"{what}: {error}") from None
 
 
-def write_tree(tree: Any, *, opaque: bool = False) -> bytes | memoryview:
-    """Encode nested data, with `opaque` as `pack` says; a memoryview is encoded."""
+def write_tree(tree: Any, **how: Any) -> bytes | memoryview:
+    """Encode nested data, as `pack` is told `how`; a memoryview is encoded."""
     if type(tree) is memoryview:
         return tree
-    items, arrays = _packed(tree, opaque)
+    items, arrays = _packed(tree, **how)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
