@@ -1,5 +1,6 @@
 """Arguments and results of programs as bytes, and what a receiver makes of them."""
 
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,8 @@ def test_code_and_instances_travel_by_name() -> None:
         assert there_and_back(code) is code
     for one in (Config(3, ("a",)), Buffer((3, 4), "f4"), Mode.FAST, np.dtype("int8")):
         assert typed(there_and_back(one)) == typed(one)
+    for pairs in ([], [("b", 1), ("a", 2)]):
+        assert list(there_and_back(OrderedDict(pairs)).items()) == pairs
     found = there_and_back(partial(program, 3, rounds=4))
     assert (found.func, found.args, found.keywords) == (program, (3,), {"rounds": 4})
     assert write_tree(frozenset("cab")) == write_tree(frozenset("bca"))

@@ -277,14 +277,15 @@ def _taken_apart(
         return name, tuple(sorted(value, key=repr))
     treedef: Any
     children, treedef = jax.tree.flatten(value, is_leaf=lambda part: part is not value)
-    if jax.tree_util.treedef_is_leaf(treedef):
+    node = treedef.node_data()
+    if node is None:
         raise ProtocolError(
             f"{value!r} of type {name} cannot travel: allowed are refs, arrays, None,"
             " bool, int, float, complex, str, bytes, functions and classes, and tuples,"
             " lists, dicts, frozensets, dataclasses, enums, partials, dtypes and JAX's"
             f" pytree nodes of these; {getattr(type(value), TAKEN, '')}".rstrip("; ")
         )
-    return name, (treedef.node_data()[1], *children)
+    return name, (node[1], *children)
 
 
 def _packed(tree: Any, **how: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
