@@ -207,19 +207,18 @@ class FunctionEncoder:
     def _spec(self, pair: Any, modules: Modules, at: Sequence[str]) -> Known:
         if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
             return spec_of(pair), (pair.source.definition,)
-        spec = exported_spec(pair, b"", coded_name)
         # The script is imported only for what goes no other way.
         first = tuple([one for one in modules if one != MAIN])
         if pair.source.unjitted or (_twice and any(pair.tracked)):
             first = modules
-        named, why = _named(pair, spec, first)
+        named, why = _named(pair, first)
         if named is not None:
             return named
         try:
             definition = self._exported.get(pair) or exported(pair)
         except JdagError as error:
             if first != modules:
-                named, why = _named(pair, spec, modules)
+                named, why = _named(pair, modules)
             if named is not None:
                 return named
             raise JdagError(
@@ -233,16 +232,17 @@ class FunctionEncoder:
         return exported_spec(pair, definition.digest), (definition,)
 
 
-def _named(pair: Any, spec: bytes, modules: Modules) -> tuple[Known | None, str]:
+def _named(pair: Any, modules: Modules) -> tuple[Known | None, str]:
     """Return what names a pair where these are allowed; or None, and why it cannot."""
     try:
-        _check_named(pair, spec, Allowed(modules, load=False))
+        _check_named(pair, Allowed(modules, load=False))
     except JdagError as error:
         return None, str(error)
-    return (spec, ()), ""
+    return (exported_spec(pair, b"", coded_name), ()), ""
 
 
-def _check_named(pair: Any, spec: bytes, allowed: Allowed) -> None:
+def _check_named(pair: Any, allowed: Allowed) -> None:
+    spec = spec_of(pair)
     body = read_spec(spec)[1]
     _check_same(pair.source.fn, unmarshal(body.function, allowed))
     template = template_of(*structure(body.arguments, allowed), body.own)
@@ -314,7 +314,7 @@ def _check_jitted(pair: Any, worker: Worker) -> None:
         why = "is differentiated twice by jdag.hvp"
     try:
         if why:
-            _check_named(pair, spec_of(pair), AllImported((MAIN,), load=False))
+            _check_named(pair, AllImported((MAIN,), load=False))
     except JdagError as error:
         raise JdagError(
             f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot go as "
