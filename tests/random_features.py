@@ -1,4 +1,4 @@
-"""What is in a plan and came of it, to see how random programs spread."""
+"""What is in a plan, to see how random programs spread."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,6 @@ from tests.random_programs import (
     Step,
     Use,
 )
-from tests.reachability import Ended
 
 
 def all_steps(steps: Sequence[Step], depth: int = 0) -> Iterator[tuple[int, Step]]:
@@ -28,8 +27,8 @@ def all_steps(steps: Sequence[Step], depth: int = 0) -> Iterator[tuple[int, Step
             yield from all_steps(step.body.steps, depth + 1)
 
 
-def features(plan: Plan, passes: Sequence[Ended]) -> Counter[str]:
-    """Names of what is there; a plan counts once for each, a pass for its outcome."""
+def features(plan: Plan) -> Counter[str]:
+    """Names of what is there; a plan counts once for each."""
     steps = list(all_steps(plan.steps))
     calls = [step for _, step in steps if isinstance(step, Call | Move)]
     backward = [step for _, step in steps if isinstance(step, Pass)]
@@ -67,9 +66,7 @@ def features(plan: Plan, passes: Sequence[Ended]) -> Counter[str]:
         *["one program called twice"] * (len(set(bodies)) < len(bodies)),
         *[a for step in calls for a in map(_argument, step.arguments) if a],
     ]
-    once = Counter(dict.fromkeys(found, 1))
-    once.update(f"passes that are {ended.outcome}" for ended in passes)
-    return once
+    return Counter(dict.fromkeys(found, 1))
 
 
 def _early(steps: Sequence[Step]) -> bool:

@@ -87,12 +87,11 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook on a variable, one of HOOKS; perhaps it goes through the fuse."""
+    """A hook on a variable, one of HOOKS."""
 
     id: int
     variable: int
     how: str
-    fuse: bool = False
 
 
 class Broken(RuntimeError):
@@ -100,11 +99,11 @@ class Broken(RuntimeError):
 
 
 class Fuse:
-    """Makes functions raise, in "forward", "vjp" or "hook", so and so many times."""
+    """Makes functions raise, in "forward" or "vjp", so and so many times."""
 
     def __init__(self) -> None:
-        self.left = {"forward": 0, "vjp": 0, "hook": 0}
-        self.burnt = {"forward": 0, "vjp": 0, "hook": 0}
+        self.left = {"forward": 0, "vjp": 0}
+        self.burnt = {"forward": 0, "vjp": 0}
 
     def light(self, when: str, times: int) -> None:
         """From now on, so many times."""

@@ -15,45 +15,29 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from random import Random
 
 import jax
 
-from tests.random_failures import FAILURES, again, beside, crash_somewhere, happen
 from tests.random_features import features, table
 from tests.random_hooks import numbered
-from tests.random_issuers import beside_each_other
 from tests.random_runs import hold
 
 CHUNK = 200
-DRIVERS = 8  # Of so many numbers one has several drivers.
-
-# What else happens to a program: one of these each.
-ELSE: dict[str, Callable[[int], object]] = {
-    **{what: partial(happen, what) for what in FAILURES},
-    **{f"{what} beside it": partial(beside, what) for what in FAILURES},
-    "vjps tried again": again,
-    "crash": crash_somewhere,
-}
 
 
 def chunk(first: int, count: int, seeds: int) -> Counter[str]:
-    """Hold these programs, and something else of each; return how they spread."""
+    """Hold these programs; return how they spread, and how their FAST passes ended."""
     spread: Counter[str] = Counter()
-    kinds = tuple(ELSE)
     for number in range(first, first + count):
-        drivers = number % DRIVERS == 0
-        what = "drivers" if drivers else Random(f"else {number}").choice(kinds)
-        other = ELSE.get(what, beside_each_other)
         try:
-            spread += features(numbered(number), hold(number, seeds).passes)
-            spread[f"{what}: {other(number)}"] += 1
+            ended = hold(number, seeds).passes
         except Exception as error:
-            error.add_note(f"program {number}; {what}")
+            error.add_note(f"program {number}")
             raise
+        spread += features(numbered(number))
+        spread.update(f"passes that are {one.outcome}" for one in ended)
     return spread
 
 

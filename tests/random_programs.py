@@ -40,14 +40,13 @@ Argument = Use | Constant
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function. Its last output goes through `fuse`, if that is given."""
+    """A call of a function."""
 
     id: int
     worker: str
     function: str
     arguments: tuple[Argument, ...]
     outputs: tuple[int, ...]
-    fuse: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,11 +81,6 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Raise:
-    """The program raises."""
-
-
-@dataclass(frozen=True)
 class Body:
     """A program that runs on a worker; it may be called from several places."""
 
@@ -116,7 +110,7 @@ class Pass:
     retain: bool
 
 
-Step = Call | Move | Fetch | Branch | Raise | Invoke | Pass | Hook
+Step = Call | Move | Fetch | Branch | Invoke | Pass | Hook
 
 
 @dataclass(frozen=True)
@@ -466,9 +460,9 @@ class Draft:
             known.used = False
 
 
-def draw(rng: Random, workers: tuple[str, ...] = ()) -> Plan:
-    """A random program, its passes included, on these workers or on one to six."""
-    workers = workers or tuple("abcdef"[: rng.randint(1, WORKERS_MAX)])
+def draw(rng: Random) -> Plan:
+    """A random program, its passes included, on one to six workers."""
+    workers = tuple("abcdef"[: rng.randint(1, WORKERS_MAX)])
     draft = Draft(rng, workers, tidy=rng.random() < 0.7)
     leaves = []
     for place in range(rng.randint(1, 5)):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jdag import fetch, program, static, stop_gradient
 from tests import random_functions
-from tests.random_functions import FUSE, HOOKS, Hook
+from tests.random_functions import HOOKS, Hook
 from tests.random_programs import (
     Argument,
     Body,
@@ -30,7 +30,6 @@ from tests.random_programs import (
     Move,
     Pass,
     Plan,
-    Raise,
     Step,
     Use,
 )
@@ -43,11 +42,10 @@ FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "bo
 
 @dataclass
 class Source:
-    """A plan's source: its text, its code, and the call site of each step."""
+    """A plan's source: its text, its code and its passes."""
 
     rng: Random  # Of what is deleted.
     lines: list[str] = field(default_factory=list)
-    sites: dict[int, str] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
 
     @property
@@ -76,14 +74,13 @@ class Source:
     def function(self, body: Body) -> None:
         self.say(0, "@program")
         self.say(0, f"def {body.name}(ctx, {names(body.parameters)}):")
-        self.steps(body.steps, body.name, 1, body.parameters, body.returns)
+        self.steps(body.steps, 1, body.parameters, body.returns)
         self.say(1, f"return [{names(body.returns)}]")
         self.say(0, "")
 
     def steps(
         self,
         steps: Sequence[Step],
-        function: str,
         depth: int,
         known: Sequence[int] = (),
         kept: Sequence[int] = (),
@@ -100,7 +97,7 @@ class Source:
                     started += [step] * (self.rng.random() < STARTS)
                 case _:
                     pass
-            self.step(step, function, depth, starts=step in started)
+            self.step(step, depth, starts=step in started)
             alive += made(step)
             later = [v for after in steps[place + 1 :] for v in named(after)]
             kept = (*kept, *[v for task in started for v in task.outputs])
@@ -113,26 +110,21 @@ class Source:
         if not steps:
             self.say(depth, "pass")
 
-    def step(
-        self, step: Step, function: str, depth: int, *, starts: bool = False
-    ) -> None:
+    def step(self, step: Step, depth: int, *, starts: bool = False) -> None:
         match step:
             case Call() | Move() | Invoke():
                 self.say(depth, call(step, starts=starts))
-                self.sites[step.id] = f"{FILE}:{len(self.lines)} in {function}"
             case Fetch(variables=variables):
                 self.say(depth, f"note(fetch(({names(variables)})))")
             case Branch():
                 value = f"float(fetch(v{step.variable})[{step.element}])"
                 self.say(depth, f"if decide({value} > {step.bound}):")
-                self.steps(step.above, function, depth + 1, kept=made(step))
+                self.steps(step.above, depth + 1, kept=made(step))
                 self.say(depth, "else:")
-                self.steps(step.below, function, depth + 1, kept=made(step))
+                self.steps(step.below, depth + 1, kept=made(step))
             case Hook():
-                given = f"{step.id}, {step.how!r}, {step.fuse}"
-                self.say(depth, f"hook(ctx, v{step.variable}, {given})")
-            case Raise():
-                self.say(depth, "raise Broken(f'a program on {ctx.here}')")
+                given = f"v{step.variable}, {step.id}, {step.how!r}"
+                self.say(depth, f"hook(ctx, {given})")
             case Pass(roots=roots):
                 self.say(depth, f"backward(ctx, {len(self.passes)}, [{names(roots)}])")
                 self.passes.append(step)
@@ -151,8 +143,6 @@ def named(step: Step) -> list[int]:
             return list(variables)
         case Hook(variable=variable):
             return [variable]
-        case Raise():
-            return []
 
 
 def made(step: Step) -> list[int]:
@@ -199,8 +189,6 @@ def call(step: Call | Move | Invoke, *, starts: bool) -> str:
                 given = f"static({len(step.outputs)}), {given}"
             else:
                 made = made.removesuffix(", ")
-            if step.fuse:
-                fn = f"fused, {step.fuse!r}, {fn}"
             called = f"ctx.call({step.worker!r}, {fn}, {given})"
             if step.function == "both":
                 called = f"values({called})"
@@ -225,7 +213,7 @@ def source_of(plan: Plan) -> Source:
     source.bodies(plan.steps)
     leaves = [leaf.variable for leaf in plan.leaves]
     source.say(0, f"def main(ctx, {names(leaves)}):")
-    source.steps(plan.steps, "main", 1, leaves)
+    source.steps(plan.steps, 1, leaves)
     return source
 
 
@@ -245,10 +233,10 @@ class Record:
         self.decisions.append(above)
         return above
 
-    def called(self, id: int, how: str, fuse: bool, cotangent: Any) -> Any:
+    def called(self, id: int, how: str, cotangent: Any) -> Any:
         """Note what a hook is given; return what it gives."""
         self.seen.setdefault(id, []).append(cotangent)
-        return HOOKS[how](FUSE.burn("hook", cotangent) if fuse else cotangent)
+        return HOOKS[how](cotangent)
 
 
 def main_of(
@@ -263,16 +251,14 @@ def main_of(
     What it hooks is hooked as long as `hooking` says so; `others` replaces names.
     """
 
-    def hook(ctx: Any, ref: Any, id: int, how: str, fuse: bool) -> None:
+    def hook(ctx: Any, ref: Any, id: int, how: str) -> None:
         if hooking():
             attach = ctx.on_gradient if how == "gradient" else ctx.on_cotangent
-            attach(ref, partial(record.called, id, how, fuse))
+            attach(ref, partial(record.called, id, how))
 
     held: dict[str, Any] = {name: getattr(random_functions, name) for name in FUNCTIONS}
     held |= {
         "__name__": "plan",
-        "Broken": random_functions.Broken,
-        "fused": random_functions.fused,
         "array": jnp.array,
         "values": lambda tree: (tree["ranks"], tree["value"]),
         "fetch": fetch,

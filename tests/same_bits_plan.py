@@ -58,7 +58,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def hook(ctx: Any, ref: Any, number: int, how: str, fuse: bool) -> None:
+def hook(ctx: Any, ref: Any, number: int, how: str) -> None:
     """Attach a hook to a value."""
     if how == "gradient":
         ctx.on_gradient(ref, look)
