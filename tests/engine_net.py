@@ -59,7 +59,7 @@ from tests import engine_outages as outages
 from tests.engine_left import leftovers, taken
 from tests.engine_links import Links, Pair, Parcel
 from tests.engine_place import Body, Place
-from tests.engine_values import IDENTITY, Linear, compute
+from tests.engine_values import Linear, compute
 
 STEPS_MAX = 200_000
 
@@ -403,9 +403,6 @@ class Scope:
                 del self.net.places[self.worker].values[key]
             raise
 
-    def move(self, worker: str, value: Argument) -> Argument:
-        return self.call(worker, IDENTITY, value)[0]
-
     def attach(
         self, value: Argument, function: Any, replaces: bool = True
     ) -> tuple[int, ...]:
@@ -489,10 +486,6 @@ class Scope:
 def stopped(value: Argument) -> Argument:
     """The same value, its gradient stopped."""
     return Argument(value.key, value.owner, False)
-
-
-def credits(*rows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(row) for row in rows)
 
 
 def names(count: int) -> tuple[Worker, ...]:

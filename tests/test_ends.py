@@ -1,8 +1,6 @@
 """How contexts and workers end, and that nothing is left of any of them."""
 
-import random
 from collections.abc import Generator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,10 +15,8 @@ from jdag.engine.protocol import (
     ContextId,
     Cotangent,
     End,
-    Failure,
     Forward,
     Incoming,
-    LeafId,
     Mark,
     Marked,
     Message,
@@ -129,29 +125,6 @@ def test_a_context_left_while_a_program_of_it_runs_is_aborted_everywhere(seed: i
     scope.start_leaving()
     nothing_left(net)
     assert [m.abort for _, _, m in net.sent if type(m) is Release] == [True] * 3
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_pass_left_in_the_middle_leaves_nothing_and_the_next_context_is_right(
-    seed: int,
-):
-    for at in range(0, 40, 3):
-        net = net_of(3, seed)
-        x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-        scope = net.open("a")
-        (one,) = scope.call("c", ADD, x, y)
-        (two,) = scope.call("b", DOUBLE, one)
-        net.drain()
-        scope.start_backward(two, one, seeds=(None, 2), retain=at % 2 == 0)
-        for _ in range(at):
-            net.step()
-        assert scope.leave() == ()
-        again = net.open("a")
-        (root,) = again.call("c", ADD, x, y)
-        finished(again, root)
-        assert again.gradients(x, y) == [1, 1]
-        again.leave()
-        nothing_left(net)
 
 
 # ------------------------------------------------------------------------ late messages
@@ -265,74 +238,6 @@ def nested(scope: Scope, x: Argument) -> Generator[int, Any, list[Argument]]:
     return [one, two]
 
 
-def small_program(net: Net) -> Scope:
-    """Calls, a program, two passes and a step; all of it on four workers."""
-    x, y = net.put("b", 3, "a"), net.put("c", 4, "a")
-    scope = net.open("a")
-    with suppress(WorkerLost):
-        (z,) = scope.call("c", ADD, x, y)
-        made, failure = scope.run("b", nested, z)
-        if failure is not None:
-            return scope
-        (total,) = scope.call("a", Linear("sum", ((1, 1, 1),)), z, *made)
-        one = scope.backward(total, retain=True)
-        two = scope.backward(total, z, seeds=(None, 2))
-        if two.outcome is Outcome.FINISHED:
-            assert one.outcome is Outcome.FINISHED
-            net.update("a", x, ADD, x, scope.gradient(x))
-            (gradient,) = net.fetch("a", scope.gradient(x))
-            assert isinstance(gradient, Failure) or gradient[0] == 2 * (1 + 2 + 6) + 2
-    return scope
-
-
-@pytest.mark.parametrize("victim", ["b", "c", "d"])
-@pytest.mark.parametrize("seed", range(sized(1, 3)))
-def test_a_crash_before_every_step_leaves_nothing_and_the_next_pass_is_right(
-    victim: str, seed: int
-):
-    steps = 0
-    for at in range(200):
-        net = net_of(4, seed)
-
-        def crash(net: Net, at: int = at) -> None:
-            if net.steps == at and victim not in net.dead:
-                net.crash(victim)
-
-        net.before_step = crash
-        scope = small_program(net)
-        scope.leave()
-        net.before_step = None
-        steps = net.steps
-        alive = [name for name in "bcd" if name not in net.dead]
-        leaf = net.put(alive[0], 3, "a")
-        again = net.open("a")
-        (root,) = again.call(alive[-1], DOUBLE, leaf)
-        finished(again, root)
-        assert again.gradients(leaf) == [2]
-        again.leave()
-        nothing_left(net)
-        if at > steps:
-            break
-    assert 50 < steps < 200
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_crash_of_the_owner_leaves_nothing_of_its_contexts(seed: int):
-    for at in range(0, 90, 4):
-        net = net_of(4, seed)
-
-        def crash(net: Net, at: int = at) -> None:
-            if net.steps == at and "a" not in net.dead:
-                net.crash("a")
-                raise WorkerLost("the owner is gone")
-
-        net.before_step = crash
-        with suppress(WorkerLost):
-            small_program(net)
-        if "a" in net.dead:
-            nothing_left(net)
-
-
 def test_a_pass_whose_worker_is_lost_fails_with_its_name_and_way():
     net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)
@@ -345,17 +250,6 @@ def test_a_pass_whose_worker_is_lost_fails_with_its_name_and_way():
     assert result.failure.error == "WorkerLost" and result.failure.route == ("a", "b")
     assert "worker 'b' is lost" in result.failure.message
     leaves_nothing(scope)
-
-
-def test_a_worker_that_took_no_part_is_not_missed():
-    net, scope, x = begun(4, "b")
-    (y,) = scope.call("c", DOUBLE, x)
-    net.drain()
-    net.crash("d")
-    net.drain()
-    finished(scope, y)
-    assert scope.leave() == ()
-    nothing_left(net)
 
 
 def test_nothing_new_starts_in_a_context_that_was_aborted():
@@ -439,29 +333,3 @@ def test_nothing_can_be_asked_of_a_lost_worker():
     with pytest.raises(WorkerLost, match=r"leaf 2 on b cannot be made.*'b' is lost"):
         net.put("b", 4, "a")
     assert scope.leave() == ()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_contexts_in_every_state_at_once_end_each_by_itself(seed: int):
-    rng = random.Random(seed)
-    net = net_of(4, seed)
-    x = net.put("b", 3, "a")
-    net.drain()
-    scopes = [net.open(rng.choice("acd")) for _ in range(6)]
-    passes: dict[int, int] = {}
-    for number, scope in enumerate(scopes):
-        (y,) = scope.call(rng.choice("bcd"), Linear("f", ((number,),)), x)
-        net.some()
-        if number % 3 == 1:
-            passes[number] = scope.start_backward(y)
-        elif number % 3 == 2:
-            scope.start_leaving()
-    for number, waiter in passes.items():
-        scope = scopes[number]
-        assert net.until(scope.worker, waiter).leaves == (LeafId("b", 1),)
-        assert scope.gradients(x) == [number]
-    for number, scope in enumerate(scopes):
-        if number % 3 != 2:
-            assert scope.leave() == ()
-    nothing_left(net)
-    assert all(type(m.failures) is tuple for _, _, m in net.sent if type(m) is Released)

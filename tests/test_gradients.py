@@ -17,69 +17,14 @@ from tests.engine_cases import (
 from tests.engine_net import Net, Scope
 from tests.engine_values import (
     ADD,
-    DOUBLE,
     SAME,
     TRIPLE,
     Affine,
     Fuse,
     Linear,
-    short,
 )
 
-ADD4 = Linear("add4", ((1, 1, 1, 1),))
 MODES = (Mode.SMART, Mode.FAST)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_hook_is_given_the_sum_of_all_addends_once(seed: int, mode: Mode):
-    _, scope, x = begun(4, "b", seed, first=5)
-    (y,) = scope.call("b", SAME, x)
-    hook = Affine("h", 10)
-    scope.attach(y, hook)
-    used = [scope.call(to, DOUBLE, y)[0] for to in ("c", "d", "b", "c")]
-    (root,) = scope.call("a", ADD4, *used)
-    finished(scope, root, mode=mode)
-    assert [number for number, _ in hook.given] == [8]
-    assert scope.gradients(x) == [80]
-    leaves_nothing(scope)
-
-
-def test_the_sum_that_a_hook_is_given_is_that_of_paths_in_any_order_of_events():
-    given = []
-    for seed in SEEDS:
-        net = net_of(4, seed)
-        x = net.put("b", 5, "a")
-        scope = net.open("a")
-        hook = Affine("h", 1)
-        scope.attach(x, hook)
-        used = [scope.call(to, DOUBLE, x)[0] for to in ("c", "d", "b")]
-        finished(scope, *used)
-        given += hook.given
-    (one,) = dict.fromkeys(given)
-    assert one == (6, "((double/0(1)+double/0(1))+double/0(1))")
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_several_hooks_are_chained_in_the_order_of_the_program_whoever_attached(
-    seed: int,
-):
-    net, scope, x = begun(3, "c", seed, first=5)
-    (y,) = scope.call("c", SAME, x)
-
-    def body(inner: Scope):
-        inner.attach(y, Affine("second", 1, 1))
-        inner.attach(y, Affine("third", 2))
-        return []
-        yield
-
-    scope.attach(y, Affine("first", 3))
-    assert scope.run("b", body) == ([], None)
-    scope.attach(y, Affine("last"))
-    (root,) = scope.call("b", SAME, y)
-    finished(scope, root)
-    ((number, made),) = net.fetch("a", scope.gradient(x))
-    assert (number, made) == (8, "same/0(last(third(second(first(same/0(1))))))")
 
 
 def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
@@ -92,19 +37,6 @@ def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
     (root,) = scope.call("b", SAME, x)
     finished(scope, root)
     assert net.fetch("a", scope.gradient(x))[0] == (1, "late(early(same/0(1)))")
-
-
-def test_a_fast_pass_hands_zeros_to_the_hooks_of_what_was_sent_along():
-    for mode, given in ((Mode.FAST, [(0, "0")]), (Mode.SMART, [])):
-        net = net_of(2)
-        x, y = net.put("a", 5, "a"), net.put("a", 6, "a")
-        scope = net.open("a")
-        hook = Affine("h")
-        scope.attach(y, hook)
-        scope.call("b", ADD, x, y, inexact=[False])
-        (root,) = scope.call("b", SAME, x)
-        finished(scope, root, mode=mode)
-        assert hook.given == given
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -121,22 +53,6 @@ def test_a_hook_that_raises_fails_the_pass_with_its_name_place_and_route(seed: i
     assert failure.route == ("a", "c", "b")
     finished(scope, root)
     assert scope.gradients(x) == [3]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_pass_is_summed_by_itself_then_hooked_then_added_to_those_before(seed: int):
-    net, scope, x = begun(4, "b", seed, first=5)
-    used = [scope.call(to, DOUBLE, x)[0] for to in ("c", "d", "b")]
-    for _ in range(2):
-        finished(scope, *used, retain=True)
-    scope.attach(x, Affine("h", 10))
-    finished(scope, *used)
-    one = "double/0(1)"
-    whole = f"(({one}+{one})+{one})"
-    twice = short(f"({whole}+{whole})")
-    wanted = [(6, whole), (12, twice), (72, short(f"({twice}+h({whole}))"))]
-    given = [scope.gradient(x, number) for number in (1, 2, 3)]
-    assert net.fetch("a", *given) == wanted
 
 
 def test_who_sees_a_gradient_sees_it_after_it_has_been_committed():
@@ -189,23 +105,6 @@ def test_on_one_worker_hooks_see_in_the_order_of_the_program_over_all_leaves():
     (root,) = scope.call("a", Linear("add3", ((1, 1, 1),)), x, y, z)
     finished(scope, root)
     assert order == ["1", "2", "3", "4"]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_of_a_pass_that_does_not_finish_nobody_sees_a_gradient(seed: int):
-    _, scope, x, y = begun(3, "bb", seed, first=5)
-    sees = Affine("sees")
-    scope.attach(x, sees, replaces=False)
-    (good,) = scope.call("c", DOUBLE, x)
-    (bad,) = scope.call("c", Linear("bad", ((1,),), Fuse("vjp", 1)), y)
-    (root,) = scope.call("a", ADD, good, bad)
-    assert scope.backward(root, retain=True).outcome is Outcome.FAILED
-    scope.call("c", SAME, y)  # Sent, and not part of a root.
-    stuck = scope.backward(good, retain=True, mode=Mode.FAST)
-    assert stuck.outcome is Outcome.STUCK
-    assert sees.given == []
-    finished(scope, root, mode=Mode.SMART)
-    assert [number for number, _ in sees.given] == [2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

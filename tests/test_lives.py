@@ -1,13 +1,11 @@
 """How long values live: what nobody can use any more goes, and nothing before that."""
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
 
 from jdag.engine.protocol import (
     Acknowledge,
-    Argument,
     Call,
     Discard,
     Failure,
@@ -26,7 +24,7 @@ from tests.engine_cases import (
     nothing_left,
     pausing,
 )
-from tests.engine_net import Net, Scope, stopped
+from tests.engine_net import Net, stopped
 from tests.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
 
 ADD3 = Linear("add3", ((1, 1, 1),))
@@ -34,22 +32,6 @@ ADD3 = Linear("add3", ((1, 1, 1),))
 
 def outputs(net: Net) -> list[Key]:
     return [*kept(net, "output"), *kept(net, "received"), *kept(net, "constant")]
-
-
-def test_a_value_that_is_named_no_more_goes_when_the_call_that_uses_it_has_run():
-    net = net_of(2)
-    scope = net.open("a")
-    (x,) = scope.call("b", DOUBLE, 3)
-    net.pauses = pausing("triple")
-    (y,) = scope.call("b", TRIPLE, x)
-    scope.discard(x)
-    (z,) = scope.call("b", SAME, 4)
-    net.drain()
-    assert x.key in net.places["b"].values
-    net.let_go()
-    assert net.fetch("a", y, z) == [(18, "triple.0"), (4, "same.0")]
-    assert outputs(net) == [z.key, y.key]
-    leaves_nothing(scope)
 
 
 def test_a_value_goes_with_all_the_copies_that_its_program_had_made_of_it():
@@ -85,20 +67,6 @@ def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
     leaves_nothing(scope)
 
 
-def test_a_result_that_nobody_names_is_made_and_goes_at_once():
-    net = net_of(2)
-    scope = net.open("a")
-    net.pauses = pausing("double")
-    scope.discard(*scope.call("b", DOUBLE, 3))
-    scope.tell_discarded()
-    net.drain()
-    net.let_go()
-    net.drain()
-    assert [job.path for job in net.ran] == [(1,)]
-    assert outputs(net) == []
-    scope.leave()
-
-
 def test_calls_without_tracking_leave_nothing_in_the_memory_of_an_engine():
     """So a loop of any length takes no more than its first rounds."""
     net = net_of(3)
@@ -130,22 +98,6 @@ def test_a_failure_that_nobody_names_is_said_when_its_context_is_left():
     net.fetch("a", y)
     assert [failure.message for failure in scope.leave()] == ["bad raised in forward"]
     nothing_left(net)
-
-
-def test_the_graph_needs_no_values():
-    """A pass over values that are all gone gives what it gives with them."""
-    net, scope, x = begun(3, "a", first=2)
-    (y,) = scope.call("b", DOUBLE, x)
-    parts = [scope.call("c", TRIPLE, y)[0] for _ in range(3)]
-    (loss,) = scope.call("a", ADD3, *parts)
-    scope.discard(y, *parts)
-    scope.tell_discarded()
-    net.drain()
-    assert kept(net, "output") == [loss.key]
-    for number in (1, 2):
-        finished(scope, loss, retain=True)
-        assert scope.gradients(x) == [18 * number]
-    leaves_nothing(scope)
 
 
 def test_a_copy_of_a_leaf_goes_when_a_pass_has_spent_its_transfer():
@@ -183,37 +135,6 @@ def test_a_call_of_two_versions_of_a_leaf_has_both(first: int):
     (z,) = scope.call("b", ADD3, other, one, other)
     numbers = [number for number, _ in net.fetch("a", y, z)]
     assert numbers == [[15, 21], [21, 15]][first]
-    leaves_nothing(scope)
-
-
-def inner(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
-    """Three calls of which it returns one; what it was handed it moves about."""
-    (y,) = scope.call("c", DOUBLE, x)
-    (z,) = scope.call("d", TRIPLE, y)
-    yield scope.net.asked(scope.worker, z)
-    scope.discard(y)
-    (dropped,) = scope.call("c", SAME, z)
-    scope.discard(dropped)
-    return z
-
-
-def test_what_a_program_does_not_return_goes_with_it():
-    net = net_of(4)
-    scope = net.open("a")
-    (x,) = scope.call("a", DOUBLE, 1)
-    made, failure = scope.run("b", inner, x)
-    assert failure is None
-    (total,) = scope.call("a", SAME, made)
-    scope.discard(x)
-    assert net.fetch("a", total)[0][0] == 12
-    scope.tell_discarded()
-    net.drain()
-    assert sorted(kept(net, "output")) == sorted([made.key, total.key])
-    assert [key.name for key in kept(net, "received")] == [((3,), "d")]
-    scope.discard(made, total)
-    scope.tell_discarded()
-    net.drain()
-    assert outputs(net) == []
     leaves_nothing(scope)
 
 

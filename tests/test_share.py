@@ -10,7 +10,6 @@ from jdag.engine.protocol import (
     Acknowledge,
     Answer,
     Call,
-    ContextId,
     Cotangent,
     End,
     Fail,
@@ -30,7 +29,6 @@ from tests.tiers import sized
 
 PROGRAMS = range(sized(40, 150))
 WEIGHED = (Start, Mark, Go, Cotangent, Answer)
-CONTEXT = ContextId(0, 1, 0)
 OF_A_PASS = (*WEIGHED, Fail)
 MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
 
@@ -53,34 +51,6 @@ def test_a_pass_begins_only_when_every_call_is_acknowledged(kind: type, mode: Mo
     net.let_go()
     assert net.until("a", waiter).outcome is Outcome.FINISHED
     assert scope.gradients(x) == [5]
-
-
-def test_a_send_that_is_not_there_yet_is_waited_for_and_not_forgotten():
-    """Without the acknowledgement the pass would end before the send is counted."""
-    net, scope, x = begun(3, "b")
-    net.drain()
-    (root,) = scope.call("b", DOUBLE, x)
-    net.drain()
-    net.holds = holding(Ship)
-    scope.call("c", TRIPLE, x)  # Dropped: its send is owed.
-    waiter = scope.start_backward(root)
-    net.drain()
-    net.let_go()
-    result = net.until("a", waiter)
-    assert result.outcome is Outcome.STUCK
-    assert [owed.path for owed in result.owed] == [(2,)]
-
-
-@MODES
-def test_values_may_still_be_on_their_way_when_a_pass_begins(mode: Mode):
-    net, scope, x = begun(3, "b")
-    net.pauses = pausing("double")
-    (y,) = scope.call("c", DOUBLE, x)
-    waiter = scope.start_backward(y, mode=mode)
-    net.drain()
-    assert net.places["c"].engine.live_passes == 1
-    net.let_go()
-    assert net.until("a", waiter).outcome is Outcome.FINISHED
 
 
 def test_a_fast_pass_with_its_roots_on_one_worker_is_not_announced():
@@ -216,35 +186,6 @@ def _parts(net: Net, context: Any, number: int) -> Credit | None:
     return total
 
 
-@MODES
-def test_a_worker_that_computes_keeps_credit(mode: Mode):
-    net, scope, x = begun(2, "b")
-    (y,) = scope.call("b", DOUBLE, x)
-    net.drain()
-    net.pauses = pausing("double")
-    waiter = scope.start_backward(y, mode=mode)
-    net.drain()
-    marked = [("b", "a")] if mode is Mode.SMART else []  # The wave's, before it.
-    assert net.messages(Answer) == marked and net.messages(End) == []
-    net.let_go()
-    assert net.until("a", waiter).outcome is Outcome.FINISHED
-    assert net.messages(Answer) == [*marked, ("b", "a")]
-
-
-@MODES
-def test_a_worker_whose_node_waits_for_its_forward_keeps_credit(mode: Mode):
-    net, scope, x = begun(2, "b")
-    net.pauses = pausing("double")
-    (y,) = scope.call("b", DOUBLE, x)
-    waiter = scope.start_backward(y, mode=mode)
-    net.drain()
-    assert net.places["b"].engine.live_passes == 1 and net.places["b"].jobs != []
-    assert len(net.messages(Answer)) == (mode is Mode.SMART)
-    assert net.messages(End) == []
-    net.let_go()
-    assert net.until("a", waiter).outcome is Outcome.FINISHED
-
-
 @pytest.mark.parametrize("count", [2, 3, 6])
 def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
     for mode, waves in ((Mode.FAST, 1), (Mode.SMART, 2)):
@@ -261,26 +202,6 @@ def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
 
 
 # -------------------------------------------------------------------------------- owed
-
-
-@MODES
-@pytest.mark.parametrize("seed", SEEDS)
-def test_the_changes_that_reach_the_owner_add_up_to_what_is_owed(seed: int, mode: Mode):
-    net, scope, x = begun(4, "b", seed)
-    for worker in "cd":
-        scope.call(worker, DOUBLE, x)  # Dropped.
-    (one,) = scope.call("c", TRIPLE, x)
-    (two,) = scope.call("b", SAME, one)
-    (three,) = scope.call("d", SAME, two)
-    result = scope.backward(three, mode=mode)
-    stuck = mode is Mode.FAST
-    assert result.outcome is (Outcome.STUCK if stuck else Outcome.FINISHED)
-    assert [(o.path, o.worker, o.destination) for o in result.owed] == [
-        ((2,), "b", "d")  # What moved to c, for the first call, came back.
-    ] * stuck
-    told = [m.owed for _, to, m in net.sent if type(m) in WEIGHED and to == "a"]
-    said = [m.owed for by, _, m in net.sent if type(m) in WEIGHED and by == "a"]
-    assert sum(told) - sum(said) == len(result.owed)
 
 
 @MODES
