@@ -14,7 +14,6 @@ from jdag.errors import (
     ContextError,
     JdagError,
     RemoteError,
-    ScenarioError,
     WorkerLost,
 )
 from jdag.sim import Crash, DeviceModel, LinkModel
@@ -90,17 +89,6 @@ def test_update_takes_gradients_of_an_open_context(cluster):
         gradient = ctx.gradient(w)
     with pytest.raises(ContextError, match="is over"):
         cluster.update(lambda w, g: w - g, w, gradient)
-
-
-def test_a_call_after_an_update_reads_the_new_version_wherever_it_runs(cluster):
-    w = cluster.put("b", ONES)
-    with cluster.context() as ctx:
-        before = ctx.call("c", total, w)
-        cluster.update(lambda a: 2 * a, w)
-        after = ctx.call("c", total, w)
-        assert (before.fetch(), after.fetch()) == (9, 18)
-        ctx.backward(before, after)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 2 * ONES)
 
 
 @pytest.mark.parametrize(
@@ -186,22 +174,6 @@ def test_a_closed_cluster_is_refused(cluster):
             use()
 
 
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"workers": ["a", "a"]}, "a"),
-        ({"workers": []}, "workers"),
-        ({"home": "z"}, "z"),
-        ({"values": "unreal"}, "unreal"),
-        ({"seed": "x"}, "seed"),
-        ({"policy": "best"}, "best"),
-    ],
-)
-def test_unusable_settings_are_named(settings, text):
-    with pytest.raises(ScenarioError, match=text):
-        simulate(**{"workers": ["a", "b"], "seed": 0, **settings})
-
-
 def test_abstract_values_have_shapes_and_no_arrays():
     def layer(w, x):
         return jnp.tanh(x @ w)
@@ -231,12 +203,6 @@ def with_a_crash(at_ns):
     )
 
 
-def outlast(cluster, worker="a"):
-    """Let a worker compute once, so that time goes on."""
-    with cluster.context() as ctx:
-        ctx.call(worker, jnp.sin, ONES).fetch()
-
-
 def test_what_was_on_a_lost_worker_is_lost_and_the_rest_goes_on():
     with with_a_crash(at_ns=50) as cluster:
         w, v = cluster.put("b", ONES), cluster.put("c", ONES)
@@ -263,35 +229,6 @@ def test_what_was_on_a_lost_worker_is_lost_and_the_rest_goes_on():
         nothing_is_left(cluster)
         held = {name: info["values_held"] for name, info in cluster.info().items()}
         assert held == {"a": 0, "b": 1, "c": 0}, "nor was any constant kept"
-
-
-def test_a_crash_under_a_waiting_program_is_raised_at_its_call():
-    @program
-    def works(ctx, w):
-        return ctx.call("c", total, w).fetch()
-
-    @program
-    def calls(ctx, w):
-        return ctx.call("c", works, w)
-
-    with with_a_crash(at_ns=150) as cluster:
-        w = cluster.put("b", ONES)
-        with cluster.context() as ctx, pytest.raises(WorkerLost, match="'c'"):
-            ctx.call("b", calls, w)
-        nothing_is_left(cluster)
-
-
-def test_seeds_of_a_pass_that_cannot_begin_are_dropped():
-    with with_a_crash(at_ns=150) as cluster:
-        w, v = cluster.put("b", ONES), cluster.put("c", ONES)
-        with pytest.raises(WorkerLost), cluster.context() as ctx:
-            h = ctx.call("b", jnp.add, w, v)
-            h.fetch()
-            outlast(cluster)
-            ctx.backward(h, cotangents=[ONES])
-        nothing_is_left(cluster)
-        held = {name: info["values_held"] for name, info in cluster.info().items()}
-        assert held == {"a": 0, "b": 1, "c": 0}
 
 
 def test_another_thread_may_not_use_a_simulated_cluster(cluster):

@@ -28,23 +28,6 @@ def test_one_cotangent_alone_will_do_for_one_root(cluster):
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), 5 * ONES)
 
 
-def test_a_second_pass_adds_and_what_was_named_before_stays(cluster):
-    w, v = cluster.put("b", ONES), cluster.put("c", ONES)
-    with cluster.context() as ctx:
-        both = ctx.call("c", lambda a, b: jnp.sum(a * b), w, v)
-        one = ctx.call("b", total, w)
-        ctx.backward(both, retain_graph=True)
-        before = ctx.gradient(w)
-        ctx.backward(one, both)
-        np.testing.assert_array_equal(before.fetch(), ONES)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 3 * ONES)
-        np.testing.assert_array_equal(ctx.gradient(v).fetch(), 2 * ONES)
-        assert list(ctx.gradients()) == [w, v]
-
-
-# ---- the graph
-
-
 # ---- errors
 
 
@@ -128,15 +111,6 @@ def test_a_context_may_be_entered_after_a_later_one_has_been_left(cluster: Any):
         early.backward(early.call("b", jnp.square, w))
         assert float(early.gradient(w).fetch()) == 6.0
     assert early.id != later.id
-
-
-def test_the_graph_has_in_it_what_was_called_just_now(cluster: Any):
-    w = cluster.put("a", 3.0)
-    with cluster.context() as ctx:
-        ctx.call("b", jnp.square, w)
-        drawn = ctx.graph()
-    assert [len(drawn[name].sends) for name in ("a", "b")] == [1, 0]
-    assert [len(drawn[name].recvs) for name in ("a", "b")] == [0, 1]
 
 
 def test_the_gradient_of_a_leaf_that_was_dropped_says_so(cluster: Any):

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag import program, simulate
+from jdag import simulate
 from jdag.errors import ScenarioError, WorkerLost
 from jdag.sim import Crash, DeviceModel, LinkModel, Partition
 from jdag.sim.faults import Faults
@@ -65,40 +65,6 @@ def test_who_has_not_noticed_the_loss_hears_of_both_at_once(restart_ns: int):
             (at_ns, "lost", "c", "b"),
             (at_ns, "joined", "c", "b#1"),
         ]
-
-
-def test_leaves_calls_and_programs_are_on_the_next_one_and_the_former_stays_lost():
-    @program
-    def there(ctx, w):
-        assert ctx.here == "b"
-        return ctx.call("c", total, w)
-
-    with cluster_of(Crash("b", detect_ns=5, at_ns=500, restart_ns=500)) as cluster:
-        w, v = cluster.put("b", ONES), cluster.put("c", ONES)
-        outlast(cluster, 600)
-        with pytest.raises(WorkerLost, match=r"worker 'b' is lost.*: it crashed"):
-            cluster.put("b", ONES)
-        outlast(cluster, 1_100)
-        said = "worker 'b' is lost; 'b#1', which joined since, has nothing of what it"
-        for use in (w.fetch, lambda: cluster.update(lambda a: a * 2, w)):
-            with pytest.raises(WorkerLost, match=said):
-                use()
-        new = cluster.put("b", 2 * ONES)
-        made = cluster.make("b", lambda a: a + 1, new)
-        assert (new.worker, new.place, made.worker) == ("b", "b", "b")
-        with cluster.context() as ctx:
-            with pytest.raises(WorkerLost, match=f"leaf 0 on b is gone, {said}"):
-                ctx.call("c", total, w)
-            ctx.backward(ctx.call("b", there, made), ctx.call("b", total, new, v))
-            found = ctx.gradient([made, new, v])
-            for gradient, wanted in zip(found, (ONES, ONES, ONES), strict=True):
-                np.testing.assert_array_equal(gradient.fetch(), wanted)
-        nothing_is_left(cluster)
-        living = cluster.state.living(cluster.info())
-        assert new.leaf.id in living and w.leaf.id not in living
-        cluster.drop([w, v, new, made])
-        cluster.driver.settle()
-        assert [held["values_held"] for held in cluster.info().values()] == [0, 0, 0]
 
 
 def test_a_leaf_of_a_device_is_lost_with_the_one_that_had_the_device():

@@ -1,7 +1,6 @@
 """Whole plans in virtual time: random programs, optimizers, and what runs beside."""
 
 import re
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from tests.plan_cases import (
     layer,
     mse,
     network,
-    paired,
     put,
     stepping,
 )
@@ -149,32 +147,6 @@ def test_a_context_beside_a_step_reads_what_it_reads_beside_an_eager_one(exact: 
             seen = bits(reads(ctx, params))
         new = bits(params)
         assert seen == new and not {*new} & {*old}
-
-
-def train(exact: bool | None, params: Any, optimizer: Any, nth: int, cluster: Any):
-    """A trainer: it steps what others step."""
-    step = stepping(cluster, paired, optimizer, exact)
-    for number in range(4):
-        with cluster.context() as ctx:
-            seen = bits(reads(ctx, params))
-            again = [bits(reads(ctx, params)) for _ in range(3)]
-            assert again == [seen] * 3  # Whatever the other has stepped.
-            step(params, np.float64(2.0 ** (nth + 2 * number)))
-
-
-@pytest.mark.parametrize("seed", range(sized(2, 8)))
-@pytest.mark.parametrize("exact", [True, False])
-def test_no_update_of_trainers_with_a_plan_each_is_lost(exact: bool, seed: int):
-    """Powers of two: each step leaves its own digit in the sums."""
-    with simulate(WORKERS, **random_runs.settings(seed, WORKERS)) as cluster:
-        params = [cluster.put(worker, np.zeros(3)) for worker in "cdc"]
-        optimizer = jdag.Optimizer(optax.sgd(1.0), params)
-        programs = {
-            w: partial(train, exact, params, optimizer, n) for n, w in enumerate("ab")
-        }
-        cluster.run(programs)
-        for values in jdag.fetch(params):
-            np.testing.assert_array_equal(values, np.full(3, -(2.0**8 - 1)))
 
 
 def stack(ctx, worker, params, x, y):

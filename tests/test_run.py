@@ -8,26 +8,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdag import Optimizer, program, value_and_grad
+from jdag import Optimizer, program
 from jdag.api.drivers import simulate
 from jdag.api.refs import fetch
 from jdag.errors import ContextError, JdagError
-from jdag.sim import DeviceModel, Drop, Duplicate, LinkModel
+from jdag.sim import LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
-from tests.tiers import sized
 
 WORKERS = ("main", "ps", "t0", "t1", "t2")
 TRAINERS = WORKERS[2:]
-ROUGH: dict[str, Any] = {
-    "network": LinkModel(latency_ns=500, jitter_ns=5_000),
-    "faults": (Drop(0.1), Duplicate(0.1, 1_000)),
-    "devices": DeviceModel(forward_ns=700, backward_ns=900),
-}
-
-
-def rough(seed):
-    """A cluster where messages are late, lost and doubled."""
-    return simulate(WORKERS, seed=seed, **ROUGH)
 
 
 def weighed(w, x):
@@ -90,31 +79,6 @@ def test_all_of_a_cluster_works_in_a_program(made):
     assert made.info()["ps"]["values_held"] == 0
 
 
-def test_value_and_grad_and_optimizers_work_in_a_program(made):
-    w = made.put("ps", ONES)
-    shared = Optimizer(optax.sgd(0.5), w)
-
-    def train(x, cluster):
-        def model(ctx, w):
-            return ctx.call("ps", weighed, w, x)
-
-        value, gradient = value_and_grad(model, cluster)(ONES)
-        own = Optimizer(optax.sgd(1.0), w)
-        for optimizer in (shared, own):
-            with cluster.context() as ctx:
-                ctx.backward(model(ctx, w))
-                optimizer.step(ctx)
-        own.drop()
-        return float(value), gradient
-
-    found = made.run({name: partial(train, 2.0**n) for n, name in enumerate(TRAINERS)})
-    for n, name in enumerate(TRAINERS):
-        value, gradient = found[name]
-        assert value == 9 * 2.0**n
-        np.testing.assert_array_equal(gradient, 2.0**n * ONES)
-    np.testing.assert_array_equal(w.fetch(), (1 - 1.5 * (1 + 2 + 4)) * ONES)
-
-
 def test_what_a_partial_holds_is_handed_on_and_leaves_come_back(made):
     w = made.put("ps", ONES)
 
@@ -136,99 +100,6 @@ def test_what_a_partial_holds_is_handed_on_and_leaves_come_back(made):
 # -------------------------------------------------------------------- leaves of all
 
 
-def test_what_main_has_assigned_is_there_and_what_programs_assign_is_there_after():
-    for seed in range(sized(4, 10)):
-        with rough(seed) as cluster:
-            w = cluster.put("ps", jnp.zeros(3))
-            cluster.update(counted, w, 0)
-
-            def add(cluster, w=w):
-                before = w.fetch()[0]
-                cluster.update(counted, w, 1)
-                return float(before)
-
-            assert cluster.run(dict.fromkeys(TRAINERS, add)) == dict.fromkeys(
-                TRAINERS, 1.0
-            )
-            np.testing.assert_array_equal(w.fetch(), [1, 3, 0])
-
-
-def test_of_the_updates_of_several_programs_none_is_lost_in_whatever_order():
-    def doubled(leaf, place):
-        return (2 * leaf).at[place].add(1.0)
-
-    orders: dict[Any, Any] = {}
-    for seed in range(8):
-        with rough(seed) as cluster:
-            w = cluster.put("ps", jnp.zeros(3))
-            v = cluster.put("t1", jnp.zeros(3))
-
-            def train(place, cluster, w=w, v=v):
-                for _ in range(4):
-                    cluster.update(doubled, [w, v], place)
-                    with cluster.context() as ctx:
-                        ctx.call("ps", total, w).fetch()
-
-            cluster.run({name: partial(train, n) for n, name in enumerate(TRAINERS)})
-            for leaf in (w, v):
-                found = leaf.fetch()
-                # Of 12 doublings and additions in a row, each sets a bit of its own.
-                assert int(np.sum(found)) == 2**12 - 1, found
-                assert [int(one).bit_count() for one in found] == [4, 4, 4]
-            orders[tuple(np.asarray(w.fetch()))] = None
-            held = [worker["values_held"] for worker in cluster.info().values()]
-            assert held == [0, 1, 0, 1, 0]
-    assert len(orders) > 1, "the seeds make races"
-
-
-def test_a_context_reads_one_version_of_a_leaf_until_its_own_program_assigns():
-    link = LinkModel(latency_ns=1_000)
-    with simulate(WORKERS, seed=0, network=link) as cluster:
-        w = cluster.put("ps", ONES)
-
-        def reader(cluster):
-            with cluster.context() as ctx:
-                losses = [ctx.call(worker, total, w) for worker in ("ps", "t1")]
-                fetch(losses)
-                while w.fetch()[0, 0] < 3:  # Reads outside of the context.
-                    pass
-                losses += [ctx.call(worker, total, w) for worker in ("ps", "t1")]
-                losses.append(ctx.call("t2", weighed, w, w))
-                ctx.backward(*losses)
-                gradient = ctx.gradient(w).fetch()
-                cluster.update(minus, w, -4.0 * ONES)
-                losses += [ctx.call(worker, total, w) for worker in ("ps", "t1")]
-                return fetch(losses), gradient
-
-        def writer(cluster):
-            for _ in range(20):
-                with cluster.context() as ctx:
-                    ctx.call("ps", total, w).fetch()
-            cluster.update(minus, w, -8.0 * ONES)
-
-        found = cluster.run({"t0": reader, "t1": writer})["t0"]
-        assert found[0] == [9, 9, 9, 9, 9, 36, 36]
-        np.testing.assert_array_equal(found[1], (4 + 2) * ONES)
-        nothing_is_left(cluster)
-        assert cluster.info()["ps"]["values_held"] == 1
-
-
-def test_an_open_context_of_main_reads_on_what_it_read_before_the_programs(made):
-    w = made.put("ps", ONES)
-
-    def double(cluster):
-        cluster.update(lambda leaf: 2 * leaf, w)
-
-    with made.context() as ctx:
-        before = ctx.call("ps", total, w)
-        made.run({"t0": double})
-        after = ctx.call("ps", total, w)
-        assert (before.fetch(), after.fetch()) == (9, 9)
-        ctx.backward(before, after)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 2 * ONES)
-    np.testing.assert_array_equal(w.fetch(), 2 * ONES)
-
-
 def test_a_program_reads_a_captured_leaf_from_its_own_worker(made):
     w = made.put("ps", ONES)
     made.driver.settle()
@@ -240,27 +111,6 @@ def test_a_program_reads_a_captured_leaf_from_its_own_worker(made):
         return values[2]
 
     np.testing.assert_array_equal(made.run({"t2": reads})["t2"], ONES)
-
-
-def test_a_fetch_of_an_own_leaf_has_its_value_whatever_is_assigned_meanwhile():
-    for seed in range(sized(4, 12)):
-        with simulate(WORKERS, seed=seed) as cluster:
-            w = cluster.put("ps", jnp.zeros(3))
-
-            def owner(cluster, w=w):
-                with cluster.context() as ctx:
-                    for _ in range(10):
-                        far = ctx.call("t1", total, ONES)
-                        assert fetch((w, far))[1] == 9
-                        w.fetch()
-
-            def writer(cluster, w=w):
-                for _ in range(10):
-                    cluster.update(counted, w, 0)
-                    cluster.put("ps", 1.0).fetch()
-
-            cluster.run({"ps": owner, "t0": writer, "t1": writer})
-            assert w.fetch()[0] == 20
 
 
 # ------------------------------------------------------------------------- refusals

@@ -9,7 +9,7 @@ import pytest
 
 from jdag.api.drivers import simulate
 from jdag.engine.protocol import Owed
-from jdag.errors import JdagError, PassTimeout, RemoteError
+from jdag.errors import JdagError, PassTimeout
 from jdag.sim import DeviceModel, LinkModel
 from tests.face_cases import ONES, nothing_is_left, total
 
@@ -63,36 +63,6 @@ def test_a_pass_ends_by_its_time_and_a_few_latencies_though_a_device_computes(mo
         nothing_is_left(cluster)
 
 
-def test_a_pass_that_has_not_begun_by_its_time_names_the_calls_it_waited_for():
-    network = LinkModel(latency_ns=SECOND_NS)
-    with simulate(["a", "b", "c"], seed=0, network=network) as cluster:
-        w = cluster.put("b", ONES)
-        with cluster.context() as ctx:
-            loss = ctx.call("c", total, ctx.call("b", jnp.square, w))
-            with pytest.raises(
-                PassTimeout, match="it had not begun: it waited for"
-            ) as e:
-                ctx.backward(loss, timeout_s=1e-3, retain_graph=True)
-            for part in ("call (1,) on 'b'", "call (2,) on 'c'", "assignment (0, 1)"):
-                assert part in str(e.value), part
-            ctx.backward(loss)
-            np.testing.assert_array_equal(ctx.gradient(w).fetch(), 2 * ONES)
-        nothing_is_left(cluster)
-
-
-def test_many_late_passes_and_then_a_good_one_are_one_pass():
-    with long_ago() as cluster:
-        w = cluster.put("b", ONES)
-        with cluster.context() as ctx:
-            loss = ctx.call("d", total, ctx.call("c", slow, w))
-            for _ in range(20):
-                with pytest.raises(PassTimeout):
-                    ctx.backward(loss, timeout_s=0.1, retain_graph=True)
-            ctx.backward(loss, timeout_s=1000)
-            np.testing.assert_allclose(ctx.gradient(w).fetch(), np.cos(ONES))
-        nothing_is_left(cluster)
-
-
 def test_an_alarm_that_is_not_needed_does_not_move_the_clock():
     ends = []
     for timeout_s in (None, 3600.0):
@@ -118,37 +88,3 @@ def test_the_alarm_of_a_pass_that_was_interrupted_goes_with_it():
             ctx.backward(ctx.call("c", total, w), timeout_s=3600)
         nothing_is_left(cluster)
         assert cluster.now_ns < SECOND_NS
-
-
-def test_a_failure_is_told_by_the_time_of_its_pass_though_a_device_computes():
-    def fails(_: Any) -> Any:
-        raise ValueError("no further")
-
-    with long_ago() as cluster:
-        w, v = cluster.put("b", ONES), cluster.put("d", ONES)
-        with cluster.context() as ctx:
-            ctx.on_cotangent(v, fails)
-            losses = (
-                ctx.call("c", total, ctx.call("c", slow, w)),
-                ctx.call("d", total, v),
-            )
-            [loss.fetch() for loss in losses]
-            began_ns = cluster.now_ns
-            with pytest.raises(RemoteError, match="no further"):
-                ctx.backward(*losses, timeout_s=0.5)
-            assert cluster.now_ns - began_ns <= SECOND_NS // 2 + FEW_NS
-        nothing_is_left(cluster)
-
-
-@pytest.mark.parametrize(
-    "bad", [0, -1, -0.5, True, "3", float("nan"), float("inf"), 1j]
-)
-def test_a_time_that_cannot_be_is_refused_before_anything_is_told(cluster, bad):
-    w = cluster.put("b", ONES)
-    with cluster.context() as ctx:
-        loss = ctx.call("c", total, w)
-        said = f"timeout_s = {bad!r}: allowed is a number of seconds above 0, or None"
-        with pytest.raises(JdagError, match=re.escape(said)):
-            ctx.backward(loss, timeout_s=bad)
-        ctx.backward(loss)
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
