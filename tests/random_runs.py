@@ -236,18 +236,6 @@ def weighted(cotangents: Sequence[Any], roots: Sequence[Any]) -> Any:
     )
 
 
-def loss_of(plan: Plan, source: Source) -> Callable[[Any, Any], Any]:
-    """A program whose gradient is what the last pass of a plan adds."""
-    step = source.passes[-1]
-    roots = roots_of(plan, source, len(source.passes) - 1, Record())
-    cotangents = arrays(step.cotangents)
-
-    def program(ctx: Any, params: Any) -> Any:
-        return ctx.call(plan.home, weighted, cotangents, roots(ctx, params))
-
-    return program
-
-
 Truths = dict[int, tuple[Record, Any]]  # What gradients_of gives, by the pass.
 
 

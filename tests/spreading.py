@@ -17,7 +17,7 @@ REAL = "socket"
 TOGETHER = {
     f"tests/test_{name}.py": group
     for group, names in {
-        "random programs": ("random", "failures", "hessian", "issuers", "seeds"),
+        "random programs": ("random", "plan_runs"),
         REAL: ("compiled_scenarios", "drivers", "driving", "sizes"),
     }.items()
     for name in names

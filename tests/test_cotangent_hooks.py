@@ -12,7 +12,6 @@ import pytest
 from jdag.api.oracle import oracle, pullback
 from jdag.api.refs import stop_gradient
 from jdag.api.transform import value_and_grad
-from jdag.engine.functions import program
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError
 from tests.face_cases import total
 
@@ -57,37 +56,6 @@ def agree(cluster: Any, program: Any, *args: Any, **settings: Any) -> list[str]:
     return [name for name, _ in logs[0].given]
 
 
-def test_hooks_of_leaves_and_of_outputs_chained_and_seen(cluster: Any):
-    def run(ctx, log, w, x):
-        ctx.on_gradient(w, log.hook("sees w"))
-        h = ctx.call("b", jnp.multiply, w, x)
-        ctx.on_cotangent(h, log.hook("h1", lambda c: 3 * c))
-        parts = [ctx.call(to, total, ctx.call(to, jnp.sin, h)) for to in "bcd"]
-        ctx.on_cotangent(h, log.hook("h2", lambda c: c + 1))
-        ctx.on_cotangent(w, log.hook("w", lambda c: c * w_scale))
-        return ctx.call("a", total, *parts)
-
-    w_scale = jnp.arange(3.0)
-    assert agree(cluster, run, W, X) == ["h1", "h2", "w", "sees w"]
-    assert agree(cluster, run, W, X, argnums=(0, 1)) == ["h1", "h2", "w", "sees w"]
-
-
-def test_hooks_of_nested_programs_are_in_the_order_of_the_program(cluster: Any):
-    def run(ctx, log, w):
-        @program
-        def inner(ctx, h):
-            ctx.on_cotangent(h, log.hook("2", lambda c: c * 2))
-            return ctx.call("d", total, h)
-
-        h = ctx.call("b", jnp.sin, w)
-        ctx.on_cotangent(h, log.hook("1", lambda c: c + 1))
-        loss = ctx.call("c", inner, h)
-        ctx.on_cotangent(h, log.hook("3", lambda c: c - 5))
-        return loss
-
-    assert agree(cluster, run, W) == ["1", "2", "3"]
-
-
 def test_zeros_are_hooked_where_the_pass_comes_by_and_nowhere_else(cluster: Any):
     def run(ctx, log, w, x):
         h, k = ctx.call("b", lambda w: (jnp.sin(w), w * w), w)
@@ -124,21 +92,6 @@ def test_what_moves_and_what_is_moved_beside_it(cluster: Any):
 
     found = agree(cluster, run, W, X, argnums=(0, 1))
     assert sorted(found) == ["beside", "there"]
-
-
-def test_a_program_that_branches_on_what_it_fetches_hooks_what_it_comes_by(
-    cluster: Any,
-):
-    def run(ctx, log, w):
-        h = ctx.call("b", jnp.sin, w)
-        if float(ctx.call("b", total, h).fetch()) > 0:
-            ctx.on_cotangent(h, log.hook("positive", lambda c: c * 2))
-        else:
-            ctx.on_cotangent(h, log.hook("negative"))
-        return ctx.call("c", total, h)
-
-    assert agree(cluster, run, W) == ["positive"]
-    assert agree(cluster, run, -W) == ["negative"]
 
 
 def test_complex_and_narrow_values_are_hooked_in_their_own_dtype(cluster: Any):

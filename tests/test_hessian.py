@@ -1,7 +1,6 @@
 """Hessian-vector products over a cluster are `jax.jvp` of the oracle's gradients."""
 
 from collections import Counter
-from random import Random
 from typing import Any
 
 import jax
@@ -15,10 +14,7 @@ from jdag.api.oracle import oracle
 from jdag.api.refs import fetch, stop_gradient
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
-from tests import random_runs, tiers
 from tests.face_cases import nothing_is_left
-from tests.random_programs import draw
-from tests.random_source import source_of
 from tests.test_duals import calls_itself, picks, thrice
 
 X = jnp.linspace(-0.5, 1, 12).reshape(4, 3)
@@ -247,30 +243,6 @@ def test_the_gradient_is_of_the_version_that_was_read(cluster):
         return loss
 
     assert_close(hvp(updating, cluster)(refs, V, X), truth(chain, PARAMS, V, X))
-
-
-# --------------------------------------------------------- random programs, and seeds
-
-
-@pytest.mark.parametrize("chunk", range(5))
-def test_random_programs_have_the_oracles_products_whatever_the_seed(chunk: int):
-    for number in range(chunk, tiers.sized(5, 50), 5):
-        plan = draw(Random(number))
-        source = source_of(plan)
-        rng = np.random.default_rng(number)
-        smooth = [leaf.array for leaf in plan.leaves if leaf.inexact]
-        vector = [jnp.asarray(rng.normal(size=array.shape)) for array in smooth]
-        fn = random_runs.loss_of(plan, source)
-        wanted = truth(fn, smooth, vector)
-        found = []
-        for seed in (None, 0, 1):
-            options: dict[str, Any] = {"seed": 0}
-            if seed is not None:
-                options = random_runs.settings(seed, plan.workers)
-            with simulate(plan.workers, home=plan.home, **options) as made:
-                found.append(hvp(fn, made)(smooth, vector))
-        assert_close(found[0], wanted)
-        assert bits(found[0]) == bits(found[1]) == bits(found[2]), source.text
 
 
 # ------------------------------------------------------------------ what it costs

@@ -13,7 +13,6 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
 from jdag.api.refs import stop_gradient
 from jdag.engine.functions import program
-from jdag.sim.network import LinkModel, Network
 
 WIDTH = 1000
 LAYER = 8 * WIDTH  # Bytes of what one layer gives.
@@ -297,58 +296,3 @@ def test_a_ref_that_got_out_of_its_program_names_its_value_all_the_same(cluster)
             assert (ctx.call("d", layer, kept.pop()).fetch() > 1).all()
         assert stored(cluster) == 2  # Nobody counts such refs.
     assert in_layers(cluster) == [0, 0, 0, 0]
-
-
-def test_what_a_program_on_a_worker_updates_a_leaf_with_is_kept_for_it():
-    """It drops what the assignment, which is on its way, still has to read."""
-    slow = Network(LinkModel(), {("a", "b"): LinkModel(latency_ns=10**6)})
-    with simulate(("a", "b", "c"), seed=0, network=slow) as cluster:
-        leaf = cluster.put("b", first())
-
-        def updates(mine: Any) -> None:
-            with mine.context() as ctx:
-                value = ctx.call("b", first)
-                value.fetch()
-                mine.update(jnp.add, leaf, value)
-                del value
-                ctx.call("b", first).fetch()
-
-        for _ in range(3):
-            cluster.run({"c": updates})
-        np.testing.assert_array_equal(leaf.fetch(), 4 * first())
-        assert in_layers(cluster) == [0, 1, 0]
-
-
-# ------------------------------------------------------------------------- gradients
-
-
-def test_a_copy_of_a_leaf_goes_when_a_pass_that_spends_it_has_ended(cluster):
-    leaf = cluster.put("b", first())
-    with cluster.context() as ctx:
-        loss = ctx.call("c", jnp.sum, leaf)
-        loss.fetch()
-        assert held(cluster)["c"] == LAYER + 8
-        ctx.backward(loss)
-        loss.fetch()
-        assert held(cluster)["c"] == 8
-
-
-def test_a_gradient_lives_while_it_is_the_newest_or_a_ref_names_it(cluster):
-    leaf = cluster.put("b", first())
-    with cluster.context() as ctx:
-        loss = ctx.call("b", jnp.sum, leaf)
-        ctx.backward(loss, retain_graph=True)
-        one = ctx.gradient(leaf)
-        for _ in range(5):
-            ctx.backward(loss, retain_graph=True)
-        flush(ctx)
-        # The leaf, its first gradient and its last. The sum's residual is no array.
-        assert stored(cluster) == pytest.approx(3, abs=0.01)
-        np.testing.assert_array_equal(one.fetch(), first())
-        del one
-        flush(ctx)
-        assert stored(cluster) == pytest.approx(2, abs=0.01)
-        np.testing.assert_array_equal(ctx.gradient(leaf).fetch(), 6 * first())
-
-
-# ------------------------------------------------------------------------ many contexts

@@ -26,7 +26,7 @@ def test_the_files_that_are_named_are_there_and_their_groups_are_used():
             "tests/conformance/test_ids.py::test_it[sim]",
             "tests/conformance/test_ids.py",
         ),
-        ("tests/test_hessian.py::test_it", "random programs"),
+        ("tests/test_plan_runs.py::test_it", "random programs"),
         ("tests/test_driving.py::test_it[x]", "socket"),
         ("tests/test_parallel.py::test_it[x]", "tests/test_parallel.py::test_it[x]"),
     ],

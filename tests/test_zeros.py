@@ -151,19 +151,6 @@ def test_the_zero_of_an_input_that_nothing_used_takes_no_bytes_and_is_counted(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_zero_among_addends_changes_no_bit_of_their_sum(cluster: Any, mode: Any):
-    tenths = [jnp.array(value) for value in (0.1, 0.2, 0.3)]
-    w = cluster.put("b", jnp.array(1.0))
-    with cluster.context() as ctx:
-        losses = [ctx.call("c", jnp.multiply, w, tenth) for tenth in tenths]
-        losses += [ctx.call("c", lambda a, b: b * 1.0, w, losses[0])]
-        ctx.backward(*losses[1:], losses[0], mode=mode)
-        found = float(ctx.gradient(w).fetch())
-    assert found == (0.1 * 2 + 0.2) + 0.3
-    assert saved(cluster) == {}
-
-
-@pytest.mark.parametrize("mode", MODES)
 def test_the_array_of_such_a_zero_is_not_held_after_its_vjp(cluster: Any, mode: Any):
     w, v = cluster.put("b", ONES), cluster.put("a", V)
     with cluster.context() as ctx:
