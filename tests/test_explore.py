@@ -30,7 +30,6 @@ from jdag.lab.strategies import (
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
 from jdag.sim.untimed import Step
-from tests.brute_orders import searched
 
 
 def scaled(w, x):
@@ -237,23 +236,6 @@ def test_without_a_budget_no_fault_befalls_a_run():
 
 
 # --------------------------------------------------------------------------- strategies
-
-
-def test_sleep_sets_see_each_order_once_and_none_is_missed():
-    strategy = Exhaustive(10**6)
-    options: Any = {"runs": 10**6, "values": "abstract", "strategy": strategy}
-    report = jdag.explore(ONE, [*"ab"], **options)
-    assert strategy.complete and report.failure is None
-    every = searched(Subject(ONE, [*"ab"], "abstract", {}))
-    assert set(report.seen) == set(every.values())
-    assert report.runs == report.orders == len(every) > 1
-
-
-def test_an_exhaustive_search_ends_at_its_limit():
-    strategy = Exhaustive(7)
-    report = jdag.explore(TWO, [*"ab"], values="abstract", strategy=strategy)
-    assert report.runs + report.redundant == 7 and not strategy.complete
-    assert "orders are left" in str(report)
 
 
 def test_a_script_repeats_the_picks_of_a_run():

@@ -11,7 +11,6 @@ import jdag
 from jdag.errors import JdagError
 from tests.pipeline_cases import batches, layer, simulated, square, weights
 from tests.test_frozen_stages import BUILT, COUNT, STAGES, program, put, through
-from tests.tiers import FIRST
 
 NONE = (False,) * STAGES
 FEW = 3
@@ -138,18 +137,6 @@ def test_the_list_waits_for_nothing_that_cannot_come(name, count):
             close(way(cluster, params, xs), wanted)
         close(of_the_last(cluster, params, xs), of_jax([count - 1], xs))
         assert not any(one["waits_for"] for one in cluster.info().values())
-
-
-@pytest.mark.parametrize("name", ["zb_v"] if FIRST else BUILT)
-def test_processes_wait_for_nothing_that_cannot_come(name):
-    schedule, xs = BUILT[name], batches(FEW)
-    wanted = of_jax(range(FEW), xs)
-    with jdag.launch(schedule.workers, schedule=schedule, allow=["tests"]) as cluster:
-        params = put(cluster, schedule, NONE)
-        close(evaluated(cluster, params, xs), [loss(weights(STAGES), x) for x in xs])
-        for way in WAYS:
-            close(way(cluster, params, xs), wanted)
-        close(of_the_last(cluster, params, xs), of_jax([FEW - 1], xs))
 
 
 def test_what_is_behind_a_stop_gradient_is_passed_over():

