@@ -1,7 +1,6 @@
 """Programs as graphs of a plan, and plans that run in memory, in any order.
 
-A program is a sequence of calls and moves of `tests.random_programs`. It is recorded in
-a graph, and runs on a cluster and in plain JAX as well.
+A program is a sequence of calls and moves of `tests.random_programs`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.api.context import Context
-from jdag.api.refs import stop_gradient
 from jdag.compute.avals import aval_of
 from jdag.compute.cutting import Cut, cut
 from jdag.compute.dataflow import Graph
@@ -76,63 +73,6 @@ def draw(rng: Random, few: int = 8) -> Program:
     if rng.random() < 0.2:
         roots.append(roots[0])
     return Program(workers, tuple(leaves), tuple(steps), tuple(roots))
-
-
-def follow(
-    program: Program,
-    values: Values,
-    stop: Callable[[Any], Any],
-    call: Callable[..., Any],
-    move: Callable[..., Any],
-) -> None:
-    """Take the steps of a program: add to `values` what each makes, by variable."""
-    for step in program.steps:
-        assert isinstance(step, Call | Move), step
-        given: list[Any] = []
-        for one in step.arguments:
-            if isinstance(one, Constant):
-                is_array = isinstance(one.value, tuple)
-                given.append(jnp.array(one.value) if is_array else one.value)
-            else:
-                value = values[one.variable]
-                given.append(stop(value) if one.stopped else value)
-        if isinstance(step, Move):
-            made = move(step.worker, given)
-        else:
-            if step.function == "split":
-                given.insert(0, static(len(step.outputs)))
-            made = call(step.worker, getattr(random_functions, step.function), *given)
-        values.update(zip(step.outputs, jax.tree.leaves(made), strict=True))
-
-
-def plainly(program: Program, arrays: Sequence[Any]) -> Any:
-    """The sum of the roots in plain JAX, of arrays in place of the leaves."""
-    values = dict(zip([leaf.variable for leaf in program.leaves], arrays, strict=True))
-
-    def call(_: str, fn: Callable[..., Any], *given: Any) -> Any:
-        first = given[0]
-        known = (
-            (first.value, *given[1:]) if isinstance(first, type(static(0))) else given
-        )
-        return fn(*known)
-
-    follow(program, values, jax.lax.stop_gradient, call, lambda _, tree: tree)
-    return sum([values[root] for root in program.roots])
-
-
-def gradients_of(program: Program) -> list[Any]:
-    """The gradient of each leaf in plain JAX; None of ints."""
-    arrays = [leaf.array for leaf in program.leaves]
-    at = tuple(i for i, leaf in enumerate(program.leaves) if leaf.inexact)
-    found = iter(jax.grad(lambda *a: plainly(program, a), at)(*arrays))
-    return [next(found) if leaf.inexact else None for leaf in program.leaves]
-
-
-def eagerly(ctx: Context, program: Program, leaves: Sequence[Any]) -> list[Any]:
-    """The roots, as refs, of a program that runs in a context."""
-    values = dict(zip([leaf.variable for leaf in program.leaves], leaves, strict=True))
-    follow(program, values, stop_gradient, ctx.call, ctx.move)
-    return [values[root] for root in program.roots]
 
 
 @dataclass(frozen=True)
@@ -237,14 +177,28 @@ class Recorded:
 def recorded(program: Program) -> Recorded:
     """A random program in a graph, differentiated."""
     made = Recorded(program.home)
-    values: Values = {}
-    for leaf in program.leaves:
-        values[leaf.variable] = made.leaf(leaf.worker, leaf.array)
-
-    def stop(value: Var) -> Var:
-        return Var(value.number, False)
-
-    follow(program, values, stop, made.call, made.move)
+    values: Values = {
+        leaf.variable: made.leaf(leaf.worker, leaf.array) for leaf in program.leaves
+    }
+    for step in program.steps:
+        assert isinstance(step, Call | Move), step
+        given: list[Any] = []
+        for one in step.arguments:
+            if isinstance(one, Constant):
+                is_array = isinstance(one.value, tuple)
+                given.append(jnp.array(one.value) if is_array else one.value)
+            else:
+                value = values[one.variable]
+                given.append(Var(value.number, False) if one.stopped else value)
+        found: Any
+        if isinstance(step, Move):
+            found = made.move(step.worker, given)
+        else:
+            if step.function == "split":
+                given.insert(0, static(len(step.outputs)))
+            fn = getattr(random_functions, step.function)
+            found = made.call(step.worker, fn, *given)
+        values.update(zip(step.outputs, jax.tree.leaves(found), strict=True))
     made.differentiate(*[values[root] for root in program.roots])
     return made
 

@@ -91,10 +91,6 @@ def row_of(h, index):
     return jnp.sum(h[index] ** 3)
 
 
-def mean_for_the_log(h):
-    return jnp.mean(h)
-
-
 def square_sum(h):
     return jnp.sum(h**2)
 
