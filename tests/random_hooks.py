@@ -23,9 +23,9 @@ FIRST = 1_000_000  # Ids of hooks begin here: they are apart from those of calls
 HOWS = ("look", "weigh", "weigh", "clip", "bend", "gradient", "gradient")
 
 
-def numbered(number: int) -> Plan:
+def numbered(number: int, workers: tuple[str, ...] = ()) -> Plan:
     """The program of this number; of three two have hooks."""
-    plan = draw(Random(number))
+    plan = draw(Random(number), workers)
     return with_hooks(plan, Random(f"hooks {number}")) if number % 3 else plan
 
 

@@ -460,9 +460,9 @@ class Draft:
             known.used = False
 
 
-def draw(rng: Random) -> Plan:
-    """A random program, its passes included, on one to six workers."""
-    workers = tuple("abcdef"[: rng.randint(1, WORKERS_MAX)])
+def draw(rng: Random, workers: tuple[str, ...] = ()) -> Plan:
+    """A random program, its passes included, on these workers or on one to six."""
+    workers = workers or tuple("abcdef"[: rng.randint(1, WORKERS_MAX)])
     draft = Draft(rng, workers, tidy=rng.random() < 0.7)
     leaves = []
     for place in range(rng.randint(1, 5)):
