@@ -151,7 +151,7 @@ def test_the_option_repeats_the_saved_choices_and_explores_nothing(tmp_path):
 def test_bad_input_is_one_line():
     for said, options in (
         ("runs = 0: allowed is an integer >= 1", {"runs": 0}),
-        ("faults = 'fire'", {"faults": {"fire": 1}}),
+        ("faults: name = 'fire': allowed is one of crash", {"faults": {"fire": 1}}),
         ("strategy = 'pct:3': allowed is one of jdag.str", {"strategy": "pct:3"}),
         ("property = 3: allowed is a function of a run", {"property": 3}),
         ("simulated = 3: allowed is settings of jdag.simulate", {"simulated": 3}),

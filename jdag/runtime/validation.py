@@ -16,6 +16,7 @@ from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
+    Literal,
     ParamSpec,
     TypeVar,
     Union,
@@ -332,6 +333,8 @@ def _words(base: Any, metas: Sequence[Meta]) -> str:
         return " or ".join([_declared(kind)[1] for kind in kinds])
     if origin in _LISTS:
         return "a list"
+    if origin is Literal:
+        return f"one of {', '.join(map(str, get_args(base)))}"
     if not isinstance(origin or base, type):
         return str(base).removeprefix("typing.")
     name = (origin or base).__name__
