@@ -389,5 +389,7 @@ def test_a_ready_program_without_replicas_or_with_an_unknown_way_is_refused(tmp_
         '[settings]\nhow = ["tree", "star"]',
         program='program = "replicas:replicas"',
     )
-    with pytest.raises(ScenarioError, match=r"how\[1\] = 'star': allowed is one of owner"):
+    with pytest.raises(
+        ScenarioError, match=r"how\[1\] = 'star': allowed is one of owner"
+    ):
         load(path)

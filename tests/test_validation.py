@@ -198,7 +198,7 @@ def test_a_value_is_converted_to_its_type(kind: Any, value: Any, found: Any):
     [
         (list[int], "12", "a list"),
         (list[int], {1, 2}, "a list"),
-        (Literal["a", "b"], "c", "Literal['a', 'b']"),
+        (Literal["a", "b"], "c", "one of a, b"),
         (int | str, 0.5, "an integer or a text"),
         (Path, 3, "a Path"),
         (Annotated[int, where(lambda n: n % 2 == 0, "even")], 3, "even"),
