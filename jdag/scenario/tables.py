@@ -4,7 +4,7 @@ The keys of a table that describes a class of `jdag.sim` are the fields of that 
 All errors have one wording: `key = value: allowed is ...`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from typing import Annotated, Any, TypeVar
 
@@ -245,16 +245,32 @@ class _TopologyTable(Settings, frozen=True):
     jitter_ns: Any = None
 
 
-def _topology(settings: ScenarioTable, table: Mapping[str, Any]) -> Network:
-    """Return a topology, of all workers if none are named; links as in the table."""
-    found = _given(decoded(_TopologyTable, table))
-    kind, dimensions = found.pop("kind", None), found.get("dimensions")
-    if (kind is None) == (dimensions is None):
-        allowed = f"one of {', '.join(_TOPOLOGIES)}, or dimensions in its place"
+def _kind_of(
+    settings: ScenarioTable,
+    found: dict[str, Any],
+    kinds: Iterable[str],
+    other: object,
+    what: str,
+) -> str | None:
+    """Take the kind of a table; None if `other`, called `what`, is in its place.
+
+    Its workers are all, unless it names some.
+    """
+    kind: str | None = found.pop("kind", None)
+    if (kind is None) == (other is None):
+        allowed = f"one of {', '.join(kinds)}, or {what} in its place"
         raise ScenarioError(unusable("kind", kind, allowed))
     found.setdefault("workers", settings.names)
     for name in found["workers"]:
         settings.check_worker("workers", name)
+    return kind
+
+
+def _topology(settings: ScenarioTable, table: Mapping[str, Any]) -> Network:
+    """Return a topology, of all workers if none are named; links as in the table."""
+    found = _given(decoded(_TopologyTable, table))
+    dimensions = found.get("dimensions")
+    kind = _kind_of(settings, found, _TOPOLOGIES, dimensions, "dimensions")
     build = topologies.topology if kind is None else _TOPOLOGIES[kind]
     takes = dict.fromkeys(signature(build).parameters)
     has_link = "link" in takes
@@ -339,13 +355,8 @@ def schedule_of(settings: ScenarioTable) -> Schedule | None:
 
 def _schedule(settings: ScenarioTable, table: Settings) -> Schedule:
     found = _given(table)
-    kind, lists = found.pop("kind", None), found.pop("lists", None)
-    if (kind is None) == (lists is None):
-        allowed = f"one of {', '.join(_BUILDERS)}, or lists of actions in its place"
-        raise ScenarioError(unusable("kind", kind, allowed))
-    found.setdefault("workers", settings.names)
-    for name in found["workers"]:
-        settings.check_worker("workers", name)
+    lists = found.pop("lists", None)
+    kind = _kind_of(settings, found, _BUILDERS, lists, "lists of actions")
     build: Any = from_lists if kind is None else _BUILDERS[kind]
     takes = signature(build).parameters
     for key, value in found.items():
