@@ -122,7 +122,7 @@ def _beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
 
 
 def is_mine(file: IO[bytes], name: Path) -> bool:
-    """Lock a file for its writer, who may be killed; False if another has it."""
+    """Lock a file until it is closed; return False if another process holds it."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # A writer that has just finished has renamed or removed it.

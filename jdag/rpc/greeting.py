@@ -32,7 +32,7 @@ _MAGIC = b"jdag"
 
 
 class Pair(NamedTuple):
-    """Who dials whom, and the secret that they share."""
+    """The two ends of a data connection, and their shared secret."""
 
     dialler: Worker
     listener: Worker

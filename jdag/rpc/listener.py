@@ -71,7 +71,7 @@ class Listener:
         address: `unix:@`, `tcp:127.0.0.1:0` or the like; `self.address` is the one that
             is listened at.
         tls: for TCP; without it only loopback may be listened at.
-        pairs: those who may dial this worker, with their secrets; does not block.
+        pairs: returns the pairs of which this worker is the listener; does not block.
         admit: called with a worker that has proved itself, and the names in its
             certificate; returns how many of its frames have come. A JoinError is a
             refusal.
@@ -246,7 +246,7 @@ def dial(
 
     Args:
         address: of the listener.
-        pair: who dials whom.
+        pair: this worker as the dialler, and the peer as the listener.
         received: how many frames of the other side have come.
         tls: for mutual TLS; without it only loopback may be dialled.
         name: whom the certificate there is to be for; the address's host if None.
@@ -257,8 +257,8 @@ def dial(
 
     Raises:
         JdagError: names the address and why it cannot be reached.
-        JoinError: nobody listens there; or it speaks another protocol, does not know
-            this worker, or has given it up.
+        JoinError: nothing listens there; or the peer has another version of the
+            protocol, does not know this worker, or has given it up.
     """
     where = parse(address)
     if tls is None:
