@@ -102,9 +102,8 @@ class Ends(Struct, eq=False):
         live = tuple(each for each in self._live() if each != own.context.counter)
         message = Release(own.context, live, abort)
         own.awaited = dict.fromkeys((*others, state.worker))
-        for worker in others:
+        for worker in tuple(own.awaited):
             state.send(worker, message)
-        self._release(state.worker, own, message)
 
     def _live(self) -> list[int]:
         """Counters of this owner's contexts that some worker still holds."""
@@ -114,15 +113,11 @@ class Ends(Struct, eq=False):
 
     def release(self, sender: Worker, message: Release) -> None:
         """The owner releases a context."""
+        self._remember(message)  # At once, so that horizons follow the owner's order.
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
-            self._remember(message)
             self._state.send(sender, Released(message.context, ()))
-        else:
-            self._release(sender, fragment, message)
-
-    def _release(self, sender: Worker, fragment: Fragment, message: Release) -> None:
-        self._remember(message)  # At once, so that horizons follow the owner's order.
+            return
         fragment.release = (sender, message)
         self._state.unlist(fragment)
         if message.abort or fragment.pending == 0:
@@ -170,7 +165,7 @@ class Ends(Struct, eq=False):
         fragment.gone = True
         state.unlist(fragment)
         del state.contexts[fragment.context]
-        failure = self._forwarding.gone(fragment.context)
+        failure = state.gone_failure(fragment.context)
         self._passes.abandon(fragment)
         self._frames.abort(fragment, failure)
         if fragment.pending:

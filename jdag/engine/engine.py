@@ -50,7 +50,7 @@ class Engine:
         self._backward = Backward(state)
         woken = self._backward.woken
         self._forwarding = Forwarding(state, self._leaves, self._lives, woken)
-        self._frames = frames = ProgramFrames(state, self._lives, self._forwarding)
+        self._frames = frames = ProgramFrames(state, self._lives)
         self._reads = Reads(state, self._leaves)
         self._steps = steps = Steps(state, self._leaves)
         self._plans = plans = Plans(state, self._lives, steps)
@@ -72,7 +72,7 @@ class Engine:
         self._backward.owner_passive = self._passes.owner_passive
         self._backward.owner_failed = self._passes.owner_failed
         self._events = self._on_events()
-        self._messages = self._on_messages()
+        state.handlers = self._on_messages()
 
     @property
     def live_contexts(self) -> int:
@@ -151,7 +151,7 @@ class Engine:
         elif event.sender in state.lost:
             state.drop(landing(event.message))
         else:
-            self._messages[event.message.__class__](event.sender, event.message)
+            state.handlers[event.message.__class__](event.sender, event.message)
         soon = state.soon
         while soon:
             soon.popleft()()
@@ -171,7 +171,7 @@ class Engine:
             protocol.Answered: frames.answered,
             protocol.Awaited: frames.awaited,
             protocol.Attached: frames.attached,
-            protocol.Returned: self._returned,
+            protocol.Returned: frames.returned,
             protocol.Opened: ends.opened,
             protocol.Left: ends.left,
             protocol.Planned: self._plans.planned,
@@ -199,7 +199,7 @@ class Engine:
             protocol.Attach: frames.attach,
             protocol.Read: self._reads.read,
             protocol.Reading: self._reads.reading,
-            protocol.Assign: self._leaves.arrived,
+            protocol.Assign: self._leaves.assign,
             protocol.Forget: self._leaves.forget,
             protocol.Discard: lambda _, message: self._lives.discard(message.keys),
             protocol.Listing: self._lists.listing,
@@ -223,10 +223,6 @@ class Engine:
     def _assigned(self, event: protocol.Assigned) -> None:
         self._leaves.assigned(event)
         self._lives.assigned(event)
-
-    def _returned(self, event: protocol.Returned) -> None:
-        self._frames.returned(event)
-        self._ends.program_returned(event.context, event.failure)
 
     def _program_ended(self, sender: Worker, message: protocol.Return) -> None:
         self._frames.program_ended(sender, message)

@@ -1,6 +1,6 @@
 """Forward: calls and transfers, and recording of the graph.
 
-Inputs:  Call, Ship and Primal from other workers, and the same from frames here.
+Inputs:  Call, Ship and Primal of any worker.
 Outputs: Forward jobs, Primal messages and acknowledgements.
 
 Invariants
@@ -24,9 +24,7 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.lives import Lives
 from jdag.engine.protocol import (
     LEAF_KINDS,
-    Acknowledge,
     Call,
-    ContextId,
     Failure,
     Forward,
     Key,
@@ -52,17 +50,16 @@ class Forwarding(Struct, eq=False):
     _woken: Callable[[Fragment, Node], None]
 
     def call(self, sender: Worker, message: Call) -> None:
-        """Handle a call from another worker."""
+        """Handle a call, issued by any worker."""
         self._lives.discard(message.discarded)
         fragment = self._state.fragment(message.context)
         if fragment is None:
             self._state.drop(landing(message))
         else:
-            self.make_call(fragment, message)
-        self._state.send(sender, Acknowledge(message.context, (message.path,)))
+            self._call(fragment, message)
+        self._state.acknowledge(sender, message.context, message.path)
 
-    def make_call(self, fragment: Fragment, message: Call) -> None:
-        """Record a call that runs here, issued by any worker."""
+    def _call(self, fragment: Fragment, message: Call) -> None:
         context, path = message.context, message.path
         for incoming in message.incoming:
             slots = len(incoming.tracked)
@@ -193,20 +190,19 @@ class Forwarding(Struct, eq=False):
                 self._state.settle(value, self._state.lost_failure(source))
 
     def ship(self, sender: Worker, message: Ship) -> None:
-        """Another worker requests that a value here be sent to its callee."""
+        """The issuer of a call requests that values here be sent to its callee."""
         state = self._state
         self._lives.discard(message.discarded)
         fragment = state.fragment(message.context)
         if fragment is not None:
-            self.make_send(fragment, message)
+            self._ship(fragment, message)
         else:
-            failures = (self.gone(message.context),) * len(message.keys)
+            failures = (state.gone_failure(message.context),) * len(message.keys)
             primal = Primal(message.context, message.path, state.worker, failures)
             state.send(message.destination, primal)
-        state.send(sender, Acknowledge(message.context, (message.path,)))
+        state.acknowledge(sender, message.context, message.path)
 
-    def make_send(self, fragment: Fragment, message: Ship) -> None:
-        """Create the sending end of a transfer, issued by any worker."""
+    def _ship(self, fragment: Fragment, message: Ship) -> None:
         values = tuple([self.value(fragment, key) for key in message.keys])
         slots = tuple(zip(values, message.tracked, strict=True))
         for value in values:
@@ -234,7 +230,7 @@ class Forwarding(Struct, eq=False):
         if fragment.gone:
             if fragment.owner not in state.lost:
                 return  # The abort also reaches the receiver.
-            failures = (self.gone(fragment.context),) * len(values)
+            failures = (state.gone_failure(fragment.context),) * len(values)
         carried = zip(values, failures, strict=True)
         state.send(
             message.destination,
@@ -258,11 +254,3 @@ class Forwarding(Struct, eq=False):
                 state.settle(value, failure)
             elif failure is None:
                 state.drop((value.key,))  # Too late: the loss was already reported.
-
-    def gone(self, context: ContextId) -> Failure:
-        """The failure to return for a context that no longer exists."""
-        state = self._state
-        owner = state.owner(context)
-        if owner in state.lost:
-            return state.lost_failure(owner)
-        return state.failure("ContextError", f"context {context} was released")

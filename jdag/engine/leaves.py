@@ -24,7 +24,6 @@ from msgspec.structs import replace
 from jdag.engine.graph import Fragment, LeafEnd, LeafVersions, Value, Version
 from jdag.engine.protocol import (
     LEAF_KINDS,
-    Acknowledge,
     Assign,
     Assigned,
     Assignment,
@@ -78,12 +77,7 @@ class Leaves(Struct, eq=False):
         others = state.others(messages)
         state.assignments.update({(event.path, worker): None for worker in others})
         state.send_each(messages)
-        self.assign(state.worker, own)
-
-    def arrived(self, sender: Worker, message: Assign) -> None:
-        """Handle an assignment from another worker."""
-        self.assign(sender, message)
-        self._state.send(sender, Acknowledge(None, (message.path,)))
+        state.send(state.worker, own)
 
     def assign(self, issuer: Worker, message: Assign) -> None:
         """Create the versions; they settle when the functions have run.
@@ -113,6 +107,7 @@ class Leaves(Struct, eq=False):
             else:
                 run = partial(self._run, update)
                 self._state.when_settled(update.inputs, run)
+        self._state.acknowledge(issuer, None, message.path)
 
     def _take(self, update: Update, constants: Mapping[Key, Value]) -> None:
         contexts = self._state.contexts
@@ -285,11 +280,7 @@ class Leaves(Struct, eq=False):
         for leaf in event.leaves:
             by_worker.setdefault(leaf.worker, []).append(leaf)
         for worker, leaves in by_worker.items():
-            message = Forget(tuple(leaves))
-            if worker == self._state.worker:
-                self.forget(worker, message)
-            else:
-                self._state.send(worker, message)
+            self._state.send(worker, Forget(tuple(leaves)))
 
     def forget(self, sender: Worker, message: Forget) -> None:
         """Drop leaves; a version in use is dropped with its last user."""

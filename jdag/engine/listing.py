@@ -52,10 +52,7 @@ class Lists(Struct, eq=False):
     def tell(self, frame: ProgramFrame, message: Listing) -> None:
         """Tell all workers with listed calls of a program that these are there."""
         for worker in frame.listed:
-            if worker == self._state.worker:
-                self.listing(worker, message)
-            else:
-                self._state.send(worker, message)
+            self._state.send(worker, message)
 
     def listing(self, _: Worker, message: Listing) -> None:
         """The listed calls of a context are there; say which actions may come."""

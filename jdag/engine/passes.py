@@ -184,14 +184,9 @@ class Passes(Struct, eq=False):
 
     def _tell_all(self, own: OwnedFragment, outcome: Outcome) -> None:
         """Send End to all workers that have not answered, this worker last."""
-        here = self._state.worker
         message = End(own.context, own.passes, outcome, own.retain)
-        awaited = tuple(own.awaited)
-        for worker in awaited:
-            if worker != here:
-                self._state.send(worker, message)
-        if here in awaited:
-            self._close_pass(own, message, partial(self.ended, here))
+        for worker in tuple(own.awaited):
+            self._state.send(worker, message)
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant answered End."""

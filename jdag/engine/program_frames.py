@@ -1,8 +1,8 @@
 """Program frames: calls issued by programs here, and the programs that they call.
 
 Inputs:  Issued, Launched, Collected, Asked, Answered, Attached and Returned from
-         programs here; Run, Return, Tell, Attach and Acknowledge from other
-         workers; TimedOut from the driver.
+         programs here; Run, Return, Tell, Attach and Acknowledge; TimedOut from the
+         driver.
 Outputs: Call, Ship, Run, Return, Tell and Attach messages, Spawn, Resume, Alarm.
 
 Invariants
@@ -20,12 +20,10 @@ Invariants
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.lives import Lives
 from jdag.engine.locks import Locks
@@ -43,7 +41,6 @@ from jdag.engine.protocol import (
     Collected,
     ContextId,
     Failure,
-    Hook,
     Incoming,
     Issued,
     Key,
@@ -69,7 +66,6 @@ class ProgramFrames(Struct, eq=False):
 
     _state: State
     _lives: Lives
-    _forwarding: Forwarding
     _held: list[tuple[ProgramFrame, Callable[[], None], bool]] = []
     _locks: Locks = field(default_factory=Locks)
 
@@ -96,13 +92,13 @@ class ProgramFrames(Struct, eq=False):
 
     def issued(self, event: Issued) -> None:
         """Turn a call into messages to the callee and to each owner of arguments."""
-        state, lives = self._state, self._lives
+        state = self._state
         context, path, worker = event.context, event.path, event.worker
-        fragment, frame = self.frame(context, path, Issued)
+        _, frame = self.frame(context, path, Issued)
         if state.lost:
             self._refuse_lost(event)
         if event.discarded:
-            lives.note(frame, event.discarded)
+            self._lives.note(frame, event.discarded)
         inputs, ships = self._transfers(event, frame)
         if event.tag is not None and event.tag.listed:
             frame.listed[worker] = None
@@ -121,12 +117,7 @@ class ProgramFrames(Struct, eq=False):
                 event.call_site,
                 tuple(frame.notices.pop(owner, ())),
             )
-            if owner == state.worker:
-                self._forwarding.make_send(fragment, ship)
-            else:
-                frame.unacknowledged[path, owner] = (worker, len(slots))
-                frame.workers[owner] = None
-                state.send(owner, ship)
+            self._issue(frame, owner, path, ship, waits=(worker, len(slots)))
         call = Call(
             context,
             path,
@@ -139,15 +130,26 @@ class ProgramFrames(Struct, eq=False):
             tuple(frame.notices.pop(worker, ())),
             event.tag,
         )
-        if worker == state.worker:
-            self._forwarding.make_call(fragment, call)
-            return
-        frame.unacknowledged[path, worker] = None
-        frame.workers[worker] = None
         constants = tuple([key for key in inputs if key.kind == "constant"])
-        state.send(worker, call, constants)
-        if constants:
-            state.drop(constants)
+        self._issue(frame, worker, path, call, constants)
+
+    def _issue(
+        self,
+        frame: ProgramFrame,
+        to: Worker,
+        path: Path,
+        message: Call | Ship | Attach,
+        values: tuple[Key, ...] = (),
+        waits: tuple[Worker, int] | None = None,
+    ) -> None:
+        """Send what a frame issues, which another worker acknowledges."""
+        here = to == self._state.worker
+        if not here:
+            frame.unacknowledged[path, to] = waits
+            frame.workers[to] = None
+        self._state.send(to, message, values)
+        if values and not here:
+            self._state.drop(values)
 
     def _refuse_lost(self, event: Issued) -> None:
         said = f"{event.name} cannot be called on {event.worker!r}"
@@ -193,7 +195,7 @@ class ProgramFrames(Struct, eq=False):
         frame.workers[event.worker] = None
         given, site = event.arguments, event.call_site
         run = Run(event.context, event.path, event.function, given, site, event.objects)
-        self.when_acknowledged(frame, partial(self._hand, event.worker, run, self.run))
+        self.when_acknowledged(frame, partial(self._state.send, event.worker, run))
 
     def awaited(self, event: Awaited) -> None:
         """The top frame waits until everything that it issued is acknowledged."""
@@ -244,23 +246,20 @@ class ProgramFrames(Struct, eq=False):
 
     def attached(self, event: Attached) -> None:
         """A program here attaches a hook to a value on any worker."""
-        state = self._state
-        path = event.hook.path
-        fragment, frame = self.frame(event.context, path, Attached)
-        state.check_there(event.worker, f"nothing can be hooked on {event.worker!r}")
-        if event.worker == state.worker:
-            _attach(fragment, event.key, event.hook)
-            return
-        frame.unacknowledged[path, event.worker] = None
-        frame.workers[event.worker] = None
-        state.send(event.worker, Attach(event.context, event.key, event.hook))
+        worker, path = event.worker, event.hook.path
+        _, frame = self.frame(event.context, path, Attached)
+        self._state.check_there(worker, f"nothing can be hooked on {worker!r}")
+        attach = Attach(event.context, event.key, event.hook)
+        self._issue(frame, worker, path, attach)
 
     def attach(self, sender: Worker, message: Attach) -> None:
-        """A program elsewhere attaches a hook to a value here."""
-        fragment = self._state.fragment(message.context)
+        """Attach a hook to a value here; those of one value stay in program order."""
+        fragment, key = self._state.fragment(message.context), message.key
         if fragment is not None:
-            _attach(fragment, message.key, message.hook)
-        self._state.send(sender, Acknowledge(message.context, (message.hook.path,)))
+            place = key.name if key.kind in LEAF_KINDS else key
+            attached = (*fragment.hooks.get(place, ()), message.hook)
+            fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))
+        self._state.acknowledge(sender, message.context, message.hook.path)
 
     # ------------------------------------------------------------------- programs
 
@@ -270,9 +269,8 @@ class ProgramFrames(Struct, eq=False):
         fragment, why = state.fragment(context), self._locks.refusal(message)
         if fragment is None or why:
             failure = state.failure("ContextError", why, path)
-            failure = failure if why else self._forwarding.gone(context)
-            over = Return(context, path, None, failure, (), ())
-            self._hand(sender, over, self.program_ended)
+            failure = failure if why else state.gone_failure(context)
+            state.send(sender, Return(context, path, None, failure, (), ()))
             return
         fragment.frames[path] = ProgramFrame(path, sender, workers={state.worker: None})
         spawn = Spawn(*astuple(message))  # Both have the same fields.
@@ -299,7 +297,7 @@ class ProgramFrames(Struct, eq=False):
         self._lives.note(frame, event.discarded)
         notices = self._lives.returning(frame)
         message = Return(event.context, event.path, result, failure, workers, notices)
-        self._hand(frame.issuer, message, self.program_ended)
+        self._state.send(frame.issuer, message)
 
     def program_ended(self, _: Worker, message: Return) -> None:
         """A program that was called from here returned."""
@@ -347,7 +345,7 @@ class ProgramFrames(Struct, eq=False):
         frame.asker = event.waiter
         asks = Tell(event.context, event.path, event.data, answers=False)
         assert frame.issuer is not None, event.path
-        send = partial(self._hand, frame.issuer, asks, self.told)
+        send = partial(self._state.send, frame.issuer, asks)
         self.when_acknowledged(frame, send)
 
     def answered(self, event: Answered) -> None:
@@ -355,7 +353,7 @@ class ProgramFrames(Struct, eq=False):
         _, frame = self.frame(event.context, event.path)
         if (worker := frame.launched.get(event.path)) is not None:
             tell = Tell(event.context, event.path, event.data, answers=True)
-            self.when_acknowledged(frame, partial(self._hand, worker, tell, self.told))
+            self.when_acknowledged(frame, partial(self._state.send, worker, tell))
 
     def told(self, sender: Worker, message: Tell) -> None:
         """A program that was called from here asks, or one here is answered."""
@@ -369,14 +367,6 @@ class ProgramFrames(Struct, eq=False):
         waiter, frame.asker = frame.asker, 0
         if waiter and frame.issuer == sender:
             self._state.resume(waiter, (message.data, None))
-
-    def _hand(
-        self, worker: Worker, message: Any, handle: Callable[[Worker, Any], None]
-    ) -> None:
-        if worker == self._state.worker:
-            handle(worker, message)
-        else:
-            self._state.send(worker, message)
 
     # ----------------------------------------------------------------------- ends
 
@@ -425,10 +415,3 @@ class ProgramFrames(Struct, eq=False):
 
 def _failed(fragment: Fragment, path: Path, failure: Failure) -> Return:
     return Return(fragment.context, path, None, failure, (), ())
-
-
-def _attach(fragment: Fragment, key: Key, hook: Hook) -> None:
-    """Add a hook; those of one value stay in program order."""
-    place = key.name if key.kind in LEAF_KINDS else key
-    attached = (*fragment.hooks.get(place, ()), hook)
-    fragment.hooks[place] = tuple(sorted(attached, key=attrgetter("path")))

@@ -23,6 +23,7 @@ from jdag.engine.graph import (
 )
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
+    Acknowledge,
     Compute,
     ContextId,
     Drop,
@@ -71,8 +72,9 @@ Done = Callable[[Failure | None, Job], None]
 class State:
     """The state of one engine, and the common operations on it."""
 
-    # Called for a released fragment with nothing in progress; set by the engine.
+    # Set by the engine: called for a released fragment with nothing in progress,
     on_quiet: Callable[[Fragment], None]
+    handlers: Mapping[type, Callable[[Worker, Any], None]]  # and for each message.
 
     def __init__(
         self, worker: Worker, workers: Sequence[Worker], incarnation: int
@@ -138,10 +140,19 @@ class State:
         values: tuple[Key, ...] = (),
         zeros: tuple[Any, ...] = (),
     ) -> None:
-        """Request that a message be sent; messages to lost workers are omitted."""
-        assert to != self.worker, message
-        if to not in self.lost:
+        """Request that a message be sent; messages to lost workers are omitted.
+
+        One to this worker is handled at once, and its values stay.
+        """
+        if to == self.worker:
+            self.handlers[message.__class__](to, message)
+        elif to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
+
+    def acknowledge(self, to: Worker, context: ContextId | None, path: Path) -> None:
+        """Tell another worker that what it sent under this path has arrived."""
+        if to != self.worker:
+            self.send(to, Acknowledge(context, (path,)))
 
     def send_each(self, messages: Mapping[Worker, Message]) -> None:
         """Send these to the other workers; drop values that are only theirs.
@@ -268,6 +279,13 @@ class State:
         assert fragment.pending >= 0, fragment.pending
         if fragment.pending == 0 and fragment.release is not None:
             self.soon.append(partial(self.on_quiet, fragment))
+
+    def gone_failure(self, context: ContextId) -> Failure:
+        """The failure to return for a context that no longer exists."""
+        owner = self.owner(context)
+        if owner in self.lost:
+            return self.lost_failure(owner)
+        return self.failure("ContextError", f"context {context} was released")
 
     def failure(self, error: str, message: str, path: Path = ()) -> Failure:
         """A failure of jdag itself that originates here."""
