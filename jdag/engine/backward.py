@@ -81,9 +81,8 @@ from jdag.engine.state import State
 class Backward:
     """The backward half of one engine."""
 
-    # Callbacks at the owner, set by the engine: a pass is idle everywhere, or failed.
-    owner_passive: Callable[[Pass], None]
-    owner_failed: Callable[[Pass, Failure], None]
+    # Set by the engine: at the owner, a pass is idle everywhere, or has failed.
+    owner: Callable[[Pass, Failure | None], None]
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -152,10 +151,6 @@ class Backward:
                 key = CotangentKey(message.context, name, slot) if here else None
                 self._deliver(live, value, send.path, slot, key)
 
-    def answer(self, live: Pass, message: Answer) -> None:
-        """Another worker is passive and returned its credit to the owner."""
-        assert live.parent is None, message
-
     def fail_arrived(self, sender: Worker, message: Fail) -> None:
         """A worker that first heard of the pass from this one failed: forward it."""
         fragment = self._state.contexts.get(message.context)
@@ -174,7 +169,7 @@ class Backward:
         if not live.outbox and not live.busy:
             if live.parent is None:
                 if live.credit == WHOLE:
-                    self.owner_passive(live)
+                    self.owner(live, None)
             elif live.credit.units:
                 answer = partial(Answer, fragment.context, live.number)
                 live.outbox.append(Outgoing(fragment.owner, answer))
@@ -194,7 +189,7 @@ class Backward:
             self._state.drop(outgoing.values)
         live.outbox = []
         if live.parent is None:
-            self.owner_failed(live, failure)
+            self.owner(live, failure)
             return
         fragment = live.fragment
         lost = live.parent in self._state.lost
@@ -377,9 +372,7 @@ class Backward:
         self, live: Pass, vertex: Vertex, due: Due, slot: int, key: Key
     ) -> None:
         due.addends[slot] = [(SEED, 0, key)]
-        due.remaining -= 1
-        if due.remaining == 0:
-            live.ready.append(vertex)
+        live.less(vertex)
 
     def woken(self, fragment: Fragment, node: Node) -> None:
         """The forward of a node that a pass waits for has run."""
@@ -411,57 +404,44 @@ class Backward:
         del live.dues[node]  # Freed early, so that a long pass stays small.
         if not live.retain:
             node.residuals = None
-        inputs, tag = range(len(node.inputs)), live.fragment.tag(node)
+        tag = live.fragment.tag(node)
         if tag is not None and live.retain:  # A second backward is in no schedule.
             node.tag = replace(tag, listed=False)
+        outputs = [ScratchKey(context, number, at) for at in range(len(node.inputs))]
         if tag is not None and tag.halves:
             weights = tuple([type(of.producer) is LeafEnd for of in node.inputs])
-            outputs = [ScratchKey(context, number, p) for p in inputs if not weights[p]]
-            stash = ScratchKey(context, number, len(inputs))
-            given = (addends, tuple(outputs), last, tag)
-            first = VjpInputs(*of, *given, weights=weights, stash=stash)
-            then = partial(self._first_half, live, node, first)
-            self._compute(live, first, then, node.call_site)
+            given = addends, tuple([o for o in outputs if not weights[o.index]])
+            stash = ScratchKey(context, number, len(outputs))
+            job: Vjp = VjpInputs(*of, *given, last, tag, weights=weights, stash=stash)
         else:
-            outputs = [ScratchKey(context, number, p) for p in inputs]
             job = Vjp(*of, addends, tuple(outputs), last, tag)
-            then = partial(self._vjped, live, node, addends, outputs, inputs)
-            self._compute(live, job, then, node.call_site)
-
-    def _first_half(self, live: Pass, node: Node, first: VjpInputs) -> None:
-        """Ask for the cotangents of weights, and deliver those of all other inputs."""
-        weights, context = first.weights, live.fragment.context
-        number = self._state.number_job()
-        of = [position for position, weight in enumerate(weights) if weight]
-        outputs = tuple([ScratchKey(context, number, position) for position in of])
-        job = VjpWeights(
-            number,
-            context,
-            live.number,
-            node.path,
-            node.function,
-            first.stash,
-            weights,
-            outputs,
-            first.tag,
-        )
-        then = partial(self._vjped, live, node, first.cotangents, outputs, of)
+        then = partial(self._vjped, live, node, job, addends)
         self._compute(live, job, then, node.call_site)
-        rest = [position for position, weight in enumerate(weights) if not weight]
-        self._vjped(live, node, first.cotangents, first.outputs, rest)
+
+    def _second_half(self, live: Pass, node: Node, first: VjpInputs) -> None:
+        """Ask for the cotangents of weights."""
+        context, number = live.fragment.context, self._state.number_job()
+        weights = enumerate(first.weights)
+        outputs = tuple([ScratchKey(context, number, at) for at, on in weights if on])
+        of = (number, context, live.number, node.path, node.function, first.stash)
+        job = VjpWeights(*of, first.weights, outputs, first.tag)
+        then = partial(self._vjped, live, node, job, first.cotangents)
+        self._compute(live, job, then, node.call_site)
 
     def _vjped(
         self,
         live: Pass,
         node: Node,
-        cotangents: Sequence[Sequence[Key]],
-        outputs: Sequence[Key],
-        positions: Sequence[int],
+        job: Vjp | VjpWeights,
+        addends: Sequence[Sequence[Key]],
     ) -> None:
-        """Deliver the cotangents of the inputs at these positions."""
-        came = [bool(addends) for addends in cotangents]
-        for position, output in zip(positions, outputs, strict=True):
+        """Deliver the cotangents of inputs; an output's index is its input's."""
+        if type(job) is VjpInputs:
+            self._second_half(live, node, job)
+        came = [bool(of) for of in addends]
+        for output in job.outputs:
             key: Key | None = output
+            position = output.index
             if not any(map(and_, node.function.reaches[position], came)):
                 self._state.drop((output,))
                 key = None

@@ -45,8 +45,8 @@ class Engine:
         incarnation: int = 0,
     ) -> None:
         self._state = state = State(worker, workers, incarnation)
-        self._leaves = Leaves(state)
         self._lives = Lives(state)
+        self._leaves = Leaves(state, self._lives)
         self._backward = Backward(state)
         woken = self._backward.woken
         self._forwarding = Forwarding(state, self._leaves, self._lives, woken)
@@ -69,8 +69,7 @@ class Engine:
             self._plans,
         )
         state.on_quiet = self._ends.quiet
-        self._backward.owner_passive = self._passes.owner_passive
-        self._backward.owner_failed = self._passes.owner_failed
+        self._backward.owner = self._passes.passive
         self._events = self._on_events()
         state.handlers = self._on_messages()
 
@@ -141,7 +140,7 @@ class Engine:
             done, _, job = state.jobs.pop(event.job)
             done(event.failure, job)
             if event.job in state.after:
-                state.computed(event.job)
+                state.came(state.after.pop(event.job))
         elif not isinstance(event, protocol.Arrived):
             if self._plans.staged and kind not in _KEEPING:
                 self._plans.commit(event)
@@ -182,7 +181,7 @@ class Engine:
             protocol.Joined: ends.joined,
             protocol.Differentiated: self._passes.differentiated,
             protocol.Expired: self._passes.expired,
-            protocol.Assigned: self._assigned,
+            protocol.Assigned: self._leaves.assigned,
             protocol.Dropped: self._leaves.dropped,
         }
 
@@ -207,7 +206,7 @@ class Engine:
             protocol.Mark: partial(backward.credited, backward.mark),
             protocol.Go: partial(backward.credited, backward.seed),
             protocol.Cotangent: partial(backward.credited, backward.cotangent),
-            protocol.Answer: partial(backward.credited, backward.answer),
+            protocol.Answer: partial(backward.credited, lambda *_: None),
             protocol.Fail: backward.fail_arrived,
             protocol.End: self._passes.end,
             protocol.Ended: self._passes.ended,
@@ -219,10 +218,6 @@ class Engine:
             protocol.Stepped: self._plans.stepped,
             protocol.Settle: self._steps.settle,
         }
-
-    def _assigned(self, event: protocol.Assigned) -> None:
-        self._leaves.assigned(event)
-        self._lives.assigned(event)
 
     def _program_ended(self, sender: Worker, message: protocol.Return) -> None:
         self._frames.program_ended(sender, message)

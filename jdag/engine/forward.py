@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
-from jdag.engine.leaves import Leaves
+from jdag.engine.leaves import Leaves, unused
 from jdag.engine.lives import Lives
 from jdag.engine.protocol import (
     LEAF_KINDS,
@@ -102,9 +102,7 @@ class Forwarding(Struct, eq=False):
         if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
         if key.kind == "constant":
-            value = fragment.values[key] = Value(key)
-            value.settled = True
-            value.users = 0  # No program can name it; only its call uses it.
+            value = fragment.values[key] = unused(key, settled=True)
             return value
         known = fragment.values.get(key)
         if known is None:

@@ -104,10 +104,7 @@ class Gradients(Struct, eq=False):
         self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key
     ) -> None:
         self.put(live, vertex, tree, spot, key)
-        due = live.dues[vertex]
-        due.remaining -= 1
-        if due.remaining == 0:
-            live.ready.append(vertex)
+        live.less(vertex)
 
     def reached(self, live: Pass, end: LeafEnd) -> None:
         """All cotangents of a leaf have arrived: sum them to the pass's gradient."""

@@ -22,6 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, LeafEnd, LeafVersions, Value, Version
+from jdag.engine.lives import Lives
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Assign,
@@ -58,6 +59,7 @@ class Leaves(Struct, eq=False):
     """The leaves of one worker, and the assignments that it issued."""
 
     _state: State
+    _lives: Lives
 
     def assigned(self, event: Assigned) -> None:
         """A program here assigns to leaves: send one message to each of their owners.
@@ -78,6 +80,8 @@ class Leaves(Struct, eq=False):
         state.assignments.update({(event.path, worker): None for worker in others})
         state.send_each(messages)
         state.send(state.worker, own)
+        outputs = [key for part in event.parts for key in part.outputs]
+        self._lives.renewed([key for key in outputs if key.kind == "newest"])
 
     def assign(self, issuer: Worker, message: Assign) -> None:
         """Create the versions; they settle when the functions have run.
@@ -93,7 +97,7 @@ class Leaves(Struct, eq=False):
             if key.kind == "leaf" and is_made:
                 raise ProtocolError(f"version {key.index} of {key.name} is made twice")
             made[key] = None
-        constants = {key: _unused(key, settled=True) for key in landing(message)}
+        constants = {key: unused(key, settled=True) for key in landing(message)}
         updates = [Update(issuer, part) for part in message.parts]
         # All inputs are resolved first, so that no part reads another part's version.
         for update in updates:
@@ -133,7 +137,7 @@ class Leaves(Struct, eq=False):
         if key.kind == "leaf":
             leaf = leaf or self._state.leaves.setdefault(key.name, LeafVersions(aval))
         elif leaf is None or leaf.forgotten:
-            return _unused(LeafKey(None, key.name, _NEVER))
+            return unused(LeafKey(None, key.name, _NEVER))
         else:
             number = leaf.newest + 1
         previous = leaf.versions.get(leaf.newest)
@@ -148,10 +152,6 @@ class Leaves(Struct, eq=False):
     def next_version(self, leaf: LeafId, issuer: Worker) -> Any:
         """The next version of a leaf that is here, which `made` is to settle."""
         return self._next(NewestKey(None, leaf, 0), None, issuer)
-
-    def made(self, version: Version, failure: Failure | None) -> None:
-        """A version is made, and `stored`, or has failed."""
-        self._made(version, failure, withdrawn=False)
 
     def _run(self, update: Update) -> None:
         state, part = self._state, update.part
@@ -180,7 +180,7 @@ class Leaves(Struct, eq=False):
         state = self._state
         withdrawn = failure is not None and self._is_lost(update.issuer, failure)
         for value in update.outputs:
-            self._made(value, failure, withdrawn)
+            self.made(value, failure, withdrawn=withdrawn)
         state.release(update.inputs)
         for fragment in update.fragments:
             state.less_pending(fragment)
@@ -190,7 +190,10 @@ class Leaves(Struct, eq=False):
         began = failure.error == WorkerLost.__name__ and failure.worker == issuer
         return began or issuer in self._state.lost
 
-    def _made(self, value: Value, failure: Failure | None, withdrawn: bool) -> None:
+    def made(
+        self, value: Value, failure: Failure | None, *, withdrawn: bool = False
+    ) -> None:
+        """A version is made, and `stored`, or has failed."""
         if not isinstance(value, Version) or value.before is None:
             self._state.settle(value, failure)
             return
@@ -294,7 +297,7 @@ class Leaves(Struct, eq=False):
 _NEVER = -1  # The number of a version that no key can name.
 
 
-def _unused(key: Key, *, settled: bool = False) -> Value:
+def unused(key: Key, *, settled: bool = False) -> Value:
     """A value that no program can name; it is dropped with its last user."""
     value = Value(key)
     value.settled = settled

@@ -43,8 +43,7 @@ class Lists(Struct, eq=False):
         frames, self._state.listing = self._state.listing, {}
         own = event.context if type(event) in (Differentiated, Left) else None
         for context, path in frames:
-            fragment = self._state.contexts.get(context)
-            frame = None if fragment is None else fragment.frames.get(path)
+            frame = self._state.frame(context, path)
             if frame is not None and context != own:
                 tell = partial(self.tell, frame, Listing(context, 0, False))
                 self._frames.when_acknowledged(frame, tell)

@@ -37,7 +37,6 @@ from jdag.engine.graph import ProgramFrame
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
-    Assigned,
     Discard,
     Discarded,
     Key,
@@ -54,8 +53,7 @@ class Lives(Struct, eq=False):
 
     def discarded(self, event: Discarded) -> None:
         """A program here discards keys and is about to wait: send all its notices."""
-        fragment = self._state.contexts.get(event.context)
-        frame = None if fragment is None else fragment.frames.get(event.path)
+        frame = self._state.frame(event.context, event.path)
         if frame is None:
             return  # The context was released, and all its values with it.
         self.note(frame, event.keys)
@@ -85,11 +83,6 @@ class Lives(Struct, eq=False):
         frame.versions[key.name] = key
         if older not in [key, *(argument.key for argument in arguments)]:
             self._note_copies(frame, older)
-
-    def assigned(self, event: Assigned) -> None:
-        """A program here assigns to leaves."""
-        outputs = [key for part in event.parts for key in part.outputs]
-        self.renewed([key for key in outputs if key.kind == "newest"])
 
     def renewed(self, keys: Sequence[Key]) -> None:
         """Contexts of programs here now read new versions: discard older copies."""

@@ -294,10 +294,10 @@ class Ended(OfPass, tag=16):
     `failure`: an observing hook raised.
     """
 
-    owed: Several[Owed]
-    leaves: Leaves
-    stale: Several[Stale]  # Of these leaves.
-    failure: Failure | None
+    owed: Several[Owed] = ()
+    leaves: Leaves = ()
+    stale: Several[Stale] = ()  # Of these leaves.
+    failure: Failure | None = None
 
 
 class Release(Record, tag=17):

@@ -69,8 +69,9 @@ class Passes(Struct, eq=False):
 
     def owned(self, context: ContextId) -> OwnedFragment:
         """A context owned by this engine."""
-        own, _ = self._frames.frame(context, (0,))
-        assert isinstance(own, OwnedFragment), context
+        self._frames.frame(context, ())
+        own = self._state.owned(context)
+        assert own is not None, context
         return own
 
     def differentiated(self, event: Differentiated) -> None:
@@ -124,10 +125,16 @@ class Passes(Struct, eq=False):
             self._lists.tell(own.frames[()], Listing(context, number, False))
         self._backward.settle(live)
 
-    def owner_passive(self, live: Pass) -> None:
-        """No worker has anything to do: the first wave, or the pass, is over."""
+    def passive(self, live: Pass, failure: Failure | None) -> None:
+        """No worker has anything to do: the first wave, or the pass, is over.
+
+        Or a failure of the pass has reached its owner.
+        """
         own = live.fragment
         assert isinstance(own, OwnedFragment), own
+        if failure is not None:
+            self.finish(own, Outcome.FAILED, failure)
+            return
         if own.phase is Phase.RUNNING:
             stuck = live.unreported > 0
             outcome = Outcome.STUCK if stuck else Outcome.FINISHED
@@ -142,12 +149,6 @@ class Passes(Struct, eq=False):
         self._lists.tell(own.frames[()], marked)
         self._backward.seed(live)
         self._backward.settle(live)
-
-    def owner_failed(self, live: Pass, failure: Failure) -> None:
-        """A failure of the pass reached its owner."""
-        own = live.fragment
-        assert isinstance(own, OwnedFragment), own
-        self.finish(own, Outcome.FAILED, failure)
 
     def expired(self, event: Expired) -> None:
         """The timeout of a pass has passed: end it; answers report the owed sends."""
@@ -223,8 +224,7 @@ class Passes(Struct, eq=False):
         """The context's owner ended the pass."""
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
-            reply = Ended(message.context, message.number, (), (), (), None)
-            self._state.send(sender, reply)
+            self._state.send(sender, Ended(message.context, message.number))
         else:
             self._close_pass(fragment, message, partial(self._state.send, sender))
 
@@ -242,7 +242,7 @@ class Passes(Struct, eq=False):
         finished = message.outcome is Outcome.FINISHED
         if not finished and not message.retain:
             self._spend(fragment)
-        answer = Ended(message.context, message.number, (), (), (), None)
+        answer = Ended(message.context, message.number)
         if live is not None:
             fragment.past = live
             live.outcome = message.outcome

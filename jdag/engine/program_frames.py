@@ -27,7 +27,6 @@ from msgspec.structs import astuple
 from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.lives import Lives
 from jdag.engine.locks import Locks
-from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
@@ -73,28 +72,24 @@ class ProgramFrames(Struct, eq=False):
 
     def frame(
         self, context: ContextId, path: Path, cause: type | None = None
-    ) -> tuple[Fragment, ProgramFrame]:
-        """The frame here that issues the call of this path, if the phase allows it."""
-        fragment = self._state.contexts.get(context)
-        frame = None if fragment is None else fragment.frames.get(path[:-1])
-        if fragment is None or frame is None:
+    ) -> ProgramFrame:
+        """The frame of this path here, if the phase allows what it is to do."""
+        frame = self._state.frame(context, path)
+        if frame is None:
             raise ContextError(
                 f"context {context} is not open on {self._state.worker!r}: it was "
                 "released, or the program that issues this call has ended"
             )
-        if cause is not None and isinstance(fragment, OwnedFragment):
-            fragment.advance(cause)
-        return fragment, frame
-
-    def _issuer(self, context: ContextId, path: Path) -> ProgramFrame | None:
-        fragment = self._state.contexts.get(context)
-        return None if fragment is None else fragment.frames.get(path[:-1])
+        own = self._state.owned(context) if cause is not None else None
+        if cause is not None and own is not None:
+            own.advance(cause)
+        return frame
 
     def issued(self, event: Issued) -> None:
         """Turn a call into messages to the callee and to each owner of arguments."""
         state = self._state
         context, path, worker = event.context, event.path, event.worker
-        _, frame = self.frame(context, path, Issued)
+        frame = self.frame(context, path[:-1], Issued)
         if state.lost:
             self._refuse_lost(event)
         if event.discarded:
@@ -188,7 +183,7 @@ class ProgramFrames(Struct, eq=False):
 
     def launched(self, event: Launched) -> None:
         """Call a program, once everything issued before it has arrived."""
-        _, frame = self.frame(event.context, event.path, Launched)
+        frame = self.frame(event.context, event.path[:-1], Launched)
         said = f"no program can run on {event.worker!r}"
         self._state.check_there(event.worker, said)
         frame.launched[event.path] = event.worker
@@ -199,7 +194,7 @@ class ProgramFrames(Struct, eq=False):
 
     def awaited(self, event: Awaited) -> None:
         """The top frame waits until everything that it issued is acknowledged."""
-        _, frame = self.frame(event.context, (0,))
+        frame = self.frame(event.context, ())
         resume = partial(self._state.resume, event.waiter, None)
         self.when_acknowledged(frame, resume)
 
@@ -231,7 +226,7 @@ class ProgramFrames(Struct, eq=False):
         for path in message.paths:
             if message.context is None:
                 self._state.assignments.pop((path, sender), None)
-            elif (frame := self._issuer(message.context, path)) is not None:
+            elif (frame := self._state.frame(message.context, path[:-1])) is not None:
                 frame.unacknowledged.pop((path, sender), None)
         if self._held:
             self.let_go()
@@ -247,7 +242,7 @@ class ProgramFrames(Struct, eq=False):
     def attached(self, event: Attached) -> None:
         """A program here attaches a hook to a value on any worker."""
         worker, path = event.worker, event.hook.path
-        _, frame = self.frame(event.context, path, Attached)
+        frame = self.frame(event.context, path[:-1], Attached)
         self._state.check_there(worker, f"nothing can be hooked on {worker!r}")
         attach = Attach(event.context, event.key, event.hook)
         self._issue(frame, worker, path, attach)
@@ -301,7 +296,7 @@ class ProgramFrames(Struct, eq=False):
 
     def program_ended(self, _: Worker, message: Return) -> None:
         """A program that was called from here returned."""
-        frame = self._issuer(message.context, message.path)
+        frame = self._state.frame(message.context, message.path[:-1])
         if frame is None:
             return
         for worker in message.workers:
@@ -317,7 +312,7 @@ class ProgramFrames(Struct, eq=False):
 
     def collected(self, event: Collected) -> None:
         """A program here waits for news of those that it called."""
-        _, frame = self.frame(event.context, (*event.path, 0))
+        frame = self.frame(event.context, event.path)
         del frame.news[: event.taken - frame.taken]
         frame.taken = event.taken
         frame.collector = event.waiter
@@ -334,14 +329,14 @@ class ProgramFrames(Struct, eq=False):
 
     def timed_out(self, event: TimedOut) -> None:
         """No news came in time."""
-        _, frame = self.frame(event.context, (*event.path, 0))
+        frame = self.frame(event.context, event.path)
         if frame.collector == event.waiter:
             frame.collector = 0
             self._state.resume(event.waiter, ())
 
     def asked(self, event: Asked) -> None:
         """A program here asks its caller, which may use all that it issued before."""
-        _, frame = self.frame(event.context, (*event.path, 0))
+        frame = self.frame(event.context, event.path)
         frame.asker = event.waiter
         asks = Tell(event.context, event.path, event.data, answers=False)
         assert frame.issuer is not None, event.path
@@ -350,7 +345,7 @@ class ProgramFrames(Struct, eq=False):
 
     def answered(self, event: Answered) -> None:
         """A program here answers one that it called."""
-        _, frame = self.frame(event.context, event.path)
+        frame = self.frame(event.context, event.path[:-1])
         if (worker := frame.launched.get(event.path)) is not None:
             tell = Tell(event.context, event.path, event.data, answers=True)
             self.when_acknowledged(frame, partial(self._state.send, worker, tell))
@@ -359,11 +354,11 @@ class ProgramFrames(Struct, eq=False):
         """A program that was called from here asks, or one here is answered."""
         context, path = message.context, message.path
         if not message.answers:
-            caller = self._issuer(context, path)
+            caller = self._state.frame(context, path[:-1])
             if caller is not None and caller.launched.get(path) == sender:
                 self._report(caller, message)
             return
-        _, frame = self.frame(context, (*path, 0))
+        frame = self.frame(context, path)
         waiter, frame.asker = frame.asker, 0
         if waiter and frame.issuer == sender:
             self._state.resume(waiter, (message.data, None))

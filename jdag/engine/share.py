@@ -120,6 +120,13 @@ class Pass(Struct, eq=False):
     failed: bool = False
     outcome: Outcome | None = None  # None while it is in progress.
 
+    def less(self, vertex: Vertex) -> None:
+        """One that a vertex waited for is there; after the last it is ready."""
+        due = self.dues[vertex]
+        due.remaining -= 1
+        if due.remaining == 0:
+            self.ready.append(vertex)
+
     def parcel(self) -> list[tuple[Outgoing, Credited]]:
         """Empty the outbox: split the credit among its messages, with a part if busy.
 

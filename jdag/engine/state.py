@@ -17,6 +17,7 @@ from jdag.engine.graph import (
     LeafVersions,
     Node,
     Pending,
+    ProgramFrame,
     RecvEnd,
     Value,
     Version,
@@ -118,6 +119,11 @@ class State:
         fragment = self.contexts.get(context)
         return fragment if isinstance(fragment, OwnedFragment) else None
 
+    def frame(self, context: ContextId, path: Path) -> ProgramFrame | None:
+        """The frame of this path here; None once it, or its context, has ended."""
+        fragment = self.contexts.get(context)
+        return None if fragment is None else fragment.frames.get(path)
+
     def owner(self, context: ContextId) -> Worker:
         """The worker that opened a context."""
         return incarnated(self.names[context.number], context.incarnation)
@@ -200,27 +206,31 @@ class State:
 
     def when_settled(self, values: Sequence[Value], then: Callable[[], None]) -> None:
         """Run `then` once all values have settled; immediately if they have."""
-        missing = values and [value for value in values if not value.settled]
-        if not missing:
+        waiting = [value.waiters for value in values if not value.settled]
+        if waiting:
+            self._wait(waiting, then)
+        else:
             then()
-            return
-        pending = Pending(len(missing), then)
-        for value in missing:
-            value.waiters.append(pending)
 
     def when_computed(self, jobs: Sequence[int], then: Callable[[], None]) -> None:
         """Run `then` once all these jobs are done; immediately if there are none."""
-        if not jobs:
+        waiting = [self.after.setdefault(number, []) for number in jobs]
+        if waiting:
+            self._wait(waiting, then)
+        else:
             then()
-            return
-        pending = Pending(len(jobs), then)
-        for number in jobs:
-            self.after.setdefault(number, []).append(pending)
 
-    def computed(self, number: int) -> None:
-        """A job is done: schedule the callbacks that waited for it."""
-        for pending in self.after.pop(number):
-            self._less_missing(pending)
+    def _wait(self, waiting: list[list[Pending]], then: Callable[[], None]) -> None:
+        pending = Pending(len(waiting), then)
+        for pendings in waiting:
+            pendings.append(pending)
+
+    def came(self, waiting: Iterable[Pending]) -> None:
+        """What these wait for is there: schedule those that wait for nothing else."""
+        for pending in waiting:
+            pending.missing -= 1
+            if pending.missing == 0:
+                self.soon.append(pending.then)
 
     def settle(self, value: Value, failure: Failure | None) -> None:
         """A value is available or has failed: schedule the callbacks waiting for it."""
@@ -230,15 +240,9 @@ class State:
         waiters = value.waiters
         if waiters:
             value.waiters = []
-            for pending in waiters:
-                self._less_missing(pending)
+            self.came(waiters)
         if not value.users:
             self._free(value)
-
-    def _less_missing(self, pending: Pending) -> None:
-        pending.missing -= 1
-        if pending.missing == 0:
-            self.soon.append(pending.then)
 
     def release(self, values: Iterable[Value]) -> None:
         """Remove one user of each value; drop values without users."""
