@@ -198,9 +198,8 @@ class Backward:
 
     def fail_lost(self, live: Pass, worker: Worker) -> None:
         """Fail the pass because a worker that it needs is lost."""
-        here = self._state.worker
-        lost = self._state.lost_failure(worker)
-        self.fail(live, replace(lost, route=(here, worker)))
+        route = (self._state.worker, worker)
+        self.fail(live, self._state.lost_failure(worker, route))
 
     # ------------------------------------------------------------------- counting
 

@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment, ProgramFrame
@@ -98,12 +97,8 @@ class Ends(Struct, eq=False):
         told = dict.fromkeys(own.frames[()].workers)
         if abort:
             told |= dict.fromkeys(state.workers)
-        others = state.others(told)
         live = tuple(each for each in self._live() if each != own.context.counter)
-        message = Release(own.context, live, abort)
-        own.awaited = dict.fromkeys((*others, state.worker))
-        for worker in tuple(own.awaited):
-            state.send(worker, message)
+        state.ask_all(own, told, Release(own.context, live, abort))
 
     def _live(self) -> list[int]:
         """Counters of this owner's contexts that some worker still holds."""
@@ -237,9 +232,8 @@ class Ends(Struct, eq=False):
             if worker in own.awaited:  # An abort goes to all.
                 self.released(worker, Released(own.context, ()))
             return
-        own.lost = own.lost or replace(
-            self._state.lost_failure(worker), route=(self._state.worker, worker)
-        )
+        route = (self._state.worker, worker)
+        own.lost = own.lost or self._state.lost_failure(worker, route)
         match own.phase:
             case Phase.OPEN:
                 own.advance(LostEvent)

@@ -207,14 +207,9 @@ class Forwarding(Struct, eq=False):
             value.users += 1
         if True in message.tracked:
             inputs = tuple([value if tracked else None for value, tracked in slots])
-            fragment.sends[message.path] = SendEnd(
-                message.path,
-                message.destination,
-                inputs,
-                message.function,
-                message.call_site,
-                [not tracked for tracked in message.tracked],
-            )
+            of = message.path, message.destination, inputs, message.function
+            spent = [not tracked for tracked in message.tracked]
+            fragment.sends[message.path] = SendEnd(*of, message.call_site, spent)
         fragment.pending += 1
         self._state.when_settled(
             values, partial(self._shipped, fragment, message, values)

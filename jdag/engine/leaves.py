@@ -76,8 +76,9 @@ class Leaves(Struct, eq=False):
         parts.setdefault(state.worker, [])
         messages = {to: Assign(event.path, tuple(of)) for to, of in parts.items()}
         own = messages[state.worker]
-        others = state.others(messages)
-        state.assignments.update({(event.path, worker): None for worker in others})
+        for worker in messages:
+            if worker != state.worker:
+                state.assignments[event.path, worker] = None
         state.send_each(messages)
         state.send(state.worker, own)
         outputs = [key for part in event.parts for key in part.outputs]

@@ -77,8 +77,11 @@ class OfCall(Record):
     path: Path
 
 
-class OfPass(Record):
-    """Base of messages about a pass, identified by its number in its context."""
+class Numbered(Record):
+    """Base of messages about a pass of a context, or a step of a plan, by its number.
+
+    A plan has the id of a context.
+    """
 
     context: ContextId
     number: U32
@@ -220,7 +223,7 @@ class Attach(Record, tag=20):
     hook: Hook
 
 
-class Start(OfPass, tag=10):
+class Start(Numbered, tag=10):
     """Owner to a worker with roots: count; if `go`, begin. Carries given cotangents."""
 
     roots: Several[Root]
@@ -238,7 +241,7 @@ class Marked(Record, gc=False):
     slots: Mask
 
 
-class Mark(OfPass, tag=19):
+class Mark(Numbered, tag=19):
     """Recv to send, in SMART mode: the slots of these transfers that the roots need."""
 
     transfers: Several[Marked]
@@ -247,7 +250,7 @@ class Mark(OfPass, tag=19):
     owed: Change
 
 
-class Go(OfPass, tag=11):
+class Go(Numbered, tag=11):
     """Owner to a worker with announced roots: begin."""
 
     retain: bool
@@ -255,7 +258,7 @@ class Go(OfPass, tag=11):
     owed: Change
 
 
-class Cotangent(OfPass, tag=12):
+class Cotangent(Numbered, tag=12):
     """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
 
     path: Path
@@ -265,7 +268,7 @@ class Cotangent(OfPass, tag=12):
     owed: Change
 
 
-class Answer(OfPass, tag=13):
+class Answer(Numbered, tag=13):
     """To the owner: this worker is passive. Returns credit and change in owed sends.
 
     All messages of a pass carry these two (`jdag.engine.credit`).
@@ -275,20 +278,20 @@ class Answer(OfPass, tag=13):
     owed: Change
 
 
-class Fail(OfPass, tag=14):
+class Fail(Numbered, tag=14):
     """To the worker that first sent a message of the pass: it cannot finish."""
 
     failure: Failure
 
 
-class End(OfPass, tag=15):
+class End(Numbered, tag=15):
     """Owner to every participant: the pass is over."""
 
     outcome: Outcome
     retain: bool
 
 
-class Ended(OfPass, tag=16):
+class Ended(Numbered, tag=16):
     """Answer to End: sends still owed, and leaves that now have a gradient.
 
     `failure`: an observing hook raised.
@@ -319,7 +322,7 @@ class Released(Record, tag=18):
     failures: Several[Failure]
 
 
-class Listing(OfPass, tag=28):
+class Listing(Numbered, tag=28):
     """To a worker with listed calls: all are there, and which actions may come.
 
     Of pass 0, their forwards: a program waits. Else a pass begins, which needs what it
@@ -327,13 +330,6 @@ class Listing(OfPass, tag=28):
     """
 
     marked: bool
-
-
-class OfPlan(Record):
-    """Base of messages about a plan, by the context id that it has, and of a step."""
-
-    context: ContextId
-    number: U32
 
 
 class Outgoing(Record):
@@ -364,7 +360,7 @@ class Slotted(Record):
     slot: U32
 
 
-class Prepare(OfPlan, tag=23):
+class Prepare(Numbered, tag=23):
     """Owner to a worker: its part of a plan. Carries the constants; compile it."""
 
     segments: Several[Segment]
@@ -375,7 +371,7 @@ class Prepare(OfPlan, tag=23):
     reports: bool  # Whether the owner waits for a Stepped of each step.
 
 
-class Step(OfPlan, tag=24):
+class Step(Numbered, tag=24):
     """Owner to a worker: run your segments. Carries the inputs of the step.
 
     If `commits`, the step before succeeded everywhere: commit it first.
@@ -385,19 +381,19 @@ class Step(OfPlan, tag=24):
     commits: bool
 
 
-class Hop(OfPlan, tag=25):
+class Hop(Numbered, tag=25):
     """Worker to worker: values that a segment made for others."""
 
     slots: Slots
 
 
-class Stepped(OfPlan, tag=26):
+class Stepped(Numbered, tag=26):
     """To the owner: a step has run here, or failed; step 0: a segment is compiled."""
 
     failure: Failure | None
 
 
-class Settle(OfPlan, tag=27):
+class Settle(Numbered, tag=27):
     """Owner to a worker: the step is over; commit it, or drop it; `over`: all of it."""
 
     commits: bool

@@ -162,22 +162,7 @@ class LeafId(Record, order=True, gc=False, cache_hash=True):
 
 
 class AnyKey(Record, gc=False, cache_hash=True):
-    """Names a value: `context`, `name` and `index`, by `kind`.
-
-    kind        name            index
-    output      path of call    which output             where the call ran
-    received    (path, source)  slot of the transfer     where the transfer went
-    constant    path            position of the argument where the call runs
-    leaf        LeafId          version                  on the leaf's worker
-    newest      LeafId          0                        on the leaf's worker
-    gradient    LeafId          pass                     on the leaf's worker
-    seed        pass            number of the root       where the root lives
-    cotangent   (pass, path)    slot of the transfer     on the send's worker
-    reading     request         number in the request    on the requesting worker
-    residuals   path of call    0                        where the call ran
-    scratch     job             which output             where the job ran
-    slot        step            number in the plan       where a segment reads it
-    """
+    """Names a value in a context, on one worker: `name` and `index` differ by kind."""
 
     kind: ClassVar[str]
     context: ContextId | None
@@ -197,73 +182,73 @@ class AnyKey(Record, gc=False, cache_hash=True):
 
 
 class OutputKey(AnyKey, tag=0):
-    """An output of a call."""
+    """Output `index` of the call of this path, where it ran."""
 
     name: Path
 
 
 class ReceivedKey(AnyKey, tag=1):
-    """A slot of a transfer that arrived."""
+    """Slot `index` of the transfer to a call from a worker, where it arrived."""
 
     name: tuple[Path, Worker]
 
 
 class ConstantKey(AnyKey, tag=2):
-    """An argument that goes with its call."""
+    """Argument `index`, which goes with the call of this path."""
 
     name: Path
 
 
 class LeafKey(AnyKey, tag=3):
-    """A version of a leaf."""
+    """Version `index` of a leaf, on the leaf's worker."""
 
     name: LeafId
 
 
 class GradientKey(AnyKey, tag=4):
-    """The gradient of a leaf in a pass."""
+    """The gradient of a leaf in pass `index`, on the leaf's worker."""
 
     name: LeafId
 
 
 class SeedKey(AnyKey, tag=5):
-    """A cotangent given to a pass."""
+    """The cotangent given to root `index` of a pass, where the root lives."""
 
     name: U32
 
 
 class CotangentKey(AnyKey, tag=6):
-    """A cotangent that arrived."""
+    """The cotangent of slot `index` of a transfer in a pass, at the send."""
 
     name: tuple[U32, Path]
 
 
 class ReadingKey(AnyKey, tag=7):
-    """A value that was read."""
+    """Value `index` of a request, on the requesting worker."""
 
     name: U64
 
 
 class NewestKey(AnyKey, tag=8):
-    """The newest version of a leaf, whichever that is."""
+    """The newest version of a leaf, whichever that is; `index` is 0."""
 
     name: LeafId
 
 
 class ResidualsKey(AnyKey, tag=9):
-    """The residuals of a call; never leaves its worker."""
+    """The residuals of a call, where it ran; `index` is 0; never sent."""
 
     name: Path
 
 
 class ScratchKey(AnyKey, tag=10):
-    """An intermediate value of a job; never leaves its worker."""
+    """Output `index` of a job, where that ran; never sent."""
 
     name: U64
 
 
 class SlotKey(AnyKey, tag=11):
-    """A value of a step of a plan, which `context` identifies; step 0: a constant."""
+    """Slot `index` in a step of the plan `context`; step 0: a constant."""
 
     name: U32
 

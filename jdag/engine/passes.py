@@ -157,7 +157,8 @@ class Passes(Struct, eq=False):
             return
         if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
             # Do not wait any longer for jobs of the failed pass.
-            self._tell_all(own, Outcome.EXPIRED)
+            message = End(own.context, own.passes, Outcome.EXPIRED, own.retain)
+            self._state.ask_all(own, own.awaited, message)
         if End not in NEXT[own.phase]:
             return  # It is already ending.
         top = own.frames[()]
@@ -179,15 +180,8 @@ class Passes(Struct, eq=False):
         own.outcome, own.failure = outcome, failure
         # A pass that did not begin also ends on workers that have acknowledged nothing:
         # calls still on their way to them are spent too.
-        others = self._state.others(own.frames[()].workers)
-        own.awaited = dict.fromkeys((*others, self._state.worker))
-        self._tell_all(own, outcome)
-
-    def _tell_all(self, own: OwnedFragment, outcome: Outcome) -> None:
-        """Send End to all workers that have not answered, this worker last."""
         message = End(own.context, own.passes, outcome, own.retain)
-        for worker in tuple(own.awaited):
-            self._state.send(worker, message)
+        self._state.ask_all(own, own.frames[()].workers, message)
 
     def ended(self, sender: Worker, message: Ended) -> None:
         """A participant answered End."""

@@ -100,31 +100,15 @@ class ProgramFrames(Struct, eq=False):
             state.listing[context, frame.path] = None
         incoming = []
         for owner, slots in ships.items():
-            tracked = tuple([tracked for _, tracked in slots])
+            keys, tracked = zip(*slots, strict=True)
             incoming.append(Incoming(owner, tracked))
-            ship = Ship(
-                context,
-                path,
-                worker,
-                tuple([key for key, _ in slots]),
-                tracked,
-                event.name,
-                event.call_site,
-                tuple(frame.notices.pop(owner, ())),
-            )
+            of = event.name, event.call_site, tuple(frame.notices.pop(owner, ()))
+            ship = Ship(context, path, worker, keys, tracked, *of)
             self._issue(frame, owner, path, ship, waits=(worker, len(slots)))
-        call = Call(
-            context,
-            path,
-            event.function,
-            tuple(inputs),
-            tuple([argument.tracked for argument in event.arguments]),
-            event.outputs,
-            tuple(incoming),
-            event.call_site,
-            tuple(frame.notices.pop(worker, ())),
-            event.tag,
-        )
+        edges = tuple([argument.tracked for argument in event.arguments])
+        notices = tuple(frame.notices.pop(worker, ()))
+        given = context, path, event.function, tuple(inputs), edges, event.outputs
+        call = Call(*given, tuple(incoming), event.call_site, notices, event.tag)
         constants = tuple([key for key in inputs if key.kind == "constant"])
         self._issue(frame, worker, path, call, constants)
 

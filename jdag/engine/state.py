@@ -178,9 +178,14 @@ class State:
             gone.pop(key, None)
         self.drop(gone)
 
-    def others(self, workers: Iterable[Worker]) -> list[Worker]:
-        """These workers without this one and lost ones."""
-        return [name for name in workers if name not in (self.worker, *self.lost)]
+    def ask_all(
+        self, own: OwnedFragment, workers: Iterable[Worker], message: Message
+    ) -> None:
+        """Send to all of these that are not lost, this worker last; await answers."""
+        here_last = sorted(workers, key=self.worker.__eq__)
+        own.awaited = dict.fromkeys([to for to in here_last if to not in self.lost])
+        for worker in tuple(own.awaited):
+            self.send(worker, message)
 
     def drop(self, keys: Iterable[Key]) -> None:
         """Request that values be dropped."""
@@ -312,10 +317,10 @@ class State:
         if worker in self.lost:
             raise WorkerLost(f"{said}: {self.loss(worker)}")
 
-    def lost_failure(self, worker: Worker) -> Failure:
+    def lost_failure(self, worker: Worker, route: tuple[Worker, ...] = ()) -> Failure:
         """The failure of whatever waits for a lost worker."""
         text = self.loss(worker, f" (noticed by {self.worker!r})")
-        return Failure("WorkerLost", text, worker)
+        return Failure("WorkerLost", text, worker, route=route)
 
 
 def first_failure(values: Iterable[Value]) -> Failure | None:
