@@ -37,7 +37,6 @@ from jdag.engine.graph import (
     Value,
     Vertex,
     describe,
-    path_of,
 )
 from jdag.engine.protocol import (
     Answer,
@@ -243,7 +242,7 @@ class Backward:
             "backward pass; call the earlier backward with retain_graph=True to use "
             "the graph again"
         )
-        self.fail(live, self._state.failure("GraphError", message, path_of(vertex)))
+        self.fail(live, self._state.failure("GraphError", message, vertex.path))
 
     def seed(self, live: Pass, _: Go | None = None) -> None:
         """Deliver the first cotangent to each root here: the given one, or ones."""

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.addends import Spot, Tree
-from jdag.engine.graph import LeafEnd, Value, Vertex, path_of
+from jdag.engine.graph import LeafEnd, Value, Vertex
 from jdag.engine.protocol import (
     Apply,
     Failure,
@@ -98,7 +98,7 @@ class Gradients(Struct, eq=False):
             above, keys = found
             live.dues[vertex].remaining += 1
             then = partial(self._summed, live, vertex, tree, above)
-            self.total(live, path_of(vertex), keys, then)
+            self.total(live, vertex.path, keys, then)
 
     def _summed(
         self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key

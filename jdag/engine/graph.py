@@ -14,7 +14,7 @@ not wait for spent slots); a value settles once.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -133,6 +133,7 @@ class LeafEnd(Struct, eq=False):
     read, regardless of other programs' assignments, until its own program assigns.
     """
 
+    path: ClassVar[Path] = ()  # Of no call.
     leaf: LeafId
     aval: Any
     gradient: Value | None = None  # The committed one.
@@ -193,11 +194,6 @@ class Fragment(Struct, eq=False):
         """The tag of the jobs of a call from now on."""
         tag = node.tag
         return replace(tag, listed=False) if tag and not self.listed else tag
-
-
-def path_of(vertex: Vertex | SendEnd) -> Path:
-    """The path of the call that made a vertex; empty for a leaf."""
-    return () if isinstance(vertex, LeafEnd) else vertex.path
 
 
 def describe(vertex: Vertex | SendEnd) -> str:

@@ -190,17 +190,29 @@ class Argument(Struct, frozen=True):
     tracked: bool
 
 
+class OfFrame(Struct, frozen=True):
+    """Base of what concerns a frame, or one call of it, by its path."""
+
+    context: ContextId
+    path: Path
+
+
+class Wait(Struct, frozen=True):
+    """Base of events about a program that waits, until its waiter is resumed."""
+
+    waiter: int
+    context: ContextId
+
+
 class Opened(Struct, frozen=True):
     """A program opened a context here: this engine owns it."""
 
     context: ContextId
 
 
-class Issued(Struct, frozen=True):
+class Issued(OfFrame, frozen=True):
     """A program frame here calls a function. Its constants are already stored."""
 
-    context: ContextId
-    path: Path
     worker: Worker
     function: Any
     name: str
@@ -211,19 +223,15 @@ class Issued(Struct, frozen=True):
     tag: Tag | None = None
 
 
-class Discarded(Struct, frozen=True):
+class Discarded(OfFrame, frozen=True):
     """The frame of this path is about to wait and no longer names these keys."""
 
-    context: ContextId
-    path: Path
     keys: tuple[tuple[Key, Worker], ...]
 
 
-class Launched(Struct, frozen=True):
+class Launched(OfFrame, frozen=True):
     """A program here calls a program, which runs at the same time."""
 
-    context: ContextId
-    path: Path
     worker: Worker
     function: Any
     arguments: Any
@@ -231,60 +239,47 @@ class Launched(Struct, frozen=True):
     objects: tuple[ObjectId, ...] = ()  # On that worker, among the arguments.
 
 
-class Collected(Struct, frozen=True):
+class Collected(Wait, frozen=True):
     """The frame of this path waits for news of the programs that it launched.
 
     Resume gives those after the first `taken`: a Return for each program that ended, a
     Tell for each that asks. None come if the timeout passes first.
     """
 
-    waiter: int
-    context: ContextId
     path: Path
     taken: int
     timeout_ns: int | None  # None: no limit.
 
 
-class TimedOut(Struct, frozen=True):
+class TimedOut(Wait, frozen=True):
     """The timeout of a Collected has passed."""
 
-    waiter: int
-    context: ContextId
     path: Path
 
 
-class Asked(Struct, frozen=True):
+class Asked(Wait, frozen=True):
     """The program of this path asks its caller: Resume gives (data, failure)."""
 
-    waiter: int
-    context: ContextId
     path: Path
     data: Any
 
 
-class Answered(Struct, frozen=True):
+class Answered(OfFrame, frozen=True):
     """A program here answers the program of this path, which it launched."""
 
-    context: ContextId
-    path: Path
     data: Any
 
 
-class Returned(Struct, frozen=True):
+class Returned(OfFrame, frozen=True):
     """The program of this path, which ran here, ended; `failure` if it raised."""
 
-    context: ContextId
-    path: Path
     result: Any
     failure: Failure | None
     discarded: tuple[tuple[Key, Worker], ...] = ()  # No program names these any more.
 
 
-class Awaited(Struct, frozen=True):
+class Awaited(Wait, frozen=True):
     """The owner's top frame waits until everything that it issued has arrived."""
-
-    waiter: int
-    context: ContextId
 
 
 class Fetched(Struct, frozen=True):
@@ -310,14 +305,12 @@ class Dropped(Struct, frozen=True):
     leaves: tuple[LeafId, ...]
 
 
-class Differentiated(Struct, frozen=True):
+class Differentiated(Wait, frozen=True):
     """The owner's top frame requests a pass: Resume gives a `PassResult`.
 
     Given cotangents are already stored under their seed keys.
     """
 
-    waiter: int
-    context: ContextId
     roots: tuple[tuple[Worker, Root], ...]
     mode: Mode
     retain: bool
@@ -351,25 +344,21 @@ class Planned(Struct, frozen=True):
     results: tuple[int, ...]
 
 
-class Compiled(Struct, frozen=True):
+class Compiled(Wait, frozen=True):
     """A program here waits until more than `seen` segments are compiled.
 
     Resume gives their number, or the failure of one.
     """
 
-    waiter: int
-    context: ContextId
     seen: int
 
 
-class Stepping(Struct, frozen=True):
+class Stepping(Wait, frozen=True):
     """A program here runs a step: Resume gives the results' keys, or the failure.
 
     The inputs, for each worker in turn, are already stored.
     """
 
-    waiter: int
-    context: ContextId
     number: int
     inputs: tuple[tuple[Worker, tuple[int, ...]], ...]
 
@@ -380,11 +369,8 @@ class Unplanned(Struct, frozen=True):
     context: ContextId
 
 
-class Left(Struct, frozen=True):
+class Left(Wait, frozen=True):
     """The owner's top frame leaves the context: Resume gives unseen failures."""
-
-    waiter: int
-    context: ContextId
 
 
 Event = (
@@ -416,11 +402,9 @@ class Drop(Struct, frozen=True):
     keys: tuple[Key, ...]
 
 
-class Spawn(Struct, frozen=True):
+class Spawn(OfFrame, frozen=True):
     """Start a program as the frame of this path; report `Returned` when it ends."""
 
-    context: ContextId
-    path: Path
     function: Any
     arguments: Any
     call_site: str
