@@ -51,13 +51,15 @@ class Forwarding(Struct, eq=False):
 
     def call(self, sender: Worker, message: Call) -> None:
         """Handle a call, issued by any worker."""
-        self._lives.discard(message.discarded)
-        fragment = self._state.fragment(message.context)
+        state, context = self._state, message.context
+        if message.discarded:
+            self._lives.discard(message.discarded)
+        fragment = state.contexts.get(context) or state.fragment(context)
         if fragment is None:
-            self._state.drop(landing(message))
+            state.drop(landing(message))
         else:
             self._call(fragment, message)
-        self._state.acknowledge(sender, message.context, message.path)
+        state.acknowledge(sender, context, message.path)
 
     def _call(self, fragment: Fragment, message: Call) -> None:
         context, path = message.context, message.path

@@ -27,6 +27,7 @@ from msgspec.structs import astuple
 from jdag.engine.graph import Fragment, ProgramFrame
 from jdag.engine.lives import Lives
 from jdag.engine.locks import Locks
+from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Acknowledge,
@@ -74,15 +75,15 @@ class ProgramFrames(Struct, eq=False):
         self, context: ContextId, path: Path, cause: type | None = None
     ) -> ProgramFrame:
         """The frame of this path here, if the phase allows what it is to do."""
-        frame = self._state.frame(context, path)
+        fragment = self._state.contexts.get(context)
+        frame = None if fragment is None else fragment.frames.get(path)
         if frame is None:
             raise ContextError(
                 f"context {context} is not open on {self._state.worker!r}: it was "
                 "released, or the program that issues this call has ended"
             )
-        own = self._state.owned(context) if cause is not None else None
-        if cause is not None and own is not None:
-            own.advance(cause)
+        if cause is not None and isinstance(fragment, OwnedFragment):
+            fragment.advance(cause)
         return frame
 
     def issued(self, event: Issued) -> None:
