@@ -17,7 +17,7 @@ from jdag.compute.cutting import Cut, cut
 from jdag.compute.dataflow import Graph
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static, unflatten
-from jdag.compute.sums import add, ones, zeros
+from jdag.compute.sums import add, filled
 from jdag.engine.functions import transferred
 from jdag.engine.names import ContextId, LeafId
 from jdag.engine.segments import NodeKind
@@ -157,13 +157,11 @@ class Recorded:
                 case NodeKind.FORWARD:
                     made, residuals[place] = node.pair.forward(given[0])
                 case NodeKind.VJP:
-                    few = [one if len(one) <= 8 else [add(one)] for one in given]
-                    made = node.pair.vjp(residuals[~node.inputs[0][0]], few)
+                    made = node.pair.vjp(residuals[~node.inputs[0][0]], given)
                 case NodeKind.SUM:
                     made = [add(given[0])]
                 case NodeKind.FILL:
-                    aval = aval_of(given[0][0])
-                    made = [ones(aval) if node.keeps else zeros(aval)]
+                    made = [filled(aval_of(given[0][0]), int(node.keeps))]
             values.update(zip(node.outputs, made, strict=True))
         return values
 

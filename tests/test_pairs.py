@@ -13,7 +13,7 @@ from jdag.compute.avals import Aval, aval_of
 from jdag.compute.moves import transferred
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static
-from jdag.compute.sums import ones
+from jdag.compute.sums import filled
 from jdag.engine.functions import unjitted
 from jdag.errors import JdagError
 from tests.compute_cases import Call, Leaf, array, assert_same, setting
@@ -116,7 +116,7 @@ def test_bfloat16_stays_bfloat16_both_ways() -> None:
     call = Call(lambda w, x: jnp.where(x @ w > 0, 1.0, 0.5) * (x @ w), Leaf(w), Leaf(x))
     assert call.pair.out_avals == (Aval((2, 8), np.dtype(jnp.bfloat16)),)
     assert call.outputs[0].dtype == jnp.bfloat16
-    gradients = call.vjp([ones(call.pair.out_avals[0])])
+    gradients = call.vjp([filled(call.pair.out_avals[0], 1)])
     assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16] * 2
 
 

@@ -15,6 +15,7 @@ from operator import and_
 from typing import Any, NamedTuple
 
 from jdag.compute.avals import Aval
+from jdag.compute.pairs import input_types, output_types
 from jdag.engine.addends import top
 from jdag.engine.names import LeafId, Tag, Worker
 from jdag.engine.segments import NodeKind
@@ -121,8 +122,8 @@ class Graph:
             if self.crosses(value, worker) and transfer not in self._transfers:
                 self._transfers[transfer] = (len(self.nodes), slots[owner])
                 slots[owner] += 1
-        avals, about = _on(pair.out_avals, pair.out_devices), (pair, name, site)
-        made = (NodeKind.FORWARD, worker, (tuple(inputs),), avals, *about)
+        about = output_types(pair), pair, name, site
+        made = (NodeKind.FORWARD, worker, (tuple(inputs),), *about)
         acts: Any = {"tag": tag, "action": "F"} if tag else {}
         self._listed = self._listed or tag is not None
         return self._add(*made, tracked=pair.out_tracked, update=update, **acts)
@@ -159,10 +160,9 @@ class Graph:
 
     def _carry_back(self, place: int, node: Node, addends: Sequence[Numbers]) -> None:
         worker, pair = node.worker, node.pair
-        avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
         inputs, came = [*compress(node.inputs[0], pair.tracked)], [*map(bool, addends)]
-        read, avals = ((~place,), *addends), _on(avals, pair.in_devices)
-        made = self._vjp(node, read, inputs, avals) if any(came) else ()
+        read = ((~place,), *addends)
+        made = self._vjp(node, read, inputs, input_types(pair)) if any(came) else ()
         for position, value in enumerate(inputs):
             here = any(map(and_, pair.reaches[position], came))
             cotangent = (worker, place, position, made[position] if here else None)
@@ -243,8 +243,3 @@ def _in_order(addends: Iterable[tuple[int, int, int | None]]) -> Places:
 
 def _present(addends: Places) -> Numbers:
     return tuple([number for number in addends if number is not None])
-
-
-def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:
-    where = devices or (None,) * len(avals)
-    return [aval.on(device) for aval, device in zip(avals, where, strict=True)]

@@ -34,11 +34,10 @@ from jdag.compute.devices import put, working_on
 from jdag.compute.duals import any_dual
 from jdag.compute.jaxpr_cutting import cut, inlined, variables
 from jdag.compute.jaxprs import has_callback
-from jdag.compute.pairs import PAIRS_MAX, Pair, refuse_deleted
+from jdag.compute.pairs import PAIRS_MAX, Pair, input_types, refuse_deleted
 from jdag.compute.placed import spread
-from jdag.compute.sums import add
+from jdag.compute.sums import addends_n, few
 from jdag.compute.tracing import Residuals, Traced
-from jdag.engine.addends import ADDENDS_MAX
 
 Flags = tuple[bool, ...]
 Places = tuple[int, ...]
@@ -121,11 +120,9 @@ class Halves:
             )
         self.pair, self.weights = pair, weights
         self._placed = pair.in_devices is not None
-        avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
-        homes = pair.in_devices or (None,) * tracked
-        avals = [aval.on(device) for aval, device in zip(avals, homes, strict=True)]
+        avals = input_types(pair)
         self.input_avals, self.weight_avals = self._split(avals)
-        self._homes = self._split(homes)
+        self._homes = self._split([aval.device for aval in avals])
 
     def cut(self, counts: Places) -> Cut:
         """Return what the stash holds, without running anything.
@@ -136,10 +133,7 @@ class Halves:
         plain = self.pair.pair
         if plain.source.unjitted:
             return self._whole()
-        made = plain.compiled.trace(*[aval.struct() for aval in plain.avals]).out_info
-        args = [plain.avals[place].struct() for place in plain.args_kept]
-        outputs = [made.outputs[place] for place in plain.outputs_kept]
-        return self._cut(plain.traced, (made.rest, tuple(args), tuple(outputs)), counts)
+        return self._cut(plain.traced, plain.residual_types().held, counts)
 
     def input_half(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -157,11 +151,10 @@ class Halves:
         with here:
             if self._placed:
                 cotangents = [put(addends, pair.device) for addends in cotangents]
-            few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
-            sums = list(map(list, few))
+            sums = few(cotangents)
         if residuals.dual or any(map(any_dual, sums)):
             return self._uncut(residuals, sums, self._whole())
-        held = (residuals.rest, residuals.args, residuals.outputs)
+        held = residuals.held
         found = self._cut(traced, held, tuple(map(len, sums)))
         if (halves := found.halves) is None:
             return self._uncut(residuals, sums, found)
@@ -198,9 +191,9 @@ class Halves:
             return tuple(values)
         return spread(values, self._homes[half])
 
-    def _split(self, few: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        inputs = compress(few, map(not_, self.weights))
-        return tuple(inputs), tuple(compress(few, self.weights))
+    def _split(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        inputs = compress(values, map(not_, self.weights))
+        return tuple(inputs), tuple(compress(values, self.weights))
 
     def _whole(self) -> Cut:
         return Cut((), (), (), sum([aval.nbytes for aval in self.weight_avals]))
@@ -214,7 +207,7 @@ class Halves:
 
     def _cut(self, traced: Traced, held: Any, counts: Places) -> Cut:
         """The cut of a trace's backward, made once; `held` are residuals or types."""
-        counts = tuple([n if n <= ADDENDS_MAX else 1 for n in counts])
+        counts = tuple(map(addends_n, counts))
         key = (self.weights, counts)
         if (found := traced.cuts.get(key)) is None:
             closed = None if traced.may_raise else _backward(traced, held, counts)
@@ -230,10 +223,7 @@ halves = lru_cache(maxsize=PAIRS_MAX)(Halves)
 
 def _backward(traced: Traced, held: Any, counts: Places) -> Any:
     """The jaxpr of a backward, nested jits inlined; None if it cannot be cut."""
-    avals = compress(traced.out_avals, traced.out_tracked)
-    both = zip(avals, counts, strict=True)
-    sums = tuple([(aval.strong.struct(),) * count for aval, count in both])
-    closed = traced.backward.trace(*held, sums).jaxpr
+    closed = traced.backward.trace(*held, traced.addend_types(counts)).jaxpr
     sharded = any([not aval.sharding.mesh.empty for aval in closed.in_avals])
     if closed.effects or has_callback(closed) or sharded:
         return None

@@ -11,20 +11,19 @@ laptop. Both modes hold, read and drop the same values.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import compress
-from operator import itemgetter
-from typing import Any, assert_never
+from itertools import chain, compress
+from typing import Any, NamedTuple, assert_never
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
-from jdag.compute.halves import Cut, Halves, halves
+from jdag.compute.halves import halves
 from jdag.compute.hooks import hooked, seen
-from jdag.compute.sums import add, ones, zeros
+from jdag.compute.pairs import input_types
+from jdag.compute.sums import add, filled
 from jdag.compute.values import Buffer, Values
-from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import name_of, name_on
 from jdag.engine.protocol import (
     AnyKey,
@@ -84,56 +83,40 @@ class Machine:
 
         Inputs read for the last time (`used_up`) are dropped.
         """
-        get, abstract = self.values.get, self.abstract
+        get = self.values.get
         compute: Callable[[], Any]
         match job:
-            case Forward() if abstract:
-                compute = partial(_output_avals, job.function)
+            case Apply():
+                hook = seen if job.output is None else hooked
+                compute = partial(hook, job.function, get(job.input))
+            case _ if self.abstract:
+                compute = partial(_same, _types(job, get))
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
-            case VjpInputs() | VjpWeights():
-                compute = self._half(job)
-            case Vjp() if abstract:
-                compute = partial(_input_avals, job.function)
+            case VjpWeights():
+                half = halves(job.function, job.weights).weight_half
+                compute = partial(half, get(job.stash))
             case Vjp():
                 cotangents = [[get(key) for key in keys] for keys in job.cotangents]
-                compute = partial(
-                    carried_back, job.function, get(job.residuals), cotangents
-                )
+                run = job.function.vjp
+                if isinstance(job, VjpInputs):
+                    run = halves(job.function, job.weights).input_half
+                compute = partial(run, get(job.residuals), cotangents)
             case Sum():
                 keys = job.addends if job.base is None else (job.base, *job.addends)
-                addends = [get(key) for key in keys]
-                compute = partial(itemgetter(0) if abstract else add, addends)
+                compute = partial(add, [get(key) for key in keys])
             case Fill():
-                compute = partial(_filled, job, abstract)
-            case Apply():
-                run = seen if job.output is None else hooked
-                compute = partial(run, job.function, get(job.input))
+                compute = partial(filled, job.aval, job.value)
             case RunSegment():
                 compute = partial(job.function.run, list(map(get, job.inputs)))
-                if abstract:
-                    compute = partial(_segment_avals, job.function)
             case CompileSegment():
-                compute = _nothing if abstract else job.function.compile
+                compute = job.function.compile
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
         if gone := used_up(job):
             self.values.drop(gone)
         return work
-
-    def _half(self, job: VjpInputs | VjpWeights) -> Callable[[], Any]:
-        of, get = halves(job.function, job.weights), self.values.get
-        if isinstance(job, VjpWeights):
-            if self.abstract:
-                return partial(_second_avals, of)
-            return partial(of.weight_half, get(job.stash))
-        residuals = get(job.residuals)
-        if self.abstract:
-            counts = tuple(map(len, job.cotangents))
-            return partial(_first_avals, of, residuals, of.cut(counts))
-        cotangents = [[get(key) for key in keys] for keys in job.cotangents]
-        return partial(of.input_half, residuals, cotangents)
 
     def hold(self, job: Job, work: Work, made: Any) -> None:
         """Hold the outputs of a job's work."""
@@ -143,7 +126,7 @@ class Machine:
                 self._put(job.outputs, outputs, job.function.out_devices)
                 if job.residuals is not None:
                     if self.abstract:
-                        residuals = _AbstractResiduals(self.values, job)
+                        residuals = _Kept(self._kept_by(job))
                     self.values.put(job.residuals, residuals)
                     self.values.activate(job.residuals, _activation_bytes(job))
             case VjpInputs():
@@ -153,7 +136,7 @@ class Machine:
                     cut, kept = stash
                     results = [job.outputs[place] for place in cut.results_kept]
                     kept = (*kept, *map(self.values.buffer, results))
-                    stash = _AbstractStash(cut.stash_bytes, kept)
+                    stash = _Kept((Buffer(cut.stash_bytes), *kept))
                 self.values.put(job.stash, stash)
                 nbytes = sum([part.nbytes for part in stash.keeps])
                 self.values.activate(job.stash, nbytes)
@@ -264,6 +247,12 @@ class Machine:
             ]
         )
 
+    def _kept_by(self, job: Forward) -> tuple[Buffer, ...]:
+        pair, buffer = job.function, self.values.buffer
+        keys = [job.inputs[place] for place in pair.args_kept]
+        keys += [job.outputs[place] for place in pair.outputs_kept]
+        return (Buffer(pair.residual_bytes), *map(buffer, keys))
+
     def _put(
         self,
         keys: Sequence[Key],
@@ -277,6 +266,12 @@ class Machine:
             return
         for key, array, device in zip(keys, arrays, devices, strict=True):
             put(key, array, device)
+
+
+class _Kept(NamedTuple):
+    """Abstract residuals or stash: a buffer of its own, then those of held arrays."""
+
+    keeps: tuple[Buffer, ...]
 
 
 def _activation_bytes(job: Forward) -> int:
@@ -296,57 +291,38 @@ def _carried_bytes(job: RunSegment, bundle: Any) -> int:
     return nbytes + sum([job.function.avals[at].nbytes for at in inputs])
 
 
-class _AbstractStash:
-    """What an abstract I leaves for W: the buffers of `keeps`."""
-
-    __slots__ = ("keeps",)
-
-    def __init__(self, nbytes: int, kept: Sequence[Buffer]) -> None:
-        self.keeps = (Buffer(nbytes), *kept)
-
-
-class _AbstractResiduals:
-    """Abstract residuals of a forward, of which only the bytes are known.
-
-    `keeps` are the buffers of arguments and outputs among them, and one for the rest.
-    """
-
-    __slots__ = ("keeps",)
-
-    def __init__(self, values: Values, job: Forward) -> None:
-        pair = job.function
-        self.keeps = (
-            Buffer(pair.residual_bytes),
-            *[values.buffer(job.inputs[index]) for index in pair.args_kept],
-            *[values.buffer(job.outputs[index]) for index in pair.outputs_kept],
-        )
-
-
-def _output_avals(pair: Any) -> tuple[tuple[Aval, ...], None]:
-    return pair.out_avals, None
-
-
-def _segment_avals(segment: Any) -> tuple[Any, ...]:
-    bundles = [Buffer(one.nbytes) for one in segment.carried]
-    return (*segment.out_avals, *bundles)
+def _types(job: Job, get: Callable[[Key], Any]) -> Any:
+    """What an abstract job makes; of I, the cut and residuals' buffers as its stash."""
+    match job:
+        case Forward():
+            return job.function.out_avals, None
+        case VjpInputs():
+            of, (_, *buffers) = (
+                halves(job.function, job.weights),
+                get(job.residuals).keeps,
+            )
+            cut, pair = of.cut(tuple(map(len, job.cotangents))), job.function
+            args = dict(zip(pair.args_kept, buffers, strict=False))
+            outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
+            kept = map(args.get, cut.args_kept), map(outputs.get, cut.outputs_kept)
+            return of.input_avals, (cut, tuple(chain(*kept)))
+        case VjpWeights():
+            return halves(job.function, job.weights).weight_avals
+        case Vjp():
+            return input_types(job.function)
+        case Sum():
+            return get(job.addends[0])
+        case Fill():
+            return job.aval.on(None)
+        case RunSegment():
+            bundles = [Buffer(one.nbytes) for one in job.function.carried]
+            return (*job.function.out_avals, *bundles)
+        case _:
+            return None
 
 
-def _input_avals(pair: Any) -> tuple[Aval, ...]:
-    """The types of a vjp's results: those of the tracked inputs, strongly typed."""
-    return tuple([aval.strong for aval in compress(pair.avals, pair.tracked)])
-
-
-def _first_avals(of: Halves, residuals: Any, cut: Cut) -> tuple[Any, Any]:
-    """The types of I's results; the cut, and the buffers of residuals in its stash."""
-    pair, (_, *buffers) = of.pair, residuals.keeps
-    args = dict(zip(pair.args_kept, buffers, strict=False))
-    outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
-    kept = [args[i] for i in cut.args_kept] + [outputs[i] for i in cut.outputs_kept]
-    return of.input_avals, (cut, kept)
-
-
-def _second_avals(of: Halves) -> tuple[Aval, ...]:
-    return of.weight_avals
+def _same(value: Any) -> Any:
+    return value
 
 
 def _homes(job: VjpInputs | VjpWeights, *, weights: bool) -> list[str | None] | None:
@@ -355,27 +331,6 @@ def _homes(job: VjpInputs | VjpWeights, *, weights: bool) -> list[str | None] | 
         return None
     homes = zip(job.function.in_devices, job.weights, strict=True)
     return [home for home, weight in homes if weight == weights]
-
-
-def carried_back(pair: Any, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
-    """The vjp of any number of addends, on the pair's device."""
-    if pair.device is not None:
-        cotangents = [put(addends, pair.device) for addends in cotangents]
-    # The vjp adds up to 8 itself; more are summed before, with the same bits.
-    few = [c if len(c) <= ADDENDS_MAX else [add(c)] for c in cotangents]
-    return pair.vjp(residuals, few)
-
-
-def _nothing() -> None:
-    """Compile an abstract segment."""
-
-
-def _filled(job: Fill, abstract: bool) -> Any:
-    assert job.value in (0, 1), job
-    if abstract:
-        return job.aval.on(None)
-    made = ones(job.aval) if job.value else zeros(job.aval)
-    return made if job.aval.device is None else put((made,), job.aval.device)[0]
 
 
 def used_up(job: Job) -> tuple[Key, ...]:

@@ -12,6 +12,7 @@ cotangents. Each is compiled when the first dual arrives.
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache
+from itertools import compress
 from types import CodeType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,8 +32,8 @@ from jdag.compute.jaxprs import (
     unportable,
 )
 from jdag.compute.pytrees import Template, unflatten
+from jdag.compute.sums import few
 from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
-from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
 from jdag.errors import JdagError
 
@@ -77,7 +78,7 @@ class Pair:
         self.may_raise = True
         self._compile()
         if not source.unjitted:
-            trace = self.compiled.trace(*structs)
+            trace = self._trace()
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
             self.unportable = unportable(trace.jaxpr)
@@ -141,15 +142,13 @@ class Pair:
             if dual:
                 refuse_no_jvp(self.name, error)
             raise
-        traced, outputs = returned.traced, returned.outputs
         if self.source.unjitted and self.source.is_python:
-            _check_declared(self.traced, traced)
-        if traced.backward is None:
-            return outputs, None
-        args_kept = tuple([args[position] for position in traced.args_kept])
-        outputs_kept = tuple([outputs[index] for index in traced.outputs_kept])
-        held = (args_kept, outputs_kept, returned.rest)
-        return outputs, Residuals(traced, *held, dual and any(map(any_dual, held)))
+            _check_declared(self.traced, returned.traced)
+        if returned.traced.backward is None:
+            return returned.outputs, None
+        residuals = returned.residuals(args)
+        residuals.dual = dual and any(map(any_dual, residuals.held))
+        return returned.outputs, residuals
 
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
@@ -158,8 +157,8 @@ class Pair:
 
         Args:
             residuals: what `forward` returned; they may be used again.
-            cotangents: for each tracked output, in order, 0 to 8 addends of its shape
-                and dtype. They are summed left to right; none at all is zero.
+            cotangents: for each tracked output, in order, any number of addends of its
+                shape and dtype, summed in the order of `add`; none at all is zero.
 
         Returns:
             One cotangent for each tracked input, in order of position, as `jax.vjp`
@@ -167,10 +166,8 @@ class Pair:
             residual or a cotangent is.
         """
         traced = residuals.traced
-        sums = tuple(map(tuple, cotangents))
+        sums, held = few(cotangents), residuals.held
         assert len(sums) == sum(traced.out_tracked), (self.name, len(sums))
-        assert max(map(len, sums)) <= ADDENDS_MAX, (self.name, list(map(len, sums)))
-        held = (residuals.rest, residuals.args, residuals.outputs)
         dual = residuals.dual or any(map(any_dual, sums))
         if dual and self.source.digest:
             self.source.refuse_dual()
@@ -188,9 +185,42 @@ class Pair:
             raise
         return gradients
 
+    def lowered(self, counts: Sequence[int] | None = None) -> Any:
+        """Lower the jitted forward; or the vjp, for these numbers of addends."""
+        if counts is None:
+            return self._trace().lower()
+        residuals = self.residual_types()
+        traced = residuals.traced
+        return traced.backward.lower(*residuals.held, traced.addend_types(counts))
+
+    def residual_types(self) -> Residuals:
+        """The types of the residuals that the jitted forward returns."""
+        structs = [aval.struct() for aval in self.avals]
+        made: Residuals = self._trace().out_info.residuals(structs)
+        return made
+
+    def _trace(self) -> Any:
+        return self.compiled.trace(*[aval.struct() for aval in self.avals])
+
     def __repr__(self) -> str:
         inputs = ", ".join(map(str, self.avals))
         return f"Pair({self.name}({inputs}) -> {', '.join(map(str, self.out_avals))})"
+
+
+def output_types(pair: Any) -> list[Aval]:
+    """The types of a pair's outputs, with their devices; it is not made if decoded."""
+    return _on(pair.out_avals, pair.out_devices)
+
+
+def input_types(pair: Any) -> list[Aval]:
+    """The types of the cotangents of its tracked inputs, with their devices."""
+    avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
+    return _on(avals, pair.in_devices)
+
+
+def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:
+    where = devices or (None,) * len(avals)
+    return [aval.on(device) for aval, device in zip(avals, where, strict=True)]
 
 
 def _check_declared(*both: Traced) -> None:

@@ -5,6 +5,7 @@ from itertools import compress
 from typing import Any, NamedTuple
 
 from jdag.compute.halves import halves
+from jdag.compute.pairs import input_types, output_types
 from jdag.engine.segments import NodeKind, SegmentNode
 
 
@@ -27,27 +28,25 @@ def types_of(
     pair: Any = pairs[node.pair] if pairs else None
     match node.kind:
         case NodeKind.FORWARD:
-            made, where = pair.out_avals, pair.out_devices
+            made = output_types(pair)
             both = zip(first, pair.avals, strict=True)
             fits = not others and all([a in (aval, aval.strong) for a, aval in both])
         case NodeKind.VJP | NodeKind.INPUTS:
-            made, where = compress(pair.avals, pair.tracked), pair.in_devices
+            made = input_types(pair)
             if node.kind is NodeKind.INPUTS:
-                made, where = halves(pair, node.weights).input_avals, ()
+                made = halves(pair, node.weights).input_avals
             outputs = compress(pair.out_avals, pair.out_tracked)
             sides = zip(others, outputs, strict=True)
             fits = first == [None] and all([{*a} <= {aval} for a, aval in sides])
         case NodeKind.WEIGHTS:
-            made, where = halves(pair, node.weights).weight_avals, ()
+            made = halves(pair, node.weights).weight_avals
             fits = first == [None] and not others
         case NodeKind.SUM | NodeKind.FILL:
-            made, where = first[-1:], [one.device for one in first[-1:]]
+            made = first[-1:]
             fits = {*first} == {first[0]} and not others
     if not fits:
         raise ValueError(f"what a node takes does not fit: {node}")
     found = [aval.strong for aval in made]
-    if where:
-        found = [aval.on(at) for aval, at in zip(found, where, strict=True)]
     keeps = node.kind is NodeKind.FORWARD and node.keeps
     return [*found, None] if keeps or node.kind is NodeKind.INPUTS else found
 

@@ -24,15 +24,12 @@ import jax.tree_util as jtu
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.bundles import Bundle, Layout, Packing, Places, bundled, layout
 from jdag.compute.configuration import configuration
-from jdag.compute.devices import put
 from jdag.compute.halves import Stash, halves
 from jdag.compute.jaxprs import has_callback
-from jdag.compute.machine import carried_back
 from jdag.compute.pairs import refuse_deleted, stays
 from jdag.compute.segment_types import Carried, held, types_of
-from jdag.compute.sums import add, fold, ones, zeros
+from jdag.compute.sums import add, filled, fold
 from jdag.compute.tracing import Residuals, strong, weakened
-from jdag.engine.addends import ADDENDS_MAX
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
 
@@ -109,12 +106,7 @@ class _Fused:
         values = list(given[: bounds[0]])
         for one, start, end in zip(layouts, bounds, bounds[1:], strict=False):
             values += one.unpacked(given[start:end])
-        for number, node in enumerate(self.nodes):
-            try:
-                values += self._computed(node, values)
-            except Exception as error:
-                setattr(error, _NODE, number)
-                raise
+        _compute(self.nodes, self.pairs, values)
         packing = Packing(given)
         outputs = tuple([packing.place(strong(values[one])) for one in self.outputs])
         packed = [packing.packed([values[n] for n in one]) for one in self.carries]
@@ -126,29 +118,57 @@ class _Fused:
             bundles.append((layout(where, types, alone), places))
         return _Made(tuple(packing.made), (outputs, tuple(bundles)))
 
-    def _computed(self, node: SegmentNode, values: Sequence[Any]) -> Sequence[Any]:
-        first, *others = [tuple([values[n] for n in at]) for at in node.inputs]
-        match node.kind:
-            case NodeKind.FORWARD:
-                pair = self.pairs[node.pair]
-                outputs, held = _forward(pair, weakened(first, pair.avals))
-                return (*outputs, held) if node.keeps else outputs
-            case NodeKind.VJP:
-                sums = tuple([(fold(one),) if one else () for one in others])
-                (held,) = first
-                cotangents: tuple[Any, ...] = held.traced.backward(
-                    held.rest, held.args, held.outputs, sums
-                )
-                return cotangents
-            case NodeKind.INPUTS:
-                sums = tuple([(fold(one),) if one else () for one in others])
-                return _first_half(self.pairs[node.pair], node, first[0], sums)
-            case NodeKind.WEIGHTS:
-                return _second_half(self.pairs[node.pair], node, first[0])
-            case NodeKind.SUM:
-                return (fold(first),)
-            case NodeKind.FILL:
-                return (jnp.full(first[0].shape, int(node.keeps), first[0].dtype),)
+
+def _compute(
+    nodes: Sequence[SegmentNode],
+    pairs: Sequence[Any],
+    values: list[Any],
+    known: Sequence[Any] | None = None,
+) -> None:
+    """Add what nodes make to the values: one by one if their types are `known`.
+
+    Else they are traced within one jit, where all addends of a cotangent are folded.
+    """
+    for number, node in enumerate(nodes):
+        try:
+            values += _computed(node, pairs, values, known)
+        except Exception as error:
+            setattr(error, _NODE, number)
+            raise
+
+
+def _computed(
+    node: SegmentNode,
+    pairs: Sequence[Any],
+    values: Sequence[Any],
+    known: Sequence[Any] | None,
+) -> Sequence[Any]:
+    first, *others = [tuple([values[n] for n in at]) for at in node.inputs]
+    pair: Any = pairs[node.pair] if pairs else None
+    if known is None:
+        others = [(fold(one),) if one else () for one in others]
+    match node.kind:
+        case NodeKind.FORWARD:
+            forward = partial(_forward, pair) if known is None else pair.forward
+            outputs, held = forward(weakened(first, pair.avals))
+            return (*outputs, held) if node.keeps else outputs
+        case NodeKind.VJP if known is None:
+            cotangents: Any = first[0].traced.backward(*first[0].held, tuple(others))
+            return cotangents
+        case NodeKind.VJP:
+            return pair.vjp(first[0], others)
+        case NodeKind.INPUTS:  # A bundle has the stash as residuals.
+            found, stash = halves(pair, node.weights).input_half(first[0], others)
+            made: Any = stash.halves  # As their trace.
+            return (*found, Residuals(made, (), (), stash.keeps, False))
+        case NodeKind.WEIGHTS:
+            stash = Stash(pair.name, first[0].rest, 0, first[0].traced)
+            return halves(pair, node.weights).weight_half(stash)
+        case NodeKind.SUM:
+            return (fold(first) if known is None else add(first),)
+        case NodeKind.FILL:
+            like = known[node.inputs[0][0]] if known else aval_of(first[0])
+            return (filled(like, int(node.keeps)),)
 
 
 def _forward(pair: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Residuals]:
@@ -156,25 +176,7 @@ def _forward(pair: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Residua
         outputs = tuple([args[index] for index in pair.passes])
         return outputs, Residuals(pair.traced, (), (), (), False)
     made = pair.compiled(*args)
-    traced, outputs = made.traced, tuple(made.outputs)
-    args_kept = tuple([args[place] for place in traced.args_kept])
-    outputs_kept = tuple([outputs[place] for place in traced.outputs_kept])
-    return outputs, Residuals(traced, args_kept, outputs_kept, made.rest, False)
-
-
-def _first_half(
-    pair: Any, node: SegmentNode, held: Residuals, cotangents: Sequence[Sequence[Any]]
-) -> tuple[Any, ...]:
-    """The cotangents of inputs, and the stash, which a bundle has as residuals."""
-    found, stash = halves(pair, node.weights).input_half(held, cotangents)
-    made: Any = stash.halves  # As their trace.
-    return (*found, Residuals(made, (), (), stash.keeps, False))
-
-
-def _second_half(pair: Any, node: SegmentNode, held: Residuals) -> tuple[Any, ...]:
-    made: Any = held.traced
-    stash = Stash(pair.name, held.rest, 0, made)
-    return halves(pair, node.weights).weight_half(stash)
+    return tuple(made.outputs), made.residuals(args)
 
 
 def _donated(
@@ -230,9 +232,12 @@ class SegmentFunction:
 
     def __post_init__(self) -> None:
         known: list[Any] = [*self.avals, *[None] * sum(self.bundles)]
+        keepers: dict[int, SegmentNode] = {}  # By number of what they keep.
         try:
             for node in self.nodes:
                 known += types_of(node, self.pairs, known)
+                if known[-1] is None:
+                    keepers[len(known) - 1] = node
             self.out_avals = tuple([known[one].strong for one in self.outputs])
             held = [known[one] for one in chain(*self.carries)]
         except (LookupError, AttributeError, TypeError) as error:
@@ -240,6 +245,7 @@ class SegmentFunction:
         if any(held) or len(self.calls) != len(self.nodes):
             raise ValueError("a segment keeps arrays as residuals, or misses calls")
         self._known, self._by_nodes = known, True if self.exact else None
+        self._keepers = keepers
         self._fused: _Fused | None = None
         names = [name for name, _ in self.calls]
         self.name = _some(names, SHOWN_NAMES)
@@ -252,21 +258,14 @@ class SegmentFunction:
     @cached_property
     def carried(self) -> list[Carried]:
         """What each bundle that it makes holds, at least."""
-        made: dict[int, Carried] = {}
-        number = len(self.avals) + sum(self.bundles)
-        for node in self.nodes:
-            types = types_of(node, self.pairs, self._known)
-            number += len(types)
-            if types and types[-1] is None:
-                made[number - 1] = held(node, self.pairs, len(self.avals), self.exact)
-        return [
-            Carried(
-                sum([made[one].nbytes for one in few]),
-                sum([made[one].nbytes_most for one in few]),
-                tuple(chain(*[made[one].inputs for one in few])),
+        about = self.pairs, len(self.avals), self.exact
+        found = []
+        for few in self.carries:
+            nbytes, most, inputs = zip(
+                *[held(self._keepers[one], *about) for one in few], strict=True
             )
-            for few in self.carries
-        ]
+            found.append(Carried(sum(nbytes), sum(most), tuple(chain(*inputs))))
+        return found
 
     @property
     def may_raise(self) -> bool:
@@ -311,9 +310,9 @@ class SegmentFunction:
             self._blame(error)
             raise
 
-    def _blame(self, error: Exception, number: int | None = None) -> None:
+    def _blame(self, error: Exception) -> None:
         """Note which call an error is of: of one node, or of all if it is not known."""
-        number = getattr(error, _NODE, number)
+        number = getattr(error, _NODE, None)
         name, site = self.name, _some([one for _, one in self.calls], SHOWN_SITES)
         if number is not None:
             name, site = self.calls[number]
@@ -336,7 +335,8 @@ class SegmentFunction:
                 try:
                     _compile_pair(self.pairs[node.pair], node)
                 except Exception as error:
-                    self._blame(error, number)
+                    setattr(error, _NODE, number)
+                    self._blame(error)
                     raise
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -347,12 +347,12 @@ class SegmentFunction:
         """
         count = len(self.avals)
         arrays, bundles = inputs[:count], inputs[count:]
-        if self._runs_by_nodes():
-            return self._run_nodes(arrays, bundles)
-        given = tuple(inputs)
-        if bundles:
-            given = (*arrays, *chain.from_iterable([one.keeps for one in bundles]))
         try:
+            if self._runs_by_nodes():
+                return self._run_nodes(arrays, bundles)
+            given = tuple(inputs)
+            if bundles:
+                given = (*arrays, *chain.from_iterable([one.keeps for one in bundles]))
             made = self._made(given, bundles)
         except Exception as error:
             self._blame(error)
@@ -394,34 +394,9 @@ class SegmentFunction:
         values = list(arrays)
         for bundle in bundles:
             values += bundle.residuals()
-        for number, node in enumerate(self.nodes):
-            try:
-                values += self._computed(node, values)
-            except Exception as error:
-                self._blame(error, number)
-                raise
+        _compute(self.nodes, self.pairs, values, self._known)
         kept = [bundled([values[one] for one in carried]) for carried in self.carries]
         return (*[values[one] for one in self.outputs], *kept)
-
-    def _computed(self, node: SegmentNode, values: Sequence[Any]) -> Sequence[Any]:
-        first, *others = [[values[n] for n in at] for at in node.inputs]
-        match node.kind:
-            case NodeKind.FORWARD:
-                pair = self.pairs[node.pair]
-                outputs, held = pair.forward(weakened(first, pair.avals))
-                return (*outputs, held) if node.keeps else outputs
-            case NodeKind.VJP:
-                return carried_back(self.pairs[node.pair], first[0], others)
-            case NodeKind.INPUTS:
-                return _first_half(self.pairs[node.pair], node, first[0], others)
-            case NodeKind.WEIGHTS:
-                return _second_half(self.pairs[node.pair], node, first[0])
-            case NodeKind.SUM:
-                return (add(first),)
-            case NodeKind.FILL:
-                like = self._known[node.inputs[0][0]]
-                made = ones(like) if node.keeps else zeros(like)
-                return (made,) if like.device is None else put((made,), like.device)
 
 
 def link(segments: Sequence[Any]) -> None:
@@ -448,20 +423,9 @@ def failed_call(error: BaseException) -> tuple[str, str] | None:
 def _compile_pair(pair: Any, node: SegmentNode) -> None:
     if pair.in_devices or pair.out_devices or pair.pair.source.unjitted:
         return
-    structs = [aval.struct() for aval in pair.avals]
-    trace = pair.pair.compiled.trace(*structs)
-    if node.kind is NodeKind.FORWARD:
-        trace.lower().compile()
-        return
-    made, traced = trace.out_info, trace.out_info.traced
-    args = tuple([structs[place] for place in traced.args_kept])
-    outputs = tuple([made.outputs[place] for place in traced.outputs_kept])
-    tracked = compress(traced.out_avals, traced.out_tracked)
-    sums = [
-        (aval.struct(),) * (1 if len(given) > ADDENDS_MAX else len(given))
-        for given, aval in zip(node.inputs[1:], tracked, strict=True)
-    ]
-    traced.backward.lower(made.rest, args, outputs, tuple(sums)).compile()
+    is_forward = node.kind is NodeKind.FORWARD
+    counts = None if is_forward else list(map(len, node.inputs[1:]))
+    pair.pair.lowered(counts).compile()
 
 
 def _named(node: SegmentNode, pairs: Sequence[Any]) -> str:

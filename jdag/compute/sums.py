@@ -1,4 +1,4 @@
-"""Sums of cotangents, zeros and ones."""
+"""Sums of cotangents, and arrays of zeros and ones."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -11,7 +11,8 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval
 from jdag.compute.configuration import SUMS_IN_FLOAT32
-from jdag.engine.addends import top
+from jdag.compute.devices import put
+from jdag.engine.addends import ADDENDS_MAX, top
 
 
 def fold(addends: Sequence[Any]) -> Any:
@@ -42,22 +43,27 @@ def add(addends: Sequence[Any]) -> Any:
     """
     if not addends:
         raise ValueError(
-            "a sum needs at least one addend; zeros(aval) is the empty sum"
+            "a sum needs at least one addend; filled(aval, 0) is the empty sum"
         )
     few = top(addends, lambda group: _sum(*group))
     return few[0] if len(few) == 1 else _sum(*few)
 
 
-def zeros(aval: Aval) -> jax.Array:
-    """Return an array of zeros of that shape and dtype, strongly typed."""
-    filled: jax.Array = _zeros(aval.shape, aval.dtype)
-    return filled
+def few(cotangents: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
+    """Return cotangents as the addends that a vjp folds: of more than 8, their sum."""
+    return tuple([tuple(c) if len(c) <= ADDENDS_MAX else (add(c),) for c in cotangents])
 
 
-def ones(aval: Aval) -> jax.Array:
-    """Return an array of ones of that shape and dtype, strongly typed."""
-    filled: jax.Array = _ones(aval.shape, aval.dtype)
-    return filled
+def addends_n(count: int) -> int:
+    """Return how many of so many addends `few` leaves."""
+    return count if count <= ADDENDS_MAX else 1
+
+
+def filled(aval: Aval, value: int) -> Any:
+    """Return an array of zeros or ones of a type, strongly typed, on its device."""
+    assert value in (0, 1), value
+    made = (_ones if value else _zeros)(aval.shape, aval.dtype)
+    return made if aval.device is None else put((made,), aval.device)[0]
 
 
 # Compiled, they take a fifth of the time.

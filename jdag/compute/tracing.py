@@ -24,7 +24,7 @@ from jdag.compute.duals import along, is_dual
 from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.moves import home_of, transferred
 from jdag.compute.pytrees import Template, flatten
-from jdag.compute.sums import fold
+from jdag.compute.sums import addends_n, fold
 from jdag.engine.functions import is_unjitted, name_of, shapes_of
 from jdag.errors import JdagError, kind_of
 
@@ -58,6 +58,12 @@ class Traced:
         self.dual_backward = compiled(along(self.backward, self.name))
         self.may_raise = True if compiled is as_it_is else None
 
+    def addend_types(self, counts: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
+        """The types of cotangents that the backward takes, each in so many addends."""
+        avals = compress(self.out_avals, self.out_tracked)
+        both = zip(avals, map(addends_n, counts), strict=True)
+        return tuple([(aval.strong.struct(),) * count for aval, count in both])
+
 
 @partial(
     jtu.register_dataclass, data_fields=("outputs", "rest"), meta_fields=("traced",)
@@ -69,6 +75,12 @@ class TracedResult:
     traced: Traced
     outputs: Any
     rest: Any
+
+    def residuals(self, args: Sequence[Any]) -> "Residuals":
+        """Return the residuals of a call with these arguments; or the types of both."""
+        args_kept = tuple([args[place] for place in self.traced.args_kept])
+        outputs = tuple([self.outputs[place] for place in self.traced.outputs_kept])
+        return Residuals(self.traced, args_kept, outputs, self.rest, False)
 
 
 @partial(
@@ -89,6 +101,11 @@ class Residuals:
     outputs: Any
     rest: Any
     dual: bool
+
+    @property
+    def held(self) -> tuple[Any, Any, Any]:
+        """What the backward takes before the cotangents."""
+        return self.rest, self.args, self.outputs
 
     @property
     def nbytes(self) -> int:

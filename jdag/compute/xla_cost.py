@@ -1,10 +1,6 @@
 """What XLA says that a pair costs: floating-point operations and bytes accessed."""
 
 from functools import lru_cache
-from itertools import compress
-from typing import Any
-
-import jax
 
 from jdag.compute.pairs import PAIRS_MAX, Pair
 from jdag.errors import JdagError
@@ -30,14 +26,6 @@ def xla_cost(pair: Pair, kind: str) -> tuple[int, int]:
             f"{pair.name} runs unjitted: XLA has no costs of it; give its times in"
             " DeviceModel(functions=)"
         )
-    args: tuple[Any, ...] = tuple([aval.struct() for aval in pair.avals])
-    compiled: Any = pair.compiled
-    if kind == "vjp":
-        made = jax.eval_shape(compiled, *args)
-        traced = made.traced
-        kept = tuple([args[position] for position in traced.args_kept])
-        outputs = tuple([made.outputs[index] for index in traced.outputs_kept])
-        sums = tuple([(one,) for one in compress(made.outputs, traced.out_tracked)])
-        compiled, args = traced.backward, (made.rest, kept, outputs, sums)
-    found = compiled.lower(*args).compile().cost_analysis() or {}
+    counts = [1] * sum(pair.out_tracked) if kind == "vjp" else None
+    found = pair.lowered(counts).compile().cost_analysis() or {}
     return int(found.get("flops", 0)), int(found.get("bytes accessed", 0))
