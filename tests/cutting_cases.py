@@ -83,6 +83,27 @@ class Var:
     tracked: bool
 
 
+def one_by_one(graph: Graph, given: Values) -> Values:
+    """The value of each number: all nodes of a graph run in order."""
+    values = dict(given)
+    residuals: dict[int, Any] = {}
+    for place, node in enumerate(graph.nodes):
+        read = node.inputs[node.kind is NodeKind.VJP :]
+        few = [[values[number] for number in slots] for slots in read]
+        made: Sequence[Any]
+        match node.kind:
+            case NodeKind.FORWARD:
+                made, residuals[place] = node.pair.forward(few[0])
+            case NodeKind.VJP:
+                made = node.pair.vjp(residuals[~node.inputs[0][0]], few)
+            case NodeKind.SUM:
+                made = [add(few[0])]
+            case NodeKind.FILL:
+                made = [filled(aval_of(few[0][0]), int(node.keeps))]
+        values.update(zip(node.outputs, made, strict=True))
+    return values
+
+
 class Recorded:
     """A program in a graph, differentiated.
 
@@ -146,24 +167,7 @@ class Recorded:
 
     def one_by_one(self) -> Values:
         """The value of each number: all nodes run in order."""
-        values = dict(self.given)
-        residuals: dict[int, Any] = {}
-        for place, node in enumerate(self.graph.nodes):
-            vjp = node.kind is NodeKind.VJP
-            read = node.inputs[vjp:]
-            given = [[values[number] for number in slots] for slots in read]
-            made: Sequence[Any]
-            match node.kind:
-                case NodeKind.FORWARD:
-                    made, residuals[place] = node.pair.forward(given[0])
-                case NodeKind.VJP:
-                    made = node.pair.vjp(residuals[~node.inputs[0][0]], given)
-                case NodeKind.SUM:
-                    made = [add(given[0])]
-                case NodeKind.FILL:
-                    made = [filled(aval_of(given[0][0]), int(node.keeps))]
-            values.update(zip(node.outputs, made, strict=True))
-        return values
+        return one_by_one(self.graph, self.given)
 
     def cut(self, results: Sequence[int], **options: Any) -> Cut:
         """Cut the graph; nothing is staged unless told."""

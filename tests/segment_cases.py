@@ -1,16 +1,20 @@
-"""Segments built by hand: calls recorded in order, then their backward."""
+"""Segments as plans have them, of one worker: forward and backward, or each alone."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.avals import aval_of
+from jdag.compute.cutting import Piece, _bundle, _segment
+from jdag.compute.dataflow import Graph
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.compute.segments import SegmentFunction
-from jdag.engine.segments import NodeKind, SegmentNode
+from jdag.engine.names import LeafId
+from tests.cutting_cases import one_by_one
 
 
 def array(*shape: int, seed: int = 0) -> Any:
@@ -18,168 +22,89 @@ def array(*shape: int, seed: int = 0) -> Any:
     return jnp.asarray(made.astype(np.float32))
 
 
-def _is_no_ref(_: Any) -> bool:
-    return False
-
-
-class Taped(NamedTuple):
-    """A call on a tape, with the numbers of its values."""
-
-    pair: int
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    residuals: int | None
-
-
 class Tape:
-    """Calls of functions of arrays; values are numbered as in a segment."""
+    """Calls of functions of arrays, which are the first values of a graph."""
 
     def __init__(self, *arrays: Any) -> None:
-        self.arrays = arrays
-        self.avals = [aval_of(one) for one in arrays]
-        self.known: list[Any] = list(self.avals)
-        self.pairs: list[Any] = []
-        self.taped: list[Taped] = []
-        self.names: list[tuple[str, str]] = []
+        self.arrays, self.avals = arrays, tuple(map(aval_of, arrays))
+        self.graph = Graph()
+        for number, aval in enumerate(self.avals):
+            leaf = LeafId("a", number)
+            self.graph.source("leaf", "a", aval, leaf=leaf, tracked=aval.inexact)
+        self.gradients: dict[LeafId, int] = {}
+        self._calls = 0
 
     def pair_of(self, fn: Any, *inputs: int) -> Any:
         """The pair of a function of these values; all that are inexact are tracked."""
-        avals = tuple([self.known[one] for one in inputs])
+        avals = tuple(map(self.graph.aval, inputs))
         args = tuple([np.zeros(aval.shape, aval.dtype) for aval in avals])
-        template = split(args, {}, _is_no_ref).template
+        template = split(args, {}, lambda _: False).template
         return pair(fn, template, avals, tuple([aval.inexact for aval in avals]))
 
     def call(self, fn: Any, *inputs: int) -> Any:
         """Record a call of a function or pair; return its outputs' numbers."""
         found = fn if hasattr(fn, "avals") else self.pair_of(fn, *inputs)
-        if found not in self.pairs:
-            self.pairs.append(found)
-        first = len(self.known)
-        outputs = tuple(range(first, first + len(found.out_avals)))
-        self.known += found.out_avals
-        keeps = any(found.out_tracked)
-        if keeps:
-            self.known.append(None)
-        residuals = len(self.known) - 1 if keeps else None
-        index = self.pairs.index(found)
-        self.taped.append(Taped(index, inputs, outputs, residuals))
-        self.names.append((found.name, f"case.py:{len(self.taped)}"))
+        self._calls += 1
+        about = found.tracked, found.name, f"case.py:{self._calls}"
+        outputs = self.graph.call("a", found, inputs, *about)
         return outputs[0] if len(outputs) == 1 else outputs
-
-    def forward(self) -> list[SegmentNode]:
-        """The nodes of all calls."""
-        return [
-            SegmentNode(
-                NodeKind.FORWARD, one.pair, (one.inputs,), one.residuals is not None
-            )
-            for one in self.taped
-        ]
-
-    def backward(
-        self, root: int, like: int, residuals: dict[int, int], first: int
-    ) -> tuple[list[SegmentNode], dict[int, tuple[int, ...]], list[tuple[str, str]]]:
-        """The nodes of the backward from a root, and the addends of each value."""
-        nodes = [SegmentNode(NodeKind.FILL, 0, ((like,),), True)]
-        names = [("", "")]
-        addends: dict[int, tuple[int, ...]] = {root: (first,)}
-        first += 1
-        for one, name in zip(reversed(self.taped), reversed(self.names), strict=True):
-            found = self.pairs[one.pair]
-            tracked = [
-                n for n, t in zip(one.outputs, found.out_tracked, strict=True) if t
-            ]
-            given = tuple([addends.get(n, ()) for n in tracked])
-            if not any(given):
-                continue
-            assert one.residuals is not None
-            inputs = ((residuals[one.residuals],), *given)
-            nodes.append(SegmentNode(NodeKind.VJP, one.pair, inputs))
-            names.append(name)
-            for n, is_tracked in zip(one.inputs, found.tracked, strict=True):
-                if is_tracked:
-                    addends[n] = (*addends.get(n, ()), first)
-                    first += 1
-        return nodes, addends, names
 
     def whole(self, root: int, wanted: Sequence[int], exact: bool = False) -> Any:
         """One segment: forward and backward; the root, then gradients of `wanted`."""
-        same = {number: number for number in self.held}
-        nodes, addends, names = self.backward(root, root, same, len(self.known))
-        end = len(self.known) + self._count(nodes)
-        nodes, outputs, names = _summed(nodes, addends, wanted, names, end)
-        return self._segment(
-            self.avals,
-            (),
-            [*self.forward(), *nodes],
-            [root, *outputs],
-            [],
-            [*self.names, *names],
-            exact,
-        )
+        self._differentiate(root)
+        (found,) = self._cut([self._arrays], exact)
+        return self._with(found, [root, *self._gradients_of(wanted)])
 
     def halves(
         self, root: int, wanted: Sequence[int], exact: bool = False
     ) -> tuple[SegmentFunction, SegmentFunction]:
         """Two segments: forward returns the root, which backward is given."""
-        held = self.held
-        forward = self._segment(
-            self.avals, (), self.forward(), [root], [held], self.names, exact
-        )
-        moved = {number: 1 + index for index, number in enumerate(held)}
-        nodes, addends, names = self.backward(root, 0, moved, 1 + len(held))
-        end = 1 + len(held) + self._count(nodes)
-        nodes, outputs, names = _summed(nodes, addends, wanted, names, end)
-        avals, count = [self.known[root]], (len(held),)
-        backward = self._segment(avals, count, nodes, outputs, [], names, exact)
-        return forward, backward
+        self._differentiate(root)
+        kept = [~at for at in range(self._calls) if self._is_kept(at)]
+        forward, backward = self._cut([self._arrays, [root, *kept]], exact)
+        gradients = self._with(backward, self._gradients_of(wanted))
+        return self._with(forward, [root]), gradients
 
     def segment(self, outputs: Sequence[int], exact: bool = False) -> SegmentFunction:
         """All calls as one segment, without backward."""
-        return self._segment(
-            self.avals, (), self.forward(), outputs, [], self.names, exact
-        )
+        return self._with(self._cut([self._arrays], exact)[0], outputs)
+
+    def one_by_one(self, root: int, wanted: Sequence[int]) -> list[Any]:
+        """The root and gradients, one pair after the other."""
+        values = one_by_one(self.graph, dict(enumerate(self.arrays)))
+        return [values[number] for number in (root, *self._gradients_of(wanted))]
 
     @property
-    def held(self) -> list[int]:
-        """The numbers of all residuals."""
-        return [one.residuals for one in self.taped if one.residuals is not None]
+    def _arrays(self) -> list[int]:
+        return [*range(len(self.arrays))]
 
-    def _segment(
-        self, avals: Any, bundles: Any, nodes: Any, outputs: Any, *rest: Any
-    ) -> SegmentFunction:
-        carries, names, exact = rest
-        return SegmentFunction(
-            tuple(self.pairs),
-            tuple(avals),
-            bundles,
-            tuple(nodes),
-            tuple(outputs),
-            tuple(map(tuple, carries)),
-            tuple(names),
-            exact,
-        )
+    def _differentiate(self, root: int) -> None:
+        self.gradients = self.gradients or self.graph.differentiate([root])
 
-    def _count(self, nodes: Sequence[SegmentNode]) -> int:
-        return sum(
-            [
-                sum(self.pairs[n.pair].tracked) if n.kind is NodeKind.VJP else 1
-                for n in nodes
-            ]
-        )
+    def _gradients_of(self, wanted: Sequence[int]) -> list[int]:
+        return [self.gradients[LeafId("a", number)] for number in wanted]
 
+    def _is_kept(self, place: int) -> bool:
+        return any(~place in slots for one in self.graph.nodes for slots in one.inputs)
 
-def _summed(nodes: Any, addends: Any, wanted: Any, names: Any, first: int) -> Any:
-    nodes, names, outputs = list(nodes), list(names), []
-    for number in wanted:
-        found = addends[number]
-        if len(found) == 1:
-            outputs.append(found[0])
-            continue
-        nodes.append(SegmentNode(NodeKind.SUM, 0, (found,)))
-        names.append(("", ""))
-        outputs.append(first)
-        first += 1
-    return nodes, outputs, names
+    def _cut(self, reads: Sequence[Sequence[int]], exact: bool) -> list[Any]:
+        """Segments that read these values: all nodes, or calls and what follows."""
+        ends = [*[self._calls] * (len(reads) - 1), len(self.graph.nodes)]
+        starts = [0, *ends]
+        pieces = [
+            Piece("a", 0, False, tuple(range(start, end)), tuple(read))
+            for start, end, read in zip(starts, ends, reads, strict=False)
+        ]
+        _bundle(self.graph, pieces)
+        every = range(len(self.graph.values))
+        return [_segment(self.graph, one, every, {}, exact) for one in pieces]
+
+    def _with(self, segment: Any, outputs: Sequence[int]) -> SegmentFunction:
+        """The function of a segment with these values as outputs, arrays too."""
+        of = segment.function
+        number = {slot: at for at, slot in enumerate(segment.needs)}
+        number.update(zip(segment.makes, of.outputs, strict=False))
+        return replace(of, outputs=tuple([number[one] for one in outputs]))
 
 
 def dense(w: Any, b: Any, x: Any) -> Any:

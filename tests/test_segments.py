@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,32 +72,14 @@ def test_one_and_two_segments_give_the_gradients_of_jax(exact: bool) -> None:
     assert_near([found, *backward.run((found, bundle))], [value, *grads])
 
 
-def by_pairs(tape: Tape, root: int, params: list[int]) -> list[Any]:
-    """The root and gradients of a chain, one pair after the other."""
-    values: dict[int, Any] = dict(enumerate(tape.arrays))
-    held = []
-    for one in tape.taped:
-        pair = tape.pairs[one.pair]
-        outputs, residuals = pair.forward([values[n] for n in one.inputs])
-        values.update(zip(one.outputs, outputs, strict=True))
-        held.append(residuals)
-    sums: dict[int, list[Any]] = {root: [jnp.ones_like(values[root])]}
-    for one, residuals in zip(reversed(tape.taped), reversed(held), strict=True):
-        given = [sums.get(n, []) for n in one.outputs]
-        found = tape.pairs[one.pair].vjp(residuals, given)
-        for n, cotangent in zip(one.inputs, found, strict=True):
-            sums.setdefault(n, []).append(cotangent)
-    return [values[root], *[sum(sums[n][1:], sums[n][0]) for n in params]]
-
-
 def test_an_exact_segment_has_the_bits_of_its_pairs() -> None:
     tape = Tape(array(8, 8), array(8, seed=1), array(4, 8, seed=2))
     x: Any = 2
     for _ in range(3):  # The weights are used three times.
         x = tape.call(dense, 0, 1, x)
     loss = tape.call(square, x)
-    expected = by_pairs(tape, loss, [0, 1])
     forward, backward = tape.halves(loss, [0, 1], exact=True)
+    expected = tape.one_by_one(loss, [0, 1])
     found, bundle = forward.run(tape.arrays)
     for exactly in (
         tape.whole(loss, [0, 1], exact=True).run(tape.arrays),
@@ -120,8 +103,10 @@ def test_a_segment_is_compiled_once_and_before_it_runs() -> None:
             first[1].run((value, bundle))
         assert len(found) == 2
     other, same, _ = mlp(3, width)
-    other.names = [(f"other{index}", "there") for index in range(4)]
-    second = other.halves(same, params)
+    second = [
+        replace(one, calls=(("other", "there"),) * len(one.calls))
+        for one in other.halves(same, params)
+    ]
     linked(*second)
     with compilations() as found:
         for one in second:
@@ -240,7 +225,8 @@ def test_its_types_are_known_without_running() -> None:
     tape, loss, params = mlp(2)
     whole = tape.whole(loss, params)
     assert whole.out_avals == tuple(map(aval_of, (jnp.float32(0), *tape.arrays[:-1])))
-    assert whole.name == "tests.segment_cases:dense and tests.segment_cases:square"
+    names = "tests.segment_cases:dense, tests.segment_cases:square and 1 more"
+    assert whole.name == names
     kinds = [kind for _, kind in whole.costs]
     assert kinds == [*["forward"] * 3, "fill", *["vjp"] * 3]
     assert whole.costs[0] == ("tests.segment_cases:dense", "forward")
@@ -266,12 +252,9 @@ def test_its_types_are_known_without_running() -> None:
 )
 def test_a_node_that_does_not_fit_is_refused(nodes: Any) -> None:
     tape = Tape(array(3), array(4))
-    tape.call(square, 0)
-    calls = (("", ""),)
+    pairs, calls = (tape.pair_of(square, 0),), (("", ""),)
     with pytest.raises(ValueError, match=r"fit|has not|argument"):
-        SegmentFunction(
-            tuple(tape.pairs), tuple(tape.avals), (1,), nodes, (), (), calls, False
-        )
+        SegmentFunction(pairs, tape.avals, (1,), nodes, (), (), calls, False)
 
 
 def raises(x: Any) -> Any:
