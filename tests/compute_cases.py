@@ -47,6 +47,15 @@ class Call:
         return self.pair.vjp(self.residuals, cotangents)
 
 
+def pair_of(fn: Any, *args: Any, tracked: tuple[bool, ...] | None = None) -> Pair:
+    """The pair of a function of arrays and statics; what is inexact is tracked."""
+    parts = split(args, {}, lambda _: False)
+    avals = tuple([aval_of(value) for _, value in parts.constants])
+    if tracked is None:
+        tracked = tuple([aval.inexact for aval in avals])
+    return pair(fn, parts.template, avals, tracked)
+
+
 def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
     values = np.random.default_rng(seed).standard_normal(shape)
     return jnp.asarray(values, dtype)

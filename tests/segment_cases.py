@@ -10,10 +10,9 @@ import numpy as np
 from jdag.compute.avals import aval_of
 from jdag.compute.cutting import Piece, _bundle, _segment
 from jdag.compute.dataflow import Graph
-from jdag.compute.pairs import pair
-from jdag.compute.pytrees import split
 from jdag.compute.segments import SegmentFunction
 from jdag.engine.names import LeafId
+from tests.compute_cases import pair_of
 from tests.cutting_cases import one_by_one
 
 
@@ -36,10 +35,8 @@ class Tape:
 
     def pair_of(self, fn: Any, *inputs: int) -> Any:
         """The pair of a function of these values; all that are inexact are tracked."""
-        avals = tuple(map(self.graph.aval, inputs))
-        args = tuple([np.zeros(aval.shape, aval.dtype) for aval in avals])
-        template = split(args, {}, lambda _: False).template
-        return pair(fn, template, avals, tuple([aval.inexact for aval in avals]))
+        avals = map(self.graph.aval, inputs)
+        return pair_of(fn, *[np.zeros(aval.shape, aval.dtype) for aval in avals])
 
     def call(self, fn: Any, *inputs: int) -> Any:
         """Record a call of a function or pair; return its outputs' numbers."""

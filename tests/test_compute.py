@@ -56,20 +56,13 @@ def test_statics_that_are_equal_but_not_the_same_have_pairs_of_their_own(
         fn, array(3), static(other)
     )
     assert seen_here == [repr(one), repr(other)]
-    assert static(one) != static(other)
-    assert static(one) == static(one)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("jax_enable_x64", False),
-        ("jax_default_matmul_precision", "float32"),
         ("jax_default_prng_impl", "rbg"),
-        ("jax_numpy_dtype_promotion", "strict"),
-        ("jax_threefry_partitionable", False),
-        ("jax_random_seed_offset", 5),
-        ("jax_softmax_custom_jvp", True),
         ("jax_disable_most_optimizations", True),
         ("jax_optimization_level", "O1"),
     ],
@@ -187,11 +180,12 @@ def test_a_sum_of_nothing_is_refused() -> None:
         add([])
 
 
-def test_the_sum_inside_a_vjp_has_the_bits_of_the_left_fold() -> None:
-    addends = [array(200, seed=n, dtype=np.float32) * 10.0 ** (n % 5) for n in range(8)]
+def test_the_sum_inside_a_vjp_has_the_bits_of_the_tree() -> None:
+    scales = [10.0 ** (n % 5) for n in range(21)]
+    addends = [array(200, seed=n, dtype=np.float32) * s for n, s in enumerate(scales)]
     call = Call(lambda x: x * 1.0, Leaf(array(200, dtype=np.float32)))
-    for count in (3, 5, 8):
-        total = functools.reduce(operator.add, addends[:count])
+    for count in (3, 5, 8, 9, 21):
+        total = summed(addends[:count])
         (gradient,) = call.vjp(addends[:count])
         assert np.asarray(gradient).tobytes() == np.asarray(total).tobytes()
 

@@ -11,8 +11,6 @@ from jdag.compute.avals import aval_of, is_deleted
 from jdag.compute.digest import fingerprint
 from jdag.compute.duals import Dual, along, is_dual, primal_of, seeded
 from jdag.compute.moves import transferred
-from jdag.compute.pairs import pair
-from jdag.compute.pytrees import split
 from jdag.compute.sums import add
 from jdag.compute.values import Values
 from jdag.engine.addends import top
@@ -21,6 +19,7 @@ from jdag.engine.protocol import ContextId, Primal
 from jdag.errors import JdagError
 from jdag.wire.arrays import type_of
 from jdag.wire.messages import Codec, size
+from tests.compute_cases import pair_of
 
 W = jnp.arange(9.0).reshape(3, 3) / 9 + 0.1
 X = jnp.linspace(-1, 1, 6).reshape(3, 2)
@@ -64,12 +63,6 @@ def with_own_rule(w, x):
 
 def complex_one(w, x):
     return jnp.exp(1j * (w @ x)) * (1 + w[0, 0])
-
-
-def pair_of(fn: Any, *args: Any, tracked: tuple[bool, ...] | None = None) -> Any:
-    template = split(args, {}, lambda _: False).template
-    tracked = (True,) * len(args) if tracked is None else tracked
-    return pair(fn, template, tuple(map(aval_of, args)), tracked)
 
 
 def inexact(outputs: Any) -> list[Any]:
@@ -170,8 +163,7 @@ def test_a_vjp_folds_dual_addends_as_a_sum_does():
 
 
 def test_seeding_copies_no_array():
-    template = split(([W], [DW]), {}, lambda _: False).template
-    made = pair(seeded, template, (aval_of(W), aval_of(DW)), (False, False))
+    made = pair_of(seeded, [W], [DW], tracked=(False, False))
     (dual,), residuals = made.forward([W, DW])
     assert dual.primal is W and dual.tangent is DW and residuals is None
     assert made.out_avals == (aval_of(W),)

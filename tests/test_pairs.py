@@ -21,19 +21,6 @@ from tests.compute_cases import Call, Leaf, array, assert_same, setting
 # Gradients
 
 
-def layer(w: Any, b: Any, x: Any) -> Any:
-    return jnp.tanh(x @ w + b)
-
-
-def test_the_vjp_of_a_layer_is_that_of_jax() -> None:
-    w, b, x = array(4, 3), array(3, seed=1), array(5, 4, seed=2)
-    call = Call(layer, Leaf(w), Leaf(b), Leaf(x))
-    outputs, vjp = jax.vjp(layer, w, b, x)
-    cotangent = array(5, 3, seed=3)
-    assert_same(call.outputs, [outputs])
-    assert_same(call.vjp([cotangent]), vjp(cotangent))
-
-
 def test_an_output_that_got_no_cotangent_counts_as_zero() -> None:
     def several(x: Any) -> dict[str, Any]:
         return {"sum": jnp.sum(x), "more": (x * x, jnp.sin(x) * 2.0)}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import Pair, pair
-from jdag.compute.pytrees import split
+from jdag.compute.pairs import Pair
 from jdag.compute.values import Values
+from tests.compute_cases import pair_of
 
 
 def square(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -18,9 +18,8 @@ def square(w: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def squared() -> tuple[Pair, list[Any]]:
-    args = (jnp.ones((4, 4)), jnp.ones((4, 8)))
-    template = split(args, {}, lambda _: False).template
-    return pair(square, template, tuple(map(aval_of, args)), (True, True)), list(args)
+    args = [jnp.ones((4, 4)), jnp.ones((4, 8))]
+    return pair_of(square, *args), args
 
 
 def test_bytes_follow_what_is_held_and_the_peak_stays() -> None:
