@@ -143,13 +143,6 @@ CASES = [of_layer, of_mlp, of_block]
 # Bits and flops
 
 
-@pytest.mark.parametrize("make", CASES)
-def test_halves_have_the_bits_of_the_whole(make: Any) -> None:
-    call, weights = make(8)
-    check(call, *weights)
-    check(call, *weights, count=1)
-
-
 def flops(compiled: Any, *args: Any) -> float:
     found: Any = compiled.lower(*args).compile().cost_analysis()
     return float(found["flops"])
@@ -297,9 +290,8 @@ def test_a_result_that_the_second_half_reads_is_held_once() -> None:
         return (x + v) @ w
 
     call = Call(shifted, *[Leaf(array(4, 4, seed=seed)) for seed in range(3)])
-    made, stash = check(call, True, True, False)
+    made, _ = check(call, True, True, False)
     assert made.results_kept == (0,)
-    assert "128 bytes" not in repr(stash)
 
 
 def test_the_stash_is_known_without_running_anything() -> None:

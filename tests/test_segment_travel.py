@@ -89,7 +89,7 @@ def test_by_name_it_becomes_the_same_segment_when_it_is_first_used(exact: bool) 
     expected = run_both([one.function for one in message.segments], tape.arrays)
     assert all(map(np.array_equal, run_both(found, tape.arrays), expected))
     if not exact:
-        assert found[0]._shared() is message.segments[0].function._shared()
+        assert found[0]._fused is message.segments[0].function._fused
 
 
 @pytest.mark.parametrize("exact", [False, True])

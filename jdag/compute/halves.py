@@ -86,7 +86,6 @@ class Stash:
         nbytes: what it holds beyond arguments, outputs and results of I.
     """
 
-    name: str
     values: tuple[Any, ...]
     nbytes: int
     halves: _Compiled | None
@@ -95,9 +94,6 @@ class Stash:
     def keeps(self) -> tuple[Any, ...]:
         """Every array that this keeps alive."""
         return self.values if self.halves else tuple(tree_leaves(self.values))
-
-    def __repr__(self) -> str:
-        return f"Stash({self.name}, {self.nbytes} bytes of its own)"
 
 
 class Halves:
@@ -145,12 +141,11 @@ class Halves:
             cotangents: for each tracked output, in order, any number of addends of its
                 shape and dtype, summed in the order of `add`; none at all is zero.
         """
-        pair, name = self.pair, self.pair.name
-        traced, here = residuals.traced, self._here()
-        assert len(cotangents) == sum(traced.out_tracked), (name, len(cotangents))
-        with here:
+        traced, count = residuals.traced, len(cotangents)
+        assert count == sum(traced.out_tracked), (self.pair.name, count)
+        with self._here():
             if self._placed:
-                cotangents = [put(addends, pair.device) for addends in cotangents]
+                cotangents = [put(addends, self.pair.device) for addends in cotangents]
             sums = few(cotangents)
         if residuals.dual or any(map(any_dual, sums)):
             return self._uncut(residuals, sums, self._whole())
@@ -159,29 +154,28 @@ class Halves:
         if (halves := found.halves) is None:
             return self._uncut(residuals, sums, found)
         values = (*chain(*held), *chain(*sums))
-        try:
-            with self._here():
-                made = halves.first(*[values[place] for place in halves.reads])
-        except (RuntimeError, ValueError, TypeError) as error:
-            refuse_deleted(name, "residual {}".format, residuals.keeps, error)
-            raise
+        read = [values[place] for place in halves.reads]
+        made = self._run(halves.first, read, "residual", residuals.keeps)
         values = (*values, *made)
         keeps = tuple([values[place] for place in halves.stashed])
         results = self._spread(made[: halves.results], 0)
-        return results, Stash(name, keeps, found.stash_bytes, halves)
+        return results, Stash(keeps, found.stash_bytes, halves)
 
     def weight_half(self, stash: Stash) -> tuple[Any, ...]:
         """Return the cotangents of weights."""
         if (halves := stash.halves) is None:
             return stash.values
-        try:
-            with self._here():
-                made = iter(halves.second(*stash.values))
-        except (RuntimeError, ValueError, TypeError) as error:
-            refuse_deleted(stash.name, "stashed {}".format, stash.keeps, error)
-            raise
+        made = iter(self._run(halves.second, stash.values, "stashed", stash.keeps))
         found = [next(made) if at is None else stash.values[at] for at in halves.handed]
         return self._spread(found, 1)
+
+    def _run(self, half: Any, read: Sequence[Any], what: str, held: Any) -> Any:
+        try:
+            with self._here():
+                return half(*read)
+        except (RuntimeError, ValueError, TypeError) as error:
+            refuse_deleted(self.pair.name, f"{what} {{}}".format, held, error)
+            raise
 
     def _here(self) -> Any:
         return working_on(self.pair.device) if self._placed else nullcontext()
@@ -203,7 +197,7 @@ class Halves:
     ) -> tuple[tuple[Any, ...], Stash]:
         results, keeps = self._split(self.pair.vjp(residuals, sums))
         nbytes = cut.stash_bytes * (2 if any_dual(keeps) else 1)
-        return results, Stash(self.pair.name, keeps, nbytes, None)
+        return results, Stash(keeps, nbytes, None)
 
     def _cut(self, traced: Traced, held: Any, counts: Places) -> Cut:
         """The cut of a trace's backward, made once; `held` are residuals or types."""

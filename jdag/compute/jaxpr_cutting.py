@@ -82,11 +82,11 @@ def cut(closed: Any, second: Sequence[bool]) -> tuple[Part, Part, Variables]:
         }
         early.sort(key=lambda each: place[each.outvars[0]])
     computed = _made(early)
-    stash = _read(late, outputs, known)
+    stash = read_by(late, outputs, known)
     own = set(variables(inputs))
     made = [*inputs, *[one for one in stash if one in computed and one not in own]]
     left = [one for one in outputs if not variables([one]) or one not in computed]
-    first = Part(early, _read(early, made, known), made)
+    first = Part(early, read_by(early, made, known), made)
     return first, Part(late, stash, left), stash
 
 
@@ -113,7 +113,7 @@ def _needed(jaxpr: Any, outputs: Any, known: set[Any]) -> list[Any]:
 
 def _partly(jaxpr: Any, equation: Any, used: list[bool]) -> Any:
     """An equation of a jaxpr with these outputs alone, and what they need."""
-    alone = Part([equation], _read([equation], (), set()), equation.outvars).of(jaxpr)
+    alone = Part([equation], read_by([equation], (), set()), equation.outvars).of(jaxpr)
     return partial_eval.dce_jaxpr(alone, used)[0].eqns[0]
 
 
@@ -144,8 +144,8 @@ def _made(equations: Iterable[Any]) -> set[Any]:
     return {one for each in equations for one in each.outvars}
 
 
-def _read(equations: Sequence[Any], outputs: Any, known: set[Any]) -> list[Any]:
-    """The variables that equations and outputs read from elsewhere, in order."""
+def read_by(equations: Sequence[Any], outputs: Any, known: set[Any]) -> list[Any]:
+    """Return the variables that these read and that are not known, in order."""
     made = _made(equations) | known
     read = chain(*[each.invars for each in equations], outputs)
     return [one for one in dict.fromkeys(variables(read)) if one not in made]

@@ -8,7 +8,7 @@ are needed. Effects, such as prints, are in no slice.
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from operator import or_
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jdag.compute.jaxpr_cutting import JITS, SHARDED, Part, variables
+from jdag.compute.jaxpr_cutting import JITS, SHARDED, Part, read_by, variables
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OF_INPUTS = ("donated_invars", *SHARDED[::2])
@@ -51,11 +51,8 @@ class Slicer:
             used = [one in wanted[place] for one in each.outvars]
             found.append(each if all(used) else self._narrowed(each, used))
             want(found[-1].invars)
-        made = {one for each in found for one in each.outvars}
-        made.update(jaxpr.constvars)
-        read = variables(chain(*[each.invars for each in found[::-1]], outputs))
-        reads = [one for one in dict.fromkeys(read) if one not in made]
-        return Part(found[::-1], reads, outputs)
+        found.reverse()
+        return Part(found, read_by(found, outputs, set(jaxpr.constvars)), outputs)
 
     def function(self, closed: Any, outputs: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return a function from inputs by variable to outputs.

@@ -131,7 +131,8 @@ class Machine:
                     self.values.activate(job.residuals, _activation_bytes(job))
             case VjpInputs():
                 found, stash = made
-                self._put(job.outputs, found, _homes(job, weights=False))
+                avals = halves(job.function, job.weights).input_avals
+                self._put(job.outputs, found, [aval.device for aval in avals])
                 if self.abstract:  # It holds the arrays of these as well.
                     cut, kept = stash
                     results = [job.outputs[place] for place in cut.results_kept]
@@ -141,7 +142,8 @@ class Machine:
                 nbytes = sum([part.nbytes for part in stash.keeps])
                 self.values.activate(job.stash, nbytes)
             case VjpWeights():
-                self._put(job.outputs, made, _homes(job, weights=True))
+                avals = halves(job.function, job.weights).weight_avals
+                self._put(job.outputs, made, [aval.device for aval in avals])
             case Vjp():
                 self._put(job.outputs, made, job.function.in_devices)
             case Sum() | Fill() | Apply():
@@ -323,14 +325,6 @@ def _types(job: Job, get: Callable[[Key], Any]) -> Any:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _homes(job: VjpInputs | VjpWeights, *, weights: bool) -> list[str | None] | None:
-    """The devices of the inputs that are weights, or of the others."""
-    if job.function.in_devices is None:
-        return None
-    homes = zip(job.function.in_devices, job.weights, strict=True)
-    return [home for home, weight in homes if weight == weights]
 
 
 def used_up(job: Job) -> tuple[Key, ...]:

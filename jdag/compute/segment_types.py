@@ -26,6 +26,7 @@ def types_of(
     """The types of what a node makes, None for residuals; ValueError if it cannot."""
     first, *others = [[known[number] for number in slots] for slots in node.inputs]
     pair: Any = pairs[node.pair] if pairs else None
+    made: Sequence[Any]
     match node.kind:
         case NodeKind.FORWARD:
             made = output_types(pair)

@@ -162,7 +162,7 @@ def _computed(
             made: Any = stash.halves  # As their trace.
             return (*found, Residuals(made, (), (), stash.keeps, False))
         case NodeKind.WEIGHTS:
-            stash = Stash(pair.name, first[0].rest, 0, first[0].traced)
+            stash = Stash(first[0].rest, 0, first[0].traced)
             return halves(pair, node.weights).weight_half(stash)
         case NodeKind.SUM:
             return (fold(first) if known is None else add(first),)
@@ -244,9 +244,7 @@ class SegmentFunction:
             raise ValueError(f"a segment uses what it has not: {error}") from error
         if any(held) or len(self.calls) != len(self.nodes):
             raise ValueError("a segment keeps arrays as residuals, or misses calls")
-        self._known, self._by_nodes = known, True if self.exact else None
-        self._keepers = keepers
-        self._fused: _Fused | None = None
+        self._known, self._keepers = known, keepers
         names = [name for name, _ in self.calls]
         self.name = _some(names, SHOWN_NAMES)
 
@@ -270,30 +268,30 @@ class SegmentFunction:
     @property
     def may_raise(self) -> bool:
         """Whether a function in it may raise; if not yet traced, as its pairs say."""
-        if self._fused is None or not self._fused.ready:
-            return any([pair.may_raise for pair in self.pairs])
-        return any(map(attrgetter("may_raise"), self._fused.ready.values()))
+        fused: _Fused | None = vars(self).get("_fused")
+        traced = fused.ready.values() if fused else ()
+        return any([one.may_raise for one in traced or self.pairs])
 
-    def _runs_by_nodes(self) -> bool:
-        """Tell whether it runs node by node, which needs its pairs."""
-        if self._by_nodes is None:
-            away = [aval.device for aval in self._known if aval is not None]
-            moved = [one.in_devices or one.out_devices for one in self.pairs]
-            self._by_nodes = any([*away, *moved]) or any(
-                [one.pair.source.unjitted for one in self.pairs]
-            )
-        return self._by_nodes
+    @cached_property
+    def _by_nodes(self) -> bool:
+        """Whether it runs node by node, which needs its pairs."""
+        away = [aval.device for aval in self._known if aval is not None]
+        moved = [one.in_devices or one.out_devices for one in self.pairs]
+        return (
+            self.exact
+            or any([*away, *moved])
+            or any([one.pair.source.unjitted for one in self.pairs])
+        )
 
-    def _shared(self) -> _Fused:
-        if self._fused is None:
-            pairs = tuple([one.pair for one in self.pairs])
-            where = self.outputs, self.carries
-            self._fused = _fused(pairs, self.avals, self.nodes, *where, configuration())
-        return self._fused
+    @cached_property
+    def _fused(self) -> _Fused:
+        pairs = tuple([one.pair for one in self.pairs])
+        where = self.outputs, self.carries
+        return _fused(pairs, self.avals, self.nodes, *where, configuration())
 
     def _prepared(self) -> _Ready | None:
         """Trace it with the bundles that feed it; None if these are not known."""
-        if len(self.feeds) != len(self.bundles) or self._runs_by_nodes():
+        if len(self.feeds) != len(self.bundles) or self._by_nodes:
             return None
         taken = []
         for source, index in self.feeds:
@@ -301,7 +299,7 @@ class SegmentFunction:
             if ready is None:
                 return None
             taken.append(ready.bundles[index])
-        fused, layouts = self._shared(), tuple([one for one, _ in taken])
+        fused, layouts = self._fused, tuple([one for one, _ in taken])
         try:
             return fused.ready.get(layouts) or fused.prepared(
                 layouts, [arrays for _, arrays in taken]
@@ -328,7 +326,7 @@ class SegmentFunction:
         ready = self._prepared()
         if ready is not None:
             ready.trace.lower().compile()  # A later call uses the same executable.
-        elif self._runs_by_nodes():
+        elif self._by_nodes:
             for number, node in enumerate(self.nodes):
                 if node.kind not in (NodeKind.FORWARD, NodeKind.VJP):
                     continue
@@ -348,7 +346,7 @@ class SegmentFunction:
         count = len(self.avals)
         arrays, bundles = inputs[:count], inputs[count:]
         try:
-            if self._runs_by_nodes():
+            if self._by_nodes:
                 return self._run_nodes(arrays, bundles)
             given = tuple(inputs)
             if bundles:
@@ -369,7 +367,7 @@ class SegmentFunction:
 
     def _made(self, given: tuple[Any, ...], bundles: Sequence[Bundle]) -> _Made:
         layouts = tuple(map(attrgetter("layout"), bundles))
-        fused = self._fused or self._shared()
+        fused = self._fused
         ready = fused.ready.get(layouts)
         if ready is None:
             ready = fused.prepared(layouts, [one.keeps for one in bundles])

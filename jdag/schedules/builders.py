@@ -52,6 +52,13 @@ class _List:
             self.steps.append(action)
 
 
+def _lists(stages: int, micro_batches: int) -> list[_List]:
+    """An empty list for each stage."""
+    at_least_one("stages", stages)
+    at_least_one("micro_batches", micro_batches)
+    return [_List() for _ in range(stages)]
+
+
 def _schedule(
     lists: Sequence[_List],
     placement: Sequence[int],
@@ -71,9 +78,7 @@ def gpipe(
     Raises:
         ScheduleError: a size is not an integer >= 1, or `workers` are not p names.
     """
-    at_least_one("stages", stages)
-    at_least_one("micro_batches", micro_batches)
-    lists = [_List() for _ in range(stages)]
+    lists = _lists(stages, micro_batches)
     for rank, each in enumerate(lists):
         for kind in "FB":
             for _ in range(micro_batches):
@@ -132,9 +137,7 @@ def _warmed_up(
     halves: bool,
 ) -> Schedule:
     """`depth` (p - 1 - r) forwards first; W from when the first worker has one."""
-    at_least_one("stages", stages)
-    at_least_one("micro_batches", micro_batches)
-    lists = [_List() for _ in range(stages)]
+    lists = _lists(stages, micro_batches)
     for rank, each in enumerate(lists):
         first = min(micro_batches, depth * (stages - 1 - rank))
         for _ in range(first):
@@ -167,16 +170,14 @@ def interleaved(
             `chunks`, `micro_batches` none of p, or `workers` are not p names.
     """
     at_least_one("chunks", chunks)
-    at_least_one("stages", stages)
-    at_least_one("micro_batches", micro_batches)
+    lists = _lists(stages, micro_batches)[::chunks]
     if stages % chunks:
         allowed = f"a multiple of chunks = {chunks}"
         raise ScheduleError(unusable("stages", stages, allowed))
-    count = stages // chunks
+    count = len(lists)
     if micro_batches % count:
         allowed = f"a multiple of the {count} workers"
         raise ScheduleError(unusable("micro_batches", micro_batches, allowed))
-    lists = [_List() for _ in range(count)]
     work = micro_batches * chunks
     for rank, each in enumerate(lists):
         first = min(work, 2 * (count - 1 - rank) + (chunks - 1) * count)
@@ -202,11 +203,9 @@ def zb_v(
         ScheduleError: a size is not an integer >= 1, `stages` is odd, or `workers` are
             not stages / 2 names.
     """
-    count, placement = _in_a_v(stages)
-    at_least_one("micro_batches", micro_batches)
-    lists = [_List() for _ in range(count)]
+    lists, placement = _in_a_v(stages, micro_batches)
     for rank, each in enumerate(lists):
-        _fill_zb_v(each, rank, stages - 1 - rank, count, micro_batches)
+        _fill_zb_v(each, rank, stages - 1 - rank, len(lists), micro_batches)
         each.steps = [s for s in each.steps if s.parts[0].micro_batch < micro_batches]
     return _schedule(lists, placement, micro_batches, workers)
 
@@ -256,14 +255,12 @@ def dualpipe_v(
         ScheduleError: a size is not an integer >= 1, `stages` is odd, there are fewer
             micro-batches than stages, or `workers` are not stages / 2 names.
     """
-    count, placement = _in_a_v(stages)
-    at_least_one("micro_batches", micro_batches)
+    lists, placement = _in_a_v(stages, micro_batches)
     if micro_batches < stages:
         allowed = f"an integer >= stages = {stages}"
         raise ScheduleError(unusable("micro_batches", micro_batches, allowed))
-    lists = [_List() for _ in range(count)]
     for rank, each in enumerate(lists):
-        _fill_dualpipe_v(each, rank, stages - 1 - rank, count, micro_batches)
+        _fill_dualpipe_v(each, rank, stages - 1 - rank, len(lists), micro_batches)
     return _schedule(lists, placement, micro_batches, workers)
 
 
@@ -301,10 +298,10 @@ def _fill_dualpipe_v(
         each.weight()
 
 
-def _in_a_v(stages: int) -> tuple[int, list[int]]:
-    """Return the number of workers and the placement of a V."""
-    at_least_one("stages", stages)
+def _in_a_v(stages: int, micro_batches: int) -> tuple[list[_List], list[int]]:
+    """Return the lists of the workers of a V, and its placement."""
+    lists = _lists(stages, micro_batches)[::2]
     if stages % 2:
         raise ScheduleError(unusable("stages", stages, "an even number"))
-    count = stages // 2
-    return count, [*range(count), *reversed(range(count))]
+    count = len(lists)
+    return lists, [*range(count), *reversed(range(count))]
