@@ -47,7 +47,7 @@ class Call:
         return self.pair.vjp(self.residuals, cotangents)
 
 
-def pair_of(fn: Any, *args: Any, tracked: tuple[bool, ...] | None = None) -> Pair:
+def pair_of(fn: Any, *args: Any, tracked: tuple[bool, ...] | None = None) -> Any:
     """The pair of a function of arrays and statics; what is inexact is tracked."""
     parts = split(args, {}, lambda _: False)
     avals = tuple([aval_of(value) for _, value in parts.constants])

@@ -291,15 +291,20 @@ def test_a_step_without_gradients_leaves_backward_actions_out():
 # ------------------------------------------------------------------- what goes wrong
 
 
-def broken(ctx: Any, params: Any, xs: Any, at: int) -> Any:
+def two_stages(ctx: Any, params: Any, xs: Any, second: Any) -> Any:
+    """`second`: what is called in stage 1 of a micro-batch, before its weights."""
     losses = []
     for m, x in enumerate(xs):
         with ctx.tag(stage=0, micro_batch=m):
             hidden = ctx.call("w0", layer, params[0], x)
         with ctx.tag(stage=1, micro_batch=m):
-            out = ctx.call("w1", breaks if m == at else layer, params[1], hidden)
+            out = ctx.call("w1", *second(m), params[1], hidden)
         losses.append(ctx.call("w1", square, out, x))
     return losses
+
+
+def broken(ctx: Any, params: Any, xs: Any, at: int) -> Any:
+    return two_stages(ctx, params, xs, lambda m: [breaks if m == at else layer])
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -390,14 +395,7 @@ def slow(path: str, w: Any, x: Any) -> Any:
 
 
 def held_up(ctx: Any, params: Any, xs: Any, path: Any) -> Any:
-    losses = []
-    for m, x in enumerate(xs):
-        with ctx.tag(stage=0, micro_batch=m):
-            hidden = ctx.call("w0", layer, params[0], x)
-        with ctx.tag(stage=1, micro_batch=m):
-            out = ctx.call("w1", slow, jdag.static(path), params[1], hidden)
-        losses.append(ctx.call("w1", square, out, x))
-    return losses
+    return two_stages(ctx, params, xs, lambda m: [slow, jdag.static(path)])
 
 
 @pytest.mark.second

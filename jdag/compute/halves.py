@@ -134,13 +134,7 @@ class Halves:
     def input_half(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
     ) -> tuple[tuple[Any, ...], Stash]:
-        """Return the cotangents of inputs, and the stash for `weight_half`.
-
-        Args:
-            residuals: what `forward` returned; they may be used again.
-            cotangents: for each tracked output, in order, any number of addends of its
-                shape and dtype, summed in the order of `add`; none at all is zero.
-        """
+        """Return the cotangents of inputs, and the stash; arguments as `Pair.vjp`."""
         traced, count = residuals.traced, len(cotangents)
         assert count == sum(traced.out_tracked), (self.pair.name, count)
         with self._here():

@@ -100,15 +100,14 @@ class Retimed:
             costs = {key: round(cost * scale) for key, cost in costs.items()}
         found = []
         for _, cost in self._graph.edges:
+            ns = 0
             if cost.kind == "job":
-                found.append(costs[cost.key])
+                ns = costs[cost.key]
             elif cost.kind:
                 model = network.model(cost.key[0], cost.key[1])
                 is_way = cost.kind == "latency"
                 ns = model.flight_ns if is_way else model.transfer_ns(cost.nbytes)
-                found.append(ns)
-            else:
-                found.append(0)
+            found.append(ns)
         return found
 
     def makespan(
@@ -165,30 +164,24 @@ class Retimed:
         begin_ns = min([at[node] for node in self._graph.starts])
         node = max(self._graph.ends, key=at.__getitem__)
         makespan_ns, steps = at[node] - begin_ns, []
-        shares: dict[str, Counter[str]] = {
-            "worker": Counter(),
-            "link": Counter(),
-            "kind": Counter(),
-        }
+        by_worker, by_link, by_kind = Counter[str](), Counter[str](), Counter[str]()
         while (edge := by[node]) >= 0 and at[node] > begin_ns:
             (source, _), cost = self._graph.edges[edge]
             start_ns = max(at[source], begin_ns)
             if ns := min(costs[edge], at[node] - start_ns):
                 if cost.kind == "job":
-                    what, kind, where = job_named(cost.key), "compute", "worker"
-                    shares[where][cost.key[0]] += ns
+                    what, kind = job_named(cost.key), "compute"
+                    by_worker[cost.key[0]] += ns
                 else:
-                    what = f"{cost.key[0]}->{cost.key[1]} {cost.kind}"
-                    kind, where = cost.kind, "link"
-                    shares[where][f"{cost.key[0]}->{cost.key[1]}"] += ns
-                shares["kind"][kind] += ns
+                    link, kind = f"{cost.key[0]}->{cost.key[1]}", cost.kind
+                    what = f"{link} {kind}"
+                    by_link[link] += ns
+                by_kind[kind] += ns
                 start_ns -= begin_ns
                 steps.append((what, start_ns, start_ns + ns))
             node = source
-        return CriticalPath(
-            *(tuple(reversed(steps)), makespan_ns),
-            *(shares["worker"], shares["link"], shares["kind"]),
-        )
+        shares = by_worker, by_link, by_kind
+        return CriticalPath(tuple(reversed(steps)), makespan_ns, *shares)
 
 
 def retime(trace: Trace, window_ns: tuple[int, int] | None = None) -> Retimed:
