@@ -14,8 +14,7 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.errors import JoinError
-from jdag.rpc.node import Node
-from jdag.rpc.programs import Over
+from jdag.rpc.node import Node, Over
 from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import FRAME_BYTES, unpack_header
 from tests.rpc_nodes import joined_by, made, whereabouts

@@ -135,7 +135,7 @@ def counts(nodes: Breaking) -> tuple[int, int]:
     ]
     return (
         sum(peer.sent.messages for peer in every),
-        sum(peer.reader.messages for peer in every),
+        sum(peer.reader.assembler.messages for peer in every),
     )
 
 

@@ -143,7 +143,7 @@ def test_an_end_to_which_a_part_of_a_message_is_to_come_is_not_idle(
     sides: Sides,
 ) -> None:
     sides.a.connection.send(primal(1), [jnp.ones(1 << 23)])
-    while not sides.b.connection.reader.messages:
+    while not sides.b.connection.reader.assembler.messages:
         sides.turn()
     sides.b.connection.drop_stream()  # As where it is cut.
     assert not sides.b.messages and not sides.b.connection.idle

@@ -95,7 +95,7 @@ def test_main_that_was_given_up_by_a_worker_loses_that_worker() -> None:
 
 def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
     with cluster() as c:
-        c.nodes["b"].peers.connections["a"].reader._assembler._value_bytes_max = 1_000
+        c.nodes["b"].peers.connections["a"].reader.assembler._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
         with pytest.raises(
             WorkerLost, match=f"{TOLD} a value of 8000 bytes: at most 1000"
@@ -128,7 +128,7 @@ def test_a_worker_without_memory_for_a_value_leaves_alone() -> None:
 
     with cluster() as c:
         reader = c.nodes["b"].peers.connections["a"].reader
-        reader._assembler._buffers = NoneLeft()
+        reader.assembler._buffers = NoneLeft()
         leaf = c.put("b", np.zeros(100_000))
         said = "'b'.*it has no memory for what was sent: 800000 bytes"
         with pytest.raises(WorkerLost, match=said):

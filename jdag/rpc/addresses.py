@@ -146,11 +146,7 @@ def connect(address: Address, timeout_s: float) -> socket.socket:
 
 
 def datagrams(address: Address, *, binds: bool) -> socket.socket:
-    """Return a UDP socket that does not block, bound or else connected to an address.
-
-    Raises:
-        OSError: that fails.
-    """
+    """Return a UDP socket that does not block, bound or connected to an address."""
     found = socket.getaddrinfo(*address[:2], type=socket.SOCK_DGRAM)[0]
     made = socket.socket(found[0], socket.SOCK_DGRAM)
     try:
@@ -163,10 +159,7 @@ def datagrams(address: Address, *, binds: bool) -> socket.socket:
 
 
 def host_towards(address: Address) -> str:
-    """Return the host, as a number, by which one at an address reaches this process.
-
-    It is empty if that is not known.
-    """
+    """Return the host by which one at an address reaches this process, or ""."""
     try:
         with datagrams(address, binds=False) as towards:
             return str(towards.getsockname()[0])

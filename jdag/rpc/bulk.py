@@ -4,9 +4,6 @@ A value of `BULK_BYTES` or more, or one that would bring its message above
 `INLINE_BYTES`, follows its message (`is_bulk`) in chunks or in shared memory
 (`jdag.rpc.shared_memory`). All other values are part of the message.
 
-Inputs:  `BulkQueue`: the elements of outgoing values. `Assembler`: the payload of each
-message, then the elements of its large values in order.
-Outputs: `BulkQueue`: frames. `Assembler`: complete deliveries, in delivery order.
 Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged. A value takes memory
 when its first element arrives, and no more than its announced type and
 `value_bytes_max` allow. Elements arrive in order and once. A delivery is released once,
@@ -162,8 +159,6 @@ class Delivery(Struct):
 
 
 class _Incoming(Struct):
-    """A large value with elements still to arrive."""
-
     kind: Any
     delivery: Delivery
     slot: int
@@ -220,7 +215,6 @@ class Assembler:
     def _take_values(
         self, delivery: Delivery, kinds: Sequence[Any], payload: bytes, offset: int
     ) -> int:
-        """Take the values inside the payload; return the offset of their end."""
         view, first, values = memoryview(payload), offset, delivery.values
         for slot, kind in enumerate(kinds):
             nbytes = kind.array_nbytes

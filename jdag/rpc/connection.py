@@ -1,8 +1,6 @@
 """One node's end of its connection with another node, over replaceable streams.
 
-Inputs:  `send`, `define`, `control`: queue frames, which `flush` sends. `adopt`: use a
-new stream. `ready`: the stream is readable or writable. `lose`: give the peer up.
-Outputs: events, passed to `handle` in order. Events of a lost peer must be ignored.
+Events are passed to `handle` in order. Those of a lost peer must be ignored.
 
 Invariants
  1. Frames arrive once and in order, however often the stream is replaced. They are
@@ -203,7 +201,7 @@ class Connection:
     def idle(self) -> bool:
         """Whether nothing waits to be sent, or for the rest of a value."""
         waiting = self._acknowledgements or self._queue or self._out
-        return not (waiting or self.bulk.values) and self.reader.whole
+        return not (waiting or self.bulk.values) and self.reader.assembler.whole
 
     def send(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()
@@ -272,18 +270,15 @@ class Connection:
         self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
-        """Send an unnumbered frame, which carries no message."""
         self._put(Parcel(FrameKind.PURE, (payload,), len(payload)), 0)
         self._has_more()
 
     def _has_more(self) -> None:
-        """Request a flush in this turn of the loop."""
         if not self._flushing:
             self._flushing = True
             self._loop.unflushed.append(self)
 
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
-        """Send a frame, or queue it if it has to wait."""
         if self.lost:
             return
         parcel = Parcel(kind, views, nbytes)
@@ -361,7 +356,6 @@ class Connection:
             self._hear_out(stream, error)
 
     def _fill(self) -> None:
-        """Move waiting frames and chunks to the output, within its bounds."""
         bulk, queue, numbers = self.bulk, self._queue, self.numbers
         local = self.stream is not None and self.stream.local
         while len(self._out) < VIEWS_MAX and len(numbers.unacknowledged) < FRAMES_MAX:

@@ -36,7 +36,7 @@ from jdag.rpc.addresses import Address, bound, hold_to_loopback
 from jdag.rpc.background import loop, wait_for
 from jdag.rpc.handshake import PROTOCOL, protocols_differ
 from jdag.rpc.peer_identity import Names, check_identity, names_of
-from jdag.rpc.requests import Request
+from jdag.rpc.requests import AttachWorker, Request
 from jdag.rpc.shared_secrets import proof_of
 from jdag.rpc.tls import Tls
 
@@ -158,7 +158,6 @@ class ControlServer:
 
     @contextmanager
     def _counted(self, whose: str, most: int) -> Iterator[None]:
-        """Count a concurrent call; refuse it if that exceeds the bound."""
         if self._under_way[whose] >= most:
             said = f"{most} {whose} are under way; ask again"
             raise Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, said)
@@ -227,8 +226,8 @@ def answering(
     def handle(body: bytes, names: Names) -> bytes:
         try:
             request = decode(body)
-            if request.by is not None:
-                check_identity(names, request.by, hosts.get(request.by))
+            if isinstance(request, AttachWorker):
+                check_identity(names, request.main, hosts.get(request.main))
             return json.dumps(answer(request)).encode()
         except _MALFORMED as error:
             said = f"{kind.__name__}: {error}"
@@ -245,13 +244,8 @@ def answering(
 class ControlClient:
     """Client of the control server at an address; thread-safe.
 
-    Args:
-        name: of the server, for errors: `worker 'ps0'`.
-        address: where it listens.
-        tls: mutual TLS; without it only loopback is permitted.
-
-    Raises:
-        JoinError: the address requires TLS.
+    `name` is that of the server, for errors: `worker 'ps0'`. Raises JoinError for an
+    address that requires TLS, if there is none.
     """
 
     def __init__(self, name: str, address: Address, *, tls: Tls | None = None) -> None:

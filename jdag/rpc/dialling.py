@@ -12,7 +12,7 @@ from jdag.rpc.greeting import Pair
 from jdag.rpc.listener import dial
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
-from jdag.rpc.requests import Health, Healthy
+from jdag.rpc.requests import Health
 from jdag.rpc.streams import Stream
 from jdag.rpc.tls import Tls
 
@@ -40,15 +40,8 @@ class Routes:
         self._timeout_s = timeout_s
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
-        """Connect to a known peer, from which `received` frames have arrived.
-
-        Return the stream, and the number of frames that the peer has received.
-
-        Raises:
-            JdagError: the peer refuses, or is not reached.
-        """
-        members = self._members
-        member = members[peer]
+        """Connect to a peer; see `jdag.rpc.listener.dial`."""
+        members, member = self._members, self._members[peer]
         if member.whereabouts is None:
             raise JoinError(f"the address of worker {peer!r} is not known here")
         here = incarnated(members.here, members.incarnation)
@@ -86,11 +79,7 @@ class Lookout:
             self._has_found = True
 
     def look(self, peer: str) -> None:
-        """Check whether a peer is alive, if it is main.
-
-        Raises:
-            JoinError: it has ended, or is not reached.
-        """
+        """Raise JoinError if the peer is main, and has ended or is not reached."""
         if peer == self._main and self._has_found:
             self._look()
 
@@ -99,6 +88,6 @@ class Lookout:
             raise JoinError("it has no address")
         client = ControlClient(f"main {self._main!r}", self._control, tls=self._tls)
         with closing(client):
-            found = client.learn(Health(), Healthy)
-        if found.pid != self._pid:
-            raise JoinError(f"process {found.pid} is where main {self._main!r} was")
+            pid = client.ask(Health()).get("pid")
+        if pid != self._pid:
+            raise JoinError(f"process {pid} is where main {self._main!r} was")

@@ -96,13 +96,7 @@ def _cpu() -> list[str]:
 
 
 def protocols_differ(theirs: int | str, them: str, me: str) -> str:
-    """Return the error text for different protocol versions.
-
-    Args:
-        theirs: the other version; empty if none was sent.
-        them: the name of the other process.
-        me: the name of this one.
-    """
+    """Return the error text; `theirs` is the other version, empty if none was sent."""
     older = me if str(theirs).isdigit() and int(theirs) > PROTOCOL else them
     return (
         f"{them} speaks version {theirs or 'unknown'} of jdag's protocol and {me} "
@@ -137,13 +131,7 @@ def _plain(value: Any) -> bool | int | float | str | None:
 
 
 def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> None:
-    """Check that two processes may work together.
-
-    Args:
-        mine: the handshake of this process.
-        theirs: that of the other one, perhaps of another version.
-        me: the name of this process in errors.
-        them: the name of the other one.
+    """Check that two processes may work together, perhaps of different versions.
 
     Raises:
         JoinError: the first difference, with both values and the remedy.

@@ -1,8 +1,6 @@
 """Jobs of one node: short ones on the loop, long ones on a separate thread.
 
-Inputs:  `add(job)`; `run()`, at the end of a turn, runs the short jobs that are due.
-Outputs: `Computed` for each job, when its results are ready and held; before it, if
-         there is a trace, when the job ran (`jdag.rpc.node_trace`).
+Each job yields `Computed`, when its results are ready and held.
 
 A job is short if earlier runs of the same computation were. It runs on the thread that
 drives the loop, as handing it to another thread would cost more than most jobs take.
@@ -194,7 +192,7 @@ class Jobs:
             work = self._machine.begin(job)
         except Exception as error:  # A message named values that are not here.
             _log.exception("%s cannot begin on %s", type(job).__name__, self._worker)
-            item = _Item(job, kind, Work(_nothing, None), asked)
+            item = _Item(job, kind, Work(lambda: None, None), asked)
             outcome = _Outcome(None, error, clock_ns(), clock_ns())
             self._loop.soon(partial(self._finish, item, outcome, False))
             return
@@ -237,7 +235,6 @@ class Jobs:
             self._changed.notify()
 
     def _computed(self, item: _Item) -> _Outcome:
-        """Compute, and wait until the results are ready."""
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         made = error = None
@@ -285,10 +282,6 @@ class Jobs:
         if self._open:
             self._under_way -= 1
             self._finish(item, outcome, True)
-
-
-def _nothing() -> None:
-    return None
 
 
 def _kind(job: Job) -> Any:

@@ -121,7 +121,6 @@ class _Child:
         self.settled.set()
 
     async def wait_until_ready(self) -> None:
-        """Raise JoinError if it ends first."""
         await self.settled.wait()
         if self.failed or self.ended is not None:
             why = self.failed or f"{self.ended}{self.last_lines()}"
@@ -134,7 +133,6 @@ class _Child:
             self._socket.sendall(STOP)
 
     def last_lines(self, where: str = "of what it printed") -> str:
-        """Return the last lines of its output, as the end of an error text."""
         try:
             with self.log.open("rb") as output:
                 nbytes = self.log.stat().st_size
@@ -290,7 +288,6 @@ class Launch:
         self._is_ready = True
 
     async def _ready(self, children: Sequence[_Child], ready_s: float) -> None:
-        """Wait until all these are ready; raise JoinError if one is not."""
         try:
             async with asyncio.timeout(ready_s):
                 await asyncio.gather(*[child.wait_until_ready() for child in children])

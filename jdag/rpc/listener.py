@@ -1,8 +1,7 @@
 """Data connections: a listener that lets in workers of its session, and dialling one.
 
-Inputs: connections at one address (TCP, TLS or a Unix socket).
-Outputs: `take(worker, stream, received)` for each one that proves itself (see
-    `jdag.rpc.greeting`). Each refusal is one line of the log.
+Whoever proves itself (`jdag.rpc.greeting`) is taken; each refusal is one line of the
+log.
 Invariants: a stream that `take` gets has exchanged greetings, and nothing else was read
     from it; every other connection is closed. A hello takes at most HELLO_S. At most
     VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest without
@@ -248,7 +247,7 @@ def dial(
         address: of the listener.
         pair: this worker as the dialler, and the peer as the listener.
         received: how many frames of the other side have come.
-        tls: for mutual TLS; without it only loopback may be dialled.
+        tls: without it only loopback may be dialled.
         name: whom the certificate there is to be for; the address's host if None.
         timeout_s: how long this may take.
 

@@ -6,10 +6,6 @@ moment in which it tells the engine something, or for as long as it waits, when 
 drives the loop itself; threads of programs, alike; and the background thread, which
 drives when no other thread has for `GRACE_S`, and gives way as soon as one wants to.
 
-Inputs:  `register(fd, handler)`; `at(when_ns, call)`; `post(call)`, from any thread;
-         `acquire` and `release`, or `drive(done)`, around what touches the node.
-Outputs: calls of the handlers, on the thread that drives; `flush` at the end of a turn.
-
 A turn is: what sockets have, then what was posted, then what is due, then `flush`.
 Before it blocks, a driving thread may poll again and again for a short while.
 
@@ -64,11 +60,7 @@ class Timer(Struct):
 
 
 class Loop:
-    """Sockets, timers and the loop lock of one node.
-
-    Args:
-        flush: called at the end of each turn in which something was said (`dirty`).
-    """
+    """Sockets, timers and the loop lock; `flush` ends each turn that was `dirty`."""
 
     def __init__(self, flush: Call) -> None:
         self._process = os.getpid()
@@ -243,7 +235,6 @@ class Loop:
             self._sleeping.remove(sleeper)
 
     def _give_way(self) -> None:
-        """After releasing the lock, let a waiting thread take it."""
         for _ in range(1000):  # A bound: a waiting thread takes it within milliseconds.
             if not self._wanted:
                 break
@@ -314,12 +305,9 @@ class Loop:
             self._active_ns = clock_ns()
 
     def _poll(self, spin: bool) -> list[tuple[int, int]]:
-        """Return ready sockets; block until there are some or other work is due.
-
-        After recent activity, spin for a short while: most answers arrive sooner than a
-        blocked process is woken. On a contended core spinning only delays the other
-        process, so it is suspended.
-        """
+        # After recent activity it spins for a short while: most answers arrive sooner
+        # than a blocked process is woken. On a contended core that only delays the
+        # other process, so it is suspended.
         poll = self._epoll.poll
         events = poll(0)
         if events or self._posted or self._wanted or self.dirty or self.unflushed:
@@ -364,7 +352,6 @@ class Loop:
         return self._guard.undo
 
     def _hold_back(self, number: int, frame: FrameType | None) -> bool:
-        """Record a signal that arrives while the engine runs; return whether it did."""
         if self._thinks:
             self._signal = (number, frame)
             self._wake()
@@ -393,14 +380,12 @@ class _Guard:
             self.pass_on(number, frame)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Call the former handler."""
         if self._former == signal.SIG_DFL:
             raise KeyboardInterrupt
         if callable(self._former):
             self._former(number, frame)
 
     def undo(self) -> None:
-        """Stop deferring signals."""
         self._is_over = True
         top = signal.getsignal(signal.SIGINT)
         while isinstance(top, _Guard) and top._is_over:

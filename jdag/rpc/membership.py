@@ -1,9 +1,6 @@
 """Membership: the workers of a session as known to one process; no I/O.
 
-Inputs: events reported to main or a worker: a process is attached under a name, or is
-lost. For a worker process: it is attached, its session ends, it is to stop.
-Outputs: the states, and a JoinError for an event that a state does not permit. The
-tables below define the transitions and the error texts.
+The tables below define what may follow what, and the error texts.
 Invariants: main alone numbers the incarnations of a name: 0, 1, ... A newer one means
 that all former ones are lost. A lost incarnation never comes back.
 """
@@ -74,13 +71,7 @@ class Member:
 
 
 class Membership:
-    """The workers of a session, as one process sees them; thread-safe.
-
-    Args:
-        here: the worker of this process.
-        workers: the names of all workers, in order.
-        incarnation: the number of this process.
-    """
+    """The workers of a session, as the process of `here` sees them; thread-safe."""
 
     def __init__(self, here: str, workers: Sequence[str], incarnation: int = 0) -> None:
         self.here = here

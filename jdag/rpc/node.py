@@ -7,9 +7,6 @@ to the engine, and the effects are carried out. Messages go to peers, jobs are c
 held, on the thread that has it: that of a program that tells or waits, or the
 background thread.
 
-Inputs: of programs, through their `Port`; events of connections; of its session, from
-       any thread: peers (`jdag.rpc.peers`), `drain`, `close`.
-Outputs: the engine's effects; results, to programs that wait.
 Invariants: an engine's effects are carried out in their order and before the next
 event; after `close` nothing is told, sent or computed, and programs that wait are
 interrupted.
@@ -20,6 +17,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, assert_never
+
+from msgspec.structs import replace
 
 from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
@@ -36,9 +35,11 @@ from jdag.engine.protocol import (
     Message,
     Return,
     Returned,
+    Run,
     Send,
     Skip,
     Spawn,
+    Worker,
     check_owner,
     incarnated,
 )
@@ -52,12 +53,12 @@ from jdag.rpc.jobs import Jobs
 from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.node_trace import Collector, journal_of, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke
-from jdag.rpc.programs import Over, ended_by
 from jdag.rpc.questions import Questions
 from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.stuck import Waits
+from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
@@ -72,11 +73,18 @@ ROUNDS_MAX = 64
 _log = logging.getLogger(__name__)
 
 
+class Over(BaseException):
+    """Raised in a program whose session is over, by the next thing that it asks.
+
+    A thread cannot be ended from outside. No Exception: programs take it for none of
+    theirs.
+    """
+
+
 class Node:
     """One worker of a session, in this process.
 
-    `run_program` runs a program that the engine asked for, and says how it ended. No
-    value of more than `value_bytes_max` is sent, or taken from a peer.
+    `run_program` runs a program that the engine asked for, and says how it ended.
     """
 
     session: Any = None  # On main the `Session`, and what it has launched.
@@ -98,6 +106,7 @@ class Node:
         self._run_program = run_program
         self._functions = functions
         self._loop = Loop(self._flush)
+        self.guard_signals = self._loop.guard_signals
         self._codec = Codec(self.workers, coded_name)
         self._buffers = Buffers()
         gone: dict[str, str] = {}
@@ -123,19 +132,18 @@ class Node:
         self._jobs = Jobs(
             worker, host.machine, self._loop, host.handle, session.steps, recording
         )
-        self._questions = asks = self._make_questions()
+        asks = Questions(host, peers, self._jobs, self._check_open, recording)
+        self._questions = asks
         self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
+        main = name == session.main
         self._collector: Collector | None = None
-        if recording is not None and name == session.main:
+        if recording is not None and main:
             self._collector = Collector(recording, peers, self._began_ns)
         self.port = Port(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
-        self._here.port = self.port if name == session.main else None
+        self._here.port = self.port if main else None
         self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
-        main = name == session.main
-        self._waits = Waits(
-            self._loop, asks, self._waiters, running=self._running, main=main
-        )
+        self._waits = Waits(asks, self._waiters, running=self._running, main=main)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
@@ -160,18 +168,6 @@ class Node:
         )
         host.journal = self._journal = journal_of(self._session)
         return host
-
-    def _make_questions(self) -> Questions:
-        return Questions(
-            self.workers,
-            self._host,
-            self.peers,
-            self._jobs,
-            loop=self._loop,
-            codec=self._codec,
-            check_open=self._check_open,
-            recording=self._recording,
-        )
 
     def _connector(self) -> Callable[[str, int], Connection]:
         return partial(
@@ -313,7 +309,7 @@ class Node:
                     peer.define(definition.digest, definition.data)
             peer.send(message, values[1], causes)
         except Exception as error:  # A waiting program must see any error.
-            ended = ended_by(error, message, self.worker)
+            ended = _ended_by(error, message, self.worker)
             if isinstance(message, Return):
                 peer.send(ended, ())
             else:
@@ -363,10 +359,7 @@ class Node:
         return returned
 
     def _flush(self) -> None:
-        """At the end of a turn: send messages and run short jobs.
-
-        Acknowledgements wait for the first jobs, and are sent with their results.
-        """
+        # Acknowledgements wait for the first jobs, and are sent with their results.
         jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
@@ -393,11 +386,8 @@ class Node:
     # ------------------------------------------------------------------ what peers say
 
     def _received(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
-        """Handle the events of a connection.
-
-        The peer has proved its identity, so it is taken to speak the protocol. Whatever
-        one of its messages raises here, or in the engine, loses that peer alone.
-        """
+        # The peer has proved its identity, so it is taken to speak the protocol.
+        # Whatever one of its messages raises, here or in the engine, loses it alone.
         for event in events:
             if peer.lost:
                 return
@@ -449,10 +439,6 @@ class Node:
             self._loop.wake_waiting()
             raise
 
-    def guard_signals(self) -> Callable[[], object]:
-        """Hold back Ctrl-C while the engine thinks; return what undoes this."""
-        return self._loop.guard_signals()
-
     def drain(self) -> None:
         """Finish pending work, say goodbye, and end `run`; from any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
@@ -485,6 +471,22 @@ class Node:
         background = self._background
         if background is not None and background is not threading.current_thread():
             background.join(timeout=5)
+
+
+def _ended_by(error: Exception, message: Message, worker: Worker) -> Return:
+    """Return the end of a program whose Run or Return cannot be sent.
+
+    For any other message, the error is raised.
+    """
+    if not isinstance(message, Run | Return):
+        raise error
+    failure = failure_of(error, worker, message.path, "")
+    how = "is given" if isinstance(message, Run) else "returned"
+    said = f"what a program {how} cannot travel: {failure.message}"
+    failure = replace(failure, message=said)
+    if isinstance(message, Return):
+        return replace(message, result=None, failure=failure)
+    return Return(message.context, message.path, None, failure, (), ())
 
 
 MakeNode = Callable[[SessionInfo], Node]

@@ -1,9 +1,7 @@
 """What a node records of its run, and how main makes one trace of all nodes.
 
-Inputs:  of the node's host, all events and effects (`jdag.runtime.recorder`); of its
-         jobs and connections, what ran when and which messages left. On main, the
-         answers of the other nodes: their clocks, and their rows.
-Outputs: `Recording.rows`, for main; `Collector.trace`, the trace of all nodes.
+A node records all events and effects of its host (`jdag.runtime.recorder`), what ran
+when, and which messages left. Main asks the others for their clocks and rows.
 Invariants: a node keeps `events_max` records, and those of the event in which it had as
     many; then it says so and records no more. Rows are sent once, as JSON. A message is
     known by its number on its link, so no frame is larger for being recorded.
@@ -36,11 +34,7 @@ Asked = tuple[int, dict[int, None]]
 
 
 class _Clock:
-    """The clock of this process, as of `jdag.rpc.loop`."""
-
-    @property
-    def now_ns(self) -> int:
-        return clock_ns()
+    now_ns = property(lambda self: clock_ns())
 
 
 class Recording:
@@ -121,7 +115,7 @@ class Recording:
 
 
 def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording | None:
-    """Return the records of the node of a session, if its session has a trace."""
+    """Return the records of a node, if its session has a trace."""
     if not session.settings.trace:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
@@ -129,11 +123,7 @@ def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording 
 
 
 def journal_of(session: SessionInfo) -> Journal | None:
-    """Return the journal of the node of a session, if its session has one.
-
-    Raises:
-        ScenarioError: it cannot be made.
-    """
+    """Return the journal of a node, if its session has one; may raise ScenarioError."""
     settings = session.settings
     if settings.journal is None:
         return None

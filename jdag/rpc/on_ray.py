@@ -68,7 +68,6 @@ class _Parent:
         self._failed = self._begun()
 
     def _begun(self) -> str:
-        """Start the process; return why there is none."""
         host = ray.util.get_node_ip_address()
         made = self._options
         # Modules may lie elsewhere on this node, as its runtime environment has them.
@@ -97,7 +96,6 @@ class _Parent:
         return str(self._launch.addresses[self._options.worker]), ""
 
     def close(self) -> None:
-        """Stop the process, as `Launch` does."""
         if self._launch is not None:
             self._launch.close()
 
@@ -234,7 +232,6 @@ class RayLaunch:
 
 
 def _bundles(names: Sequence[str], resources: Any) -> list[dict[str, float]]:
-    """Return what each worker needs, as Ray's bundles."""
     if isinstance(resources, PlacementGroup):
         bundles = resources.bundle_specs
     else:

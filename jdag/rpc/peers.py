@@ -1,10 +1,8 @@
 """The peers of a node: which are here, which are gone, and their control frames.
 
-Inputs:  from the session, on any thread: `joined`, `received` and `adopt` for a stream,
-         `lost`. From the node: `redial`, `lose`, `exhausted`, `control`, which are what
-         it does with events of connections; `ask_all`; `close`.
-Outputs: the events `Joined` and `Lost`, for the engine, to `tell`; losses, to the
-         `Membership` of the session. Asks its `SessionInfo` to dial.
+The session calls `joined`, `received`, `adopt` and `lost`, on any thread; the node the
+rest. The engine is told of `Joined` and `Lost`, and the session's `Membership` of
+losses.
 
 A peer whose stream ended is dialled again by whichever of the two dials, until its
 deadline, or until nothing listens at its address, or until the process there is not
@@ -58,16 +56,10 @@ def broke(error: BaseException) -> str:
 
 
 class PeerTable:
-    """The peers of one node.
+    """The peers of one node; `gone` is filled with why each lost one is gone.
 
-    Args:
-        session: of the node.
-        loop: the node's loop.
-        codec: the codec of the cluster, which learns of incarnations.
-        gone: filled with why each lost peer is gone.
-        connect: makes the connection with a worker of this name and incarnation.
-        tell: makes the node's engine handle an event.
-        answer: returns what another node asks for.
+    `connect` makes the connection with a worker of this name and incarnation. `tell`
+    has the engine handle an event. `answer` returns what another node asks for.
     """
 
     def __init__(
@@ -84,12 +76,13 @@ class PeerTable:
         self.connections: dict[Worker, Connection] = {}  # With all incarnations.
         # Of workers that joined again, as far as the engine has been told.
         self.incarnations: dict[str, int] = {}
+        self.workers = tuple(session.settings.workers)
         self.gone = gone
         self.stopping = threading.Event()
         self._session = session
         self._worker = incarnated(session.worker, session.members.incarnation)
-        self._loop = loop
-        self._codec = codec
+        self.loop = loop
+        self.codec = codec
         self._connect = connect
         self._tell = tell
         self._answer = answer
@@ -119,7 +112,7 @@ class PeerTable:
     def end(self) -> None:
         """End the loop, as the session is over."""
         self.stopping.set()
-        self._loop.stop()
+        self.loop.stop()
 
     def close(self, why: str) -> None:
         """Send a goodbye to all peers."""
@@ -131,7 +124,7 @@ class PeerTable:
 
     def joined(self, peer: str, incarnation: int) -> None:
         """Register a worker, or the new process of a lost one; from any thread."""
-        with self._loop:
+        with self.loop:
             self._joined(peer, incarnation)
 
     def _joined(self, name: str, incarnation: int) -> None:
@@ -147,7 +140,7 @@ class PeerTable:
             former = self.connections.get(incarnated(name, now))
             if former is not None:
                 self.lose(former, f"incarnation {incarnation} has taken its place")
-            self._codec.joined(name, incarnation)
+            self.codec.joined(name, incarnation)
             self.incarnations[name] = incarnation
             self._tell(Joined(name, incarnation))
             # Ahead of what this node says of it from now on.
@@ -172,18 +165,15 @@ class PeerTable:
         return self.peer(incarnated(name, self._session.members[name].incarnation))
 
     def received(self, peer: str) -> int:
-        """Return how many frames of a peer were received; drop its old stream.
-
-        From any thread, before a stream is replaced.
-        """
-        with self._loop:
+        """Return how many frames of a peer were received; drop its old stream."""
+        with self.loop:
             known = self._current(peer)
             known.drop_stream()
             return known.numbers.received
 
     def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
         """Go on with a peer over a stream whose hello is done; from any thread."""
-        self._loop.acquire()
+        self.loop.acquire()
         known = self.peer(incarnated(peer, incarnation))
         try:
             if known.lost:
@@ -193,11 +183,11 @@ class PeerTable:
         except ProtocolError as error:
             self.lose(known, f"it broke the protocol: {error}")
         finally:
-            self._loop.release()
+            self.loop.release()
 
     def lost(self, peer: str, why: str, incarnation: int | None = None) -> None:
         """Give a peer up, unless it is another incarnation; from any thread."""
-        with self._loop:
+        with self.loop:
             known = self._current(peer)
             if incarnation in (None, known.incarnation):
                 self.lose(known, why)
@@ -212,7 +202,7 @@ class PeerTable:
             case {"answer": int(number), "is": answer}:
                 if number in self._answers:
                     self._answers[number] = answer
-                    self._loop.wake_waiting()
+                    self.loop.wake_waiting()
             case {"gone": str(name), "incarnation": int(incarnation), "why": str(why)}:
                 gone = incarnated(name, incarnation)
                 if gone == self._worker:
@@ -259,11 +249,11 @@ class PeerTable:
             except (JdagError, OSError) as error:
                 _log.info("%s: dialling %s: %s", self._session.worker, peer.name, error)
                 if isinstance(error, JoinError) and error.given_up:
-                    with self._loop:
+                    with self.loop:
                         self._given_up(peer, str(error))
                 refusals = refusals + 1 if self._refuses(peer, error) else 0
                 if refusals >= REFUSALS_MAX:
-                    with self._loop:
+                    with self.loop:
                         if peer.stream is None:  # It has not dialled us just now.
                             why = f"its connection ended, and then: {error}"
                             self.lose(peer, why)
@@ -272,10 +262,7 @@ class PeerTable:
                 self.adopt(peer.name, peer.incarnation, *got)
 
     def _refuses(self, peer: Connection, error: Exception) -> bool:
-        """Whether the error shows that the peer's process has left the session.
-
-        The end of a watched process is reported to main by its watcher.
-        """
+        # The end of a watched process is reported to main by its watcher.
         if not isinstance(error, JoinError):
             return False
         is_watched = self._session.watched and not peer.incarnation
@@ -334,7 +321,7 @@ class PeerTable:
         self._tell(Lost(peer.worker, why))
         if peer.name == self._session.main:
             self.end()
-        self._loop.wake_waiting()
+        self.loop.wake_waiting()
 
     # ------------------------------------------------------------------ asking aside
 
@@ -353,7 +340,7 @@ class PeerTable:
         Raises:
             WorkerLost: with `or_raise`, if a peer is lost before it answers.
         """
-        loop = self._loop
+        loop = self.loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         with loop:
             asked = self.ask(what, of)

@@ -31,13 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 class Helper:
-    """The helper process of this one, from now until `close`.
+    """The helper process of this one, from now until `close`; may raise OSError.
 
-    Args:
-        host: where its socket is bound: the host of this process, as others know it.
-
-    Raises:
-        OSError: it cannot be started.
+    `host`, where its socket is bound, is the one of this process, as others know it.
     """
 
     def __init__(self, host: str) -> None:
@@ -85,11 +81,7 @@ def helper_at(host: str) -> Helper | None:
 
 
 class Pulse:
-    """What is asked of the helper of one peer.
-
-    Args:
-        address: of its socket, as the peer's frame has it.
-        key: of its answers, in hexadecimal.
+    """What is asked of the helper of one peer, by the peer's frame.
 
     Raises:
         ProtocolError: the frame is malformed.
@@ -109,10 +101,7 @@ class Pulse:
     def look(self, now_ns: int, heard_ns: int, quarter_ns: int) -> None:
         """Ask, if a ping has not been answered, or the last answer was the helper's.
 
-        Args:
-            now_ns: the time.
-            heard_ns: the last sign of life of the peer, also by `heard_ns`.
-            quarter_ns: of the deadline.
+        `quarter_ns` is a quarter of the deadline.
         """
         quarters = 1 if heard_ns == self._heard_ns else 2
         if now_ns - heard_ns >= quarters * quarter_ns:

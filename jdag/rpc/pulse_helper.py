@@ -45,13 +45,11 @@ def _fields(path: str) -> list[str]:
 
 
 def _ticks(process: int) -> int:
-    """The CPU time of all threads of a process."""
     fields = _fields(f"/proc/{process}/stat")
     return int(fields[11]) + int(fields[12])
 
 
 def _states(process: int) -> set[str]:
-    """The states of the threads of a process."""
     found = set()
     for thread in os.listdir(f"/proc/{process}/task"):
         with suppress(OSError):  # It has just ended.

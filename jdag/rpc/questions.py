@@ -1,8 +1,5 @@
 """What the nodes of a session ask each other beside their engines.
 
-Inputs:  of users, on a node whose program runs: `info`, `graph`, `settle`; of other
-         nodes, `answer`.
-Outputs: what this node and all others have answered.
 Invariants: what is asked changes nothing; a node answers with the loop lock held, so
     between two events of its engine.
 """
@@ -14,45 +11,34 @@ from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
 from jdag.rpc.jobs import Jobs
-from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.loop import clock_ns
 from jdag.rpc.node_trace import Recording
 from jdag.rpc.peers import PeerTable
 from jdag.runtime.host import Host
 from jdag.runtime.stats import info, total
 from jdag.wire.encoding import encoded
-from jdag.wire.messages import Codec
 
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
 
 class Questions:
-    """The questions and answers of one node.
-
-    Args:
-        workers: the names of all.
-        check_open: raises JdagError once the node is closed.
-        recording: what it records, if it does.
-    """
+    """The questions and answers of one node, which `check_open` raises if closed."""
 
     def __init__(
         self,
-        workers: Sequence[str],
         host: Host,
         peers: PeerTable,
         jobs: Jobs,
-        *,
-        loop: Loop,
-        codec: Codec,
         check_open: Callable[[], None],
         recording: Recording | None,
     ) -> None:
         self._name = named(host.worker)
-        self._workers = workers
         self._host = host
         self.peers = peers
         self.jobs = jobs
-        self._loop = loop
-        self._codec = codec
+        self._loop = peers.loop
+        self._codec = peers.codec
+        self._workers = peers.workers
         self._check_open = check_open
         self._recording = recording
 
@@ -62,7 +48,8 @@ class Questions:
         Without `within_s` peers are waited for until they are lost.
         """
         found = self.peers.ask_all({"what": "info"}, within_s)
-        found[self._name] = own = self._apart(self._own_info)
+        with self._loop:
+            found[self._name] = own = self._own_info()
         nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
         living = [peer.name for peer in self.peers.living]
         return {
@@ -73,15 +60,15 @@ class Questions:
     def times(self) -> dict[str, Sequence[Any]]:
         """Return durations of jobs since this was asked last; see `Recent.take`."""
         found = self.peers.ask_all({"what": "times"}, or_raise=True)
-        return {self._name: self._apart(self.jobs.recent.take), **found}
+        with self._loop:
+            return {self._name: self.jobs.recent.take(), **found}
 
     def graph(self, context: ContextId) -> dict[str, Drawing]:
         """Return the current graph of a context, by worker."""
         of = (context.number, context.counter, context.incarnation)
         answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
-        drawn: dict[str, Any] = {
-            self._name: self._apart(self._host.engine.graph, context)
-        }
+        with self._loop:
+            drawn: dict[str, Any] = {self._name: self._host.engine.graph(context)}
         for worker, data in answers.items():
             drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
         return {w: drawn[w] for w in self._workers if drawn.get(w) is not None}
@@ -134,18 +121,13 @@ class Questions:
             case _:
                 raise ProtocolError(f"{asked!r} is no question for a node")
 
-    def _apart(self, look: Callable[..., Any], *args: Any) -> Any:
-        """Call a function with the loop lock held."""
-        with self._loop:
-            return look(*args)
-
     def quiet_now(self) -> dict[str, Any]:
         """Return what `quiet` does; requires the lock."""
         living = self.peers.living
         return {
             "idle": self.jobs.idle and all(peer.idle for peer in living),
             "sent": sum(peer.sent.messages for peer in living),
-            "got": sum(peer.reader.messages for peer in living),
+            "got": sum(peer.reader.assembler.messages for peer in living),
         }
 
     def _own_info(self) -> dict[str, Any]:

@@ -1,11 +1,7 @@
 """Receiving side of a connection: bytes from its stream become events.
 
-Inputs:  `read`: read the stream; `interrupt`: the stream ended.
-Outputs: events, appended to a list in order; `pinged`; frames about shared memory,
-passed to `borrowed` (the peer's) and `pool` (this node's).
-Invariants: each numbered frame is taken once and in order. A frame is checked before it
-is used or takes memory. A stream that ends within a frame leaves no trace of that
-frame.
+The invariants are those of `jdag.rpc.connection`. Frames about shared memory go to
+`borrowed` (the peer's) and `pool` (this node's).
 """
 
 import json
@@ -110,7 +106,7 @@ class FrameReader:
         self.paused = False  # After a control frame, until `read` is called again.
         self.more = False  # Whether there may be more that the poller does not see.
         self._numbers = numbers
-        self._assembler = assembler
+        self.assembler = assembler
         self._buffers = buffers
         self._pool = pool
         self._borrowed = borrowed
@@ -119,16 +115,6 @@ class FrameReader:
         # The rest of a frame that is read in place; and its header and payload.
         self._direct: memoryview | None = None
         self._direct_frame: tuple[Header, memoryview] | None = None
-
-    @property
-    def messages(self) -> int:
-        """How many messages have come."""
-        return self._assembler.messages
-
-    @property
-    def whole(self) -> bool:
-        """Whether no value of them is still to come."""
-        return self._assembler.whole
 
     def interrupt(self) -> None:
         """Drop incomplete frames."""
@@ -140,7 +126,7 @@ class FrameReader:
         """Free all memory; nothing may be read afterwards."""
         self.interrupt()
         self._buffer = memoryview(b"")
-        self._assembler.clear()
+        self.assembler.clear()
 
     def read(self, stream: Stream, events: list[Event]) -> bool:
         """Read available frames, bounded so that other connections get their turn.
@@ -195,13 +181,13 @@ class FrameReader:
                 start = body + length
                 payload = buffer[body:start]
                 if is_chunk:
-                    target = self._assembler.target(length)
+                    target = self.assembler.target(length)
                     target[:] = payload
                     payload = target
                 self._take(header, payload, stream, events)
             elif is_chunk or FRAME_BYTES + length > BUFFER_BYTES:
                 # What is announced takes memory as it comes.
-                take = self._assembler.target if is_chunk else self._buffers.aligned
+                take = self.assembler.target if is_chunk else self._buffers.aligned
                 whole = take(length)
                 whole[: end - body] = buffer[body:end]
                 self._direct = whole[end - body :]
@@ -226,9 +212,9 @@ class FrameReader:
             numbers.received = sequence
             self.nbytes += length
         if kind is FrameKind.MESSAGE:
-            events += self._assembler.message(bytes(payload))
+            events += self.assembler.message(bytes(payload))
         elif kind is FrameKind.CHUNK:
-            events += self._assembler.received(len(payload))
+            events += self.assembler.received(len(payload))
         elif kind is FrameKind.DEFINE:
             digest, data = payload[:DIGEST_BYTES], payload[DIGEST_BYTES:]
             events.append(Definition(bytes(digest), bytes(data)))
@@ -243,10 +229,9 @@ class FrameReader:
             self.pinged = True
 
     def _segment(self, payload: bytes, events: list[Event]) -> None:
-        """Handle a frame about shared memory."""
         what, numbers = payload[:1], payload[1:]
         if what == LENT:
-            events += self._assembler.lent(*struct.unpack("<QQ", numbers))
+            events += self.assembler.lent(*struct.unpack("<QQ", numbers))
             return
         (segment,) = struct.unpack("<Q", numbers)
         if what == FREED:

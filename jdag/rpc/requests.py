@@ -5,7 +5,7 @@ Attach, Mesh, Peer and Detach to workers; Info requires the cluster's token; any
 may send Health.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -25,15 +25,8 @@ Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
     """A request: unknown fields are refused, and nothing is converted."""
 
-    ASKER: ClassVar[str] = ""  # The field with the worker that asks, if there is one.
-
     def __repr__(self) -> str:  # Without its secrets.
         return f"{type(self).__name__}(...)"
-
-    @property
-    def by(self) -> str | None:
-        """The worker that asks, if the request names it."""
-        return getattr(self, self.ASKER, None)
 
     @property
     def key(self) -> str:
@@ -57,7 +50,6 @@ class AttachWorker(Request, frozen=True):
     as CSV. `watched`, `program`: see `jdag.rpc.session_info.SessionInfo`.
     """
 
-    ASKER = "main"
     token: Text
     secret: Annotated[str, Meta(min_length=16, max_length=4096)]
     secrets: Annotated[dict[Name, Text], Meta(max_length=WORKERS_MAX)]
@@ -130,9 +122,3 @@ class WorkerAttached(Struct, frozen=True):
     data: Text
     allow: Modules
     handshake: Handshake
-
-
-class Healthy(Struct, frozen=True):
-    """Answer to Health: which process it is."""
-
-    pid: int

@@ -46,7 +46,7 @@ from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import SessionSettings
 from jdag.rpc.shared_secrets import fresh_secret, secret_between
 from jdag.rpc.tls import Tls
-from jdag.schedules import Schedule, to_csv
+from jdag.schedules import to_csv
 
 POLL_S = 1.0
 ASKED_AT_ONCE_MAX = 16
@@ -185,7 +185,6 @@ class Session:
                 raise error
 
     def _wait_for(self, peer: str, due_ns: int) -> None:
-        """Wait for a worker where nothing listens at its address yet."""
         ready_s, is_told = self._plan.ready_s, False
         while True:
             try:
@@ -221,6 +220,10 @@ class Session:
     def _attach(self, peer: str, incarnation: int) -> Whereabouts:
         plan = self._plan
         present = self.members.incarnations
+        # As JSON has them, but for the schedule.
+        settings = asdict(plan.settings)
+        schedule = settings.pop("schedule")
+        listed = schedule and Listed(schedule.workers, to_csv(schedule))
         asked = AttachWorker(
             token=plan.token,
             secret=self._secrets[peer],
@@ -231,12 +234,12 @@ class Session:
             },
             main=plan.main,
             worker=peer,
-            settings=_sent(plan.settings),
+            settings=settings,
             incarnations={**present, peer: incarnation},
             allow=plan.allow,
             control="" if plan.control is None else str(plan.control),
             watched=plan.watched,
-            schedule=_listed(plan.settings.schedule),
+            schedule=listed,
             program=plan.program,
             handshake=dict(plan.handshake),
         )
@@ -276,10 +279,7 @@ class Session:
         return min(self._deadline_s, most_s)
 
     def _between(self, peer: str, incarnation: int, other: str) -> str:
-        """Return the secret of two workers for their current incarnations.
-
-        So a lost incarnation cannot pass for the one that joined under its name.
-        """
+        # So a lost incarnation cannot pass for the one that joined under its name.
         number = self.members[other].incarnation
         return secret_between(
             self._secret, f"{peer}#{incarnation}", f"{other}#{number}"
@@ -298,9 +298,7 @@ class Session:
     def join(self, worker: str, control: Address | None = None) -> None:
         """Have a new process take the name of a lost worker; waits until it has joined.
 
-        Args:
-            worker: its name.
-            control: where its control server listens; None: where the former's did.
+        `control`: where its control server listens; None: where the former's did.
 
         Raises:
             JoinError: it is not reached, refuses, or is not lost; or the session is
@@ -432,7 +430,6 @@ def _host(plan: SessionPlan) -> str:
 
 
 def _hold(plan: SessionPlan, control: Address) -> ControlServer:
-    """Bind main's own address; the error names the process that has it."""
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
         name = f"main {plan.main!r}"
@@ -457,14 +454,3 @@ def _who(plan: SessionPlan, control: Address) -> str:
     if found.get("worker") == plan.main and found.get("state") != "main":
         said += f" (jdag up --except {plan.main} leaves it to this one)"
     return said
-
-
-def _sent(settings: SessionSettings) -> dict[str, Any]:
-    """Return settings as JSON has them, but for the schedule."""
-    return {key: each for key, each in asdict(settings).items() if key != "schedule"}
-
-
-def _listed(schedule: Schedule | None) -> Listed | None:
-    if schedule is None:
-        return None
-    return Listed(schedule.workers, to_csv(schedule))

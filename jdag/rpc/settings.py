@@ -236,7 +236,6 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
 
 
 def _refuse_shared(path: Path) -> None:
-    """Refuse a secret that others could have read, or written."""
     found = path.stat()
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         allowed = (
@@ -317,7 +316,6 @@ def load(path: str | Path) -> ClusterSettings:
 
 
 def _check_addresses(settings: ClusterSettings) -> None:
-    """Refuse what other hosts reach without TLS, and addresses given twice."""
     taken: dict[Address, str] = {}
     for name, worker in settings.workers.items():
         for kind, address in (("control", worker.control), ("data", worker.data)):

@@ -191,7 +191,6 @@ class SharedMemoryPool:
             self.made.popleft().shut()
 
     def _miss(self, size: int, now_ns: int) -> None:
-        """Make a segment of a size, if it was missed before and there is room."""
         repeated = size in self._missed
         self._missed.pop(size, None)
         self._missed[size] = None

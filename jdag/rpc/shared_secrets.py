@@ -12,12 +12,9 @@ SECRET_BYTES = 32
 
 
 def secret_between(session: str, one: str, other: str) -> str:
-    """Return the secret that two processes of a session share.
+    """Return the secret that two workers, with their incarnations, share.
 
-    Args:
-        session: the secret of the session, which main alone has.
-        one: the worker of one of them, with its incarnation.
-        other: that of the other one.
+    `session` is the secret of the session, which main alone has.
     """
     both = " ".join(sorted((one, other)))
     return hmac.new(session.encode(), both.encode(), "sha256").hexdigest()

@@ -128,12 +128,9 @@ class SocketStream:
         return False
 
     def flush(self) -> None:
-        """Write what was taken and waits here; call it after the last `send`.
+        """Write what was taken and waits here, or raise BlockingIOError.
 
-        `recv_into` and `send` do as much.
-
-        Raises:
-            BlockingIOError: there is no room now.
+        It is for after the last `send`: `recv_into` and `send` do as much.
         """
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:

@@ -5,9 +5,6 @@ nothing is computed or can be, all that was sent has been handled, every program
 and no alarm is set. If all do, twice in a row and with the same counts of messages,
 nothing happened in between and nothing will: a node that rests acts on messages alone.
 So an answer that takes long is no sign of anything, and no time limit is involved.
-
-Inputs:  `block`, of programs; `look`, a timer of main's loop.
-Outputs: what `rest` answers; JdagError, to the user's program if it waits in vain.
 """
 
 import sys
@@ -18,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from jdag.errors import JdagError
-from jdag.rpc.loop import Loop, clock_ns
+from jdag.rpc.loop import clock_ns
 from jdag.rpc.peers import Asked
 from jdag.rpc.questions import Questions
 from jdag.runtime.waiters import Waiters, stuck
@@ -29,23 +26,18 @@ LOOK_NS = 150_000_000
 class Waits:
     """The waits of one node.
 
-    Args:
-        asks: what it asks and answers beside its engine.
-        waiters: those of the node.
-        running: its programs, but the user's.
-        main: whether it is main, where the user's program runs.
+    `running` are its programs but the user's, which runs on `main`.
     """
 
     def __init__(
         self,
-        loop: Loop,
         asks: Questions,
         waiters: Waiters,
         *,
         running: Mapping[threading.Thread, None],
         main: bool,
     ) -> None:
-        self._loop = loop
+        self._loop = loop = asks.peers.loop
         self._asks = asks
         self._peers = asks.peers
         self._waiters = waiters

@@ -37,7 +37,7 @@ class Tls:
     dialling: ssl.SSLContext
 
     def serve(self, plain: SocketStream) -> "TlsStream":
-        """Return the TLS stream of an accepted connection, whose socket it takes."""
+        """Return the TLS stream of an accepted connection."""
         return TlsStream(plain, self.serving, None)
 
     def dial(self, plain: SocketStream, name: str) -> "TlsStream":
@@ -107,7 +107,6 @@ def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContex
 
 
 def _try_on_itself(serving: ssl.SSLContext, dialling: ssl.SSLContext) -> None:
-    """Do a handshake of a node with itself, in memory."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = serving.wrap_bio(there, back, server_side=True)
     dialling.check_hostname = False
@@ -228,7 +227,6 @@ class TlsStream(SocketStream):
         self._incoming.write(self._room[:count])
 
     def _push(self) -> None:
-        """Write what is encrypted, as much as the socket takes."""
         while self.wants_write():
             if not self._unsent:
                 self._unsent = memoryview(self._outgoing.read())

@@ -80,17 +80,14 @@ class Watch:
             self._told.wait(PARTING_S)
 
     def _die_with(self, parent: int) -> None:
-        """End by SIGHUP when the parent dies, even if other processes hold its socket.
-
-        SIGTERM would request a drain, during which the dying parent may seem alive.
-        """
+        # By SIGHUP, even if other processes hold its socket. SIGTERM would request a
+        # drain, during which the dying parent may seem alive.
         signal.signal(signal.SIGHUP, self._orphaned)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGHUP)
         if os.getppid() != parent:  # It died before this process could ask for that.
             self._orphaned()
 
     def _read_options(self) -> tuple[bytes, bytes]:
-        """Return the line with the options, and the bytes after it."""
         line, came = b"", b""
         while b"\n" not in came and len(line) < _LINE_BYTES_MAX:
             came = heard(self._socket)
@@ -125,7 +122,6 @@ class Watch:
             threading.Thread(target=stop, name="stop", daemon=True).start()
 
     def _orphaned(self, *_: object) -> NoReturn:
-        """Stop at once, as the parent has ended."""
         if self._litter:
             shutil.rmtree(self._litter, ignore_errors=True)
         os._exit(1)

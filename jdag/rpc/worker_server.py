@@ -1,8 +1,7 @@
 """A worker process's side of sessions: it serves one caller after the other.
 
-Inputs: requests, on threads of the control server, and data connections; `stop`.
-Outputs: answers, and a node for each session, which runs on the thread that calls
-    `serve`. `jdag.rpc.membership.LEASE` has the states of the process.
+Each session has a node, which runs on the thread that calls `serve`;
+`jdag.rpc.membership.LEASE` has the states of the process.
 Invariants: there is a lease exactly while a caller holds the worker; another caller is
     told which one does. Before `serve` waits for the next session, the listener and
     the node of the former one are closed. No answer, error or log
@@ -176,19 +175,7 @@ class CallerLease:
 
 
 class WorkerServer:
-    """The control server's answers, and the sessions of a worker process.
-
-    Args:
-        options: of the process.
-        handshake: of the process.
-        make_node: makes the node of a session.
-        tls: mutual TLS.
-        helper: the helper process of this one.
-
-    Attributes:
-        answers: for each class of request; see `jdag.rpc.control`.
-        asked_to_stop: whether a stop was requested.
-    """
+    """The control server's `answers`, and the sessions of a worker process."""
 
     def __init__(
         self,
@@ -305,7 +292,6 @@ class WorkerServer:
         self._end(lease)
 
     def _end(self, lease: CallerLease) -> None:
-        """End a session, and wait until it has."""
         lease.node.close()
         if not lease.ended.wait(ENDING_S):
             raise JoinError(
@@ -315,7 +301,6 @@ class WorkerServer:
             )
 
     def _detach(self, asked: Detach) -> Mapping[str, Any]:
-        """End the session, if it is still that one."""
         lease = self._lease
         if lease is None or not lease.is_main(asked.secret):
             return {"ended": False}
@@ -367,10 +352,7 @@ def _check_names(asked: AttachWorker) -> None:
 
 
 def _is_dead(holder: Handshake, own: Handshake) -> bool:
-    """Whether the holding process ran on this host and has ended.
-
-    If so, a crashed program can be restarted without waiting for the deadline.
-    """
+    # Then a crashed program can be restarted without waiting for the deadline.
     pid = holder.get("pid")
     is_here = holder.get("boot") == own.get("boot")
     if not is_here or type(pid) is not int or not 0 < pid < 1 << 31:
