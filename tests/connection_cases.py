@@ -70,6 +70,13 @@ class Side:
         )
         self.name = name
 
+    def stop(self) -> None:
+        """Do what a process does that is stopped: nothing more."""
+        assert self.socket is not None
+        self.loop.unregister(self.socket.fileno())
+        self.loop.register(self.socket.fileno(), lambda mask: None)
+        self.connection._timer.cancel()
+
     def handle(self, connection: Connection, events: Sequence[Event]) -> None:
         assert connection is self.connection
         for event in events:
@@ -124,11 +131,9 @@ class Sides:
         streams = [self.stream(end) for end in plain]
         if self.tls is not None:
             streams = secured(self.tls, *plain)
-        for side, end, stream, got in zip(
-            (self.a, self.b), ends, streams, reversed(received), strict=True
-        ):
-            side.socket = end
-            side.connection.adopt(stream, got)
+        for at, side in enumerate((self.a, self.b)):
+            side.socket = ends[at]
+            side.connection.adopt(streams[at], received[1 - at])
 
     def run(self, done: Any) -> None:
         """Drive until `done()`, for so long at most."""
@@ -143,11 +148,10 @@ class Sides:
         self.loop.drive(lambda: not left)
 
     def close(self) -> None:
-        self.loop.acquire()
-        self.a.connection.lose({"bye": "it is over"})
-        self.b.connection.lose({"bye": "it is over"})
-        self.loop.close()
-        self.loop.release()
+        with self.loop:
+            self.a.connection.lose({"bye": "it is over"})
+            self.b.connection.lose({"bye": "it is over"})
+            self.loop.close()
 
 
 def secured(tls: Tls, near: SocketStream, far: SocketStream) -> list[TlsStream]:
@@ -208,8 +212,10 @@ class Hoarder:
 def make() -> Iterator[Callable[..., Sides]]:
     made: list[Sides] = []
 
-    def make_one(**options: Any) -> Sides:
+    def make_one(*, connects: bool = True, **options: Any) -> Sides:
         made.append(Sides(**options))
+        if connects:
+            made[-1].connect()
         return made[-1]
 
     yield make_one
@@ -219,9 +225,7 @@ def make() -> Iterator[Callable[..., Sides]]:
 
 @pytest.fixture
 def sides(make: Callable[..., Sides]) -> Sides:
-    made = make()
-    made.connect()
-    return made
+    return make()
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +236,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 @pytest.fixture(params=["plain", "tls"])
 def either(request: Any, make: Callable[..., Sides], tls: Tls) -> Sides:
     """Ends that are connected, plainly and through TLS."""
-    made = make(tls=tls if request.param == "tls" else None)
-    made.connect()
-    return made
+    return make(tls=tls if request.param == "tls" else None)
 
 
 def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:

@@ -258,6 +258,16 @@ class Seated:
         self.nodes.append(PlainNode(place))
         return self.nodes[-1]
 
+    @contextmanager
+    def but(self, asked: type, answer: Any) -> Iterator[Address]:
+        """Serve at another address, where this one request is answered so."""
+        answers = {**self.seat.answers, asked: answer}
+        server = ControlServer(self.client.name, ANY, answers)
+        try:
+            yield server.address
+        finally:
+            server.close()
+
     def die(self) -> None:
         """End as a process does that is killed: nobody is told."""
         self.server.close(0)

@@ -110,12 +110,9 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
         return {}
 
     proxy = Proxy(0)
-    with seated("a") as worker:
-        server = ControlServer(
-            "worker 'a'", ANY, {**worker.seat.answers, Detach: noted}
-        )
-        port, gate = proxy.before(server.address.port)
-        plan = plan_of({"a": server.address._replace(port=port)}, deadline_s=60.0)
+    with seated("a") as worker, worker.but(Detach, noted) as address:
+        port, gate = proxy.before(address.port)
+        plan = plan_of({"a": address._replace(port=port)}, deadline_s=60.0)
         with Session(plan) as session:
             proxy.do(gate, refuses=True)
             with (
@@ -129,5 +126,4 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
             proxy.heal([gate])
             leaving.join()
         assert told
-        server.close()
     proxy.close()

@@ -21,9 +21,20 @@ def loop_of(flush: Any = lambda: None) -> Iterator[Loop]:
     try:
         yield loop
     finally:
-        loop.acquire()
-        loop.close()
-        loop.release()
+        with loop:
+            loop.close()
+
+
+@contextmanager
+def guarded() -> Iterator[Loop]:
+    """A loop that holds signals back."""
+    with loop_of() as loop:
+        undo = loop.guard_signals()
+        try:
+            yield loop
+        finally:
+            undo()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @contextmanager
@@ -114,10 +125,9 @@ def test_a_file_is_watched_until_it_is_not() -> None:
 def test_what_was_told_and_not_waited_for_is_flushed_all_the_same() -> None:
     flushed = threading.Event()
     with loop_of(flushed.set) as loop, in_background(loop):
-        loop.acquire()
-        flushed.clear()
-        loop.dirty = True
-        loop.release()
+        with loop:
+            flushed.clear()
+            loop.dirty = True
         assert flushed.wait(PATIENCE_S)
 
 
@@ -155,12 +165,11 @@ def test_no_two_threads_have_the_baton_at_the_same_time() -> None:
 
         def work(number: int) -> None:
             for _ in range(200):
-                loop.acquire()
-                inside.append(number)
-                if len(inside) > 1:
-                    clashes.append(number)
-                inside.remove(number)
-                loop.release()
+                with loop:
+                    inside.append(number)
+                    if len(inside) > 1:
+                        clashes.append(number)
+                    inside.remove(number)
 
         threads = [threading.Thread(target=work, args=(one,)) for one in range(4)]
         for thread in threads:
@@ -171,32 +180,20 @@ def test_no_two_threads_have_the_baton_at_the_same_time() -> None:
 
 
 def test_a_signal_waits_until_the_baton_is_given_back() -> None:
-    with loop_of() as loop:
-        undo = loop.guard_signals()
-        try:
-            loop.acquire()
-            os.kill(os.getpid(), signal.SIGINT)
-            reached = True
-            with pytest.raises(KeyboardInterrupt):
-                loop.release()
-        finally:
-            undo()
-    assert reached
+    with guarded() as loop:
+        loop.acquire()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            loop.release()
 
 
 def test_a_signal_interrupts_who_waits() -> None:
-    with loop_of() as loop:
-        undo = loop.guard_signals()
-        try:
-            kill = partial(os.kill, os.getpid(), signal.SIGINT)
-            timer = threading.Timer(0.05, kill)
-            # Not before: here, where nothing is expected, it would end all tests.
-            loop.post(timer.start)
-            with pytest.raises(KeyboardInterrupt):
-                loop.drive(lambda: False)
-        finally:
-            undo()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with guarded() as loop:
+        timer = threading.Timer(0.05, partial(os.kill, os.getpid(), signal.SIGINT))
+        # Not before: here, where nothing is expected, it would end all tests.
+        loop.post(timer.start)
+        with pytest.raises(KeyboardInterrupt):
+            loop.drive(lambda: False)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
@@ -230,42 +227,33 @@ def test_who_waits_in_a_loop_that_is_closed_goes_on() -> None:
         ended.set()
 
     threading.Thread(target=wait, daemon=True).start()
-    loop.acquire()
-    loop.close()
-    loop.release()
+    with loop:
+        loop.close()
     assert ended.wait(PATIENCE_S)
 
 
 def test_a_signal_at_the_very_edges_of_having_the_baton_does_not_keep_it() -> None:
-    with loop_of() as loop:
-        undo = loop.guard_signals()
+    class Edgy:
+        """A lock at whose edges a signal comes."""
 
-        class Edgy:
-            """A lock at whose edges a signal comes."""
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+            self.locked = self.lock.locked
 
-            def __init__(self) -> None:
-                self.lock = threading.Lock()
-                self.locked = self.lock.locked
+        def acquire(self, *args: Any, **options: Any) -> bool:
+            got = self.lock.acquire(*args, **options)
+            os.kill(os.getpid(), signal.SIGINT)
+            return got
 
-            def acquire(self, *args: Any, **options: Any) -> bool:
-                got = self.lock.acquire(*args, **options)
-                os.kill(os.getpid(), signal.SIGINT)
-                return got
+        def release(self) -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            self.lock.release()
 
-            def release(self) -> None:
-                os.kill(os.getpid(), signal.SIGINT)
-                self.lock.release()
-
-        edgy = Edgy()
-        loop._lock = edgy  # type: ignore[assignment]
-        try:
-            with pytest.raises(KeyboardInterrupt):
-                loop.acquire()
-                loop.release()
-            assert not edgy.lock.locked()
-        finally:
-            loop._lock = threading.Lock()
-            undo()
+    with guarded() as loop, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "_lock", Edgy())
+        with pytest.raises(KeyboardInterrupt), loop:
+            pass
+        assert not loop._lock.locked()
 
 
 def test_the_background_looks_at_files_while_others_only_tell_things() -> None:
@@ -277,20 +265,17 @@ def test_the_background_looks_at_files_while_others_only_tell_things() -> None:
         came.set()
 
     with loop_of() as loop:
-        loop.acquire()
-        loop.register(ours, read)
-        loop.release()
+        with loop:
+            loop.register(ours, read)
         with in_background(loop):
             os.write(theirs, b"x")
             for _ in range(1_000_000):
-                loop.acquire()
-                loop.dirty = True
-                loop.release()
+                with loop:
+                    loop.dirty = True
                 if came.is_set():
                     break
         assert came.is_set()
-        loop.acquire()
-        loop.unregister(ours)
-        loop.release()
+        with loop:
+            loop.unregister(ours)
     os.close(ours)
     os.close(theirs)

@@ -250,14 +250,10 @@ def test_a_silent_peer_is_alive_as_long_as_its_helper_answers(
 ) -> None:
     clock, busy = Clock(monkeypatch), Busy()
     sides = make(deadline_s=1_000.0)
-    sides.connect()
     sides.turn()
     sides.turn()
     sides.a.connection.pulse = busy  # type: ignore[assignment]
-    assert sides.b.socket is not None
-    sides.loop.unregister(sides.b.socket.fileno())  # As one that is busy.
-    sides.loop.register(sides.b.socket.fileno(), lambda mask: None)
-    sides.b.connection._timer.cancel()
+    sides.b.stop()  # As one that is busy.
     began_ns = sides.a.connection.heard_ns
     for seconds in range(0, 5_000, 10):
         sides.turn()
@@ -281,7 +277,6 @@ def test_a_peer_that_answers_pings_is_not_asked(
 ) -> None:
     clock, busy = Clock(monkeypatch), Busy()
     sides = make(deadline_s=1_000.0)
-    sides.connect()
     sides.a.connection.pulse = busy  # type: ignore[assignment]
     for _ in range(300):
         for _ in range(4):  # A ping and its answer.

@@ -15,7 +15,7 @@ import pytest
 from jdag.errors import JoinError
 from jdag.rpc import session as module
 from jdag.rpc.addresses import Address
-from jdag.rpc.control import ControlServer, Refusal, answering
+from jdag.rpc.control import Refusal, answering
 from jdag.rpc.greeting import Pair
 from jdag.rpc.handshake import ours
 from jdag.rpc.listener import dial
@@ -32,7 +32,6 @@ from jdag.rpc.tls import load
 from jdag.rpc.worker_server import CallerLease
 from tests.certificates import Issuer
 from tests.rpc_cases import (
-    ANY,
     Seated,
     free_address,
     plain,
@@ -202,15 +201,10 @@ def test_a_worker_that_does_not_answer_keeps_main_from_leaving_for_a_bounded_tim
 
     for bound in ("_LEAVING_S", "_LEAVING_LAUNCHED_S"):
         monkeypatch.setattr(module, bound, 0.1)
-    with seated("a") as worker:
-        server = ControlServer(
-            "worker 'a'", ANY, {**worker.seat.answers, Detach: frozen}
-        )
-        plan = plan_of({"a": server.address}, deadline_s=3600.0, watched=watched)
-        with Session(plan):
+    with seated("a") as worker, worker.but(Detach, frozen) as address:
+        with Session(plan_of({"a": address}, deadline_s=3600.0, watched=watched)):
             pass
         over.set()  # With the deadline as the bound this would come too late.
-        server.close()
 
 
 def test_all_that_were_attached_are_left_when_one_refuses(three):
@@ -314,44 +308,21 @@ def test_a_worker_on_another_kind_of_cpu_is_warned_of(three):
 
 
 @pytest.mark.parametrize(
-    ("request_kind", "answer", "words"),
-    [
-        (AttachWorker, {}, "WorkerAttached: Object missing required fie"),
-        (
-            AttachWorker,
-            {"handshake": 3},
-            "WorkerAttached: Expected `object`, got `int`",
-        ),
-        (
-            AttachWorker,
-            {"allow": "mine"},
-            "WorkerAttached: Expected `array`, got `str`",
-        ),
-        (
-            AttachWorker,
-            {"data": None},
-            "WorkerAttached: Expected `str`, got `null`",
-        ),
-    ],
+    ("answer", "words"),
+    [({}, "Object missing required fie"), ({"data": 3}, "Expected `str`, got `int`")],
 )
-def test_a_worker_whose_answer_cannot_be_used_is_named(
-    request_kind: type, answer: dict[str, Any], words: str
-):
+def test_a_worker_whose_answer_cannot_be_used_is_named(answer: Any, words: str):
+    def odd(asked: Any) -> dict[str, Any]:
+        return {**right(asked), **answer} if answer else {}
+
     with seated("a") as worker:
-        right = worker.seat.answers[request_kind]
-
-        def odd(asked: Any) -> dict[str, Any]:
-            return {**right(asked), **answer} if answer else {}
-
-        server = ControlServer(
-            "worker 'a'", ANY, {**worker.seat.answers, request_kind: odd}
-        )
-        said = f"worker 'a' at {server.address} answered what cannot be used: {words}"
-        with pytest.raises(JoinError) as caught:
-            Session(plan_of({"a": server.address}))
-        assert str(caught.value).startswith(said)
+        right = worker.seat.answers[AttachWorker]
+        with worker.but(AttachWorker, odd) as address:
+            said = f"worker 'a' at {address} answered what cannot be used: "
+            with pytest.raises(JoinError) as caught:
+                Session(plan_of({"a": address}))
+        assert str(caught.value).startswith(f"{said}WorkerAttached: {words}")
         assert worker.ask(Health())["state"] == "idle"
-        server.close()
 
 
 @pytest.mark.parametrize(

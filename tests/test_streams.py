@@ -7,10 +7,12 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream
+from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
 from tests.stream_cases import (
     no_new_descriptors,
     pour,
@@ -21,75 +23,73 @@ from tests.stream_cases import (
     wait,
 )
 
-KINDS = ("unix", "tcp")
+Ends = tuple[Stream, Stream]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_random_views_arrive_whole_and_in_order_by_random_reads(kind: str):
+@pytest.fixture(params=["unix", "tcp"])
+def ends(request: Any) -> Iterator[Ends]:
+    with streams(request.param) as made:
+        yield made
+
+
+def test_random_views_arrive_whole_and_in_order_by_random_reads(ends: Ends):
     chance = random.Random(1)
     data = chance.randbytes(6 << 20)
-    with streams(kind) as (near, far):
-        thread = threading.Thread(target=pour, args=(near, data, random.Random(2)))
-        thread.start()
-        came = bytearray()
-        while len(came) < len(data):
-            most = min(chance.randint(1, 100_000), len(data) - len(came))
-            came += receive(far, chance.randint(1, most))
-        thread.join()
+    near, far = ends
+    thread = threading.Thread(target=pour, args=(near, data, random.Random(2)))
+    thread.start()
+    came = bytearray()
+    while len(came) < len(data):
+        most = min(chance.randint(1, 100_000), len(data) - len(came))
+        came += receive(far, chance.randint(1, most))
+    thread.join()
     assert came == data
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_does_not_fit_is_left_to_the_caller(kind: str):
-    with streams(kind) as (near, far):
-        block = memoryview(bytes(1 << 20))
-        sent = 0
-        with pytest.raises(BlockingIOError):
-            while sent < 1 << 28:
-                sent += near.send([block, block])
-        assert sent
-        receive(far, sent)
-        with pytest.raises(BlockingIOError):
-            far.recv_into(memoryview(bytearray(1)))
-        wait(near, select.POLLOUT)  # The system may take a while to see that.
-        assert near.send([block])
+def test_what_does_not_fit_is_left_to_the_caller(ends: Ends):
+    near, far = ends
+    block = memoryview(bytes(1 << 20))
+    sent = 0
+    with pytest.raises(BlockingIOError):
+        while sent < 1 << 28:
+            sent += near.send([block, block])
+    assert sent
+    receive(far, sent)
+    with pytest.raises(BlockingIOError):
+        far.recv_into(memoryview(bytearray(1)))
+    wait(near, select.POLLOUT)  # The system may take a while to see that.
+    assert near.send([block])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_more_views_than_the_system_takes_go_in_several_calls(kind: str):
+def test_more_views_than_the_system_takes_go_in_several_calls(ends: Ends):
     data = bytes(range(256)) * 16
-    with streams(kind) as (near, far):
-        views = [memoryview(data)[i : i + 1] for i in range(len(data))]
-        assert near.send(views) == VIEWS_MAX
-        assert receive(far, VIEWS_MAX) == data[:VIEWS_MAX]
+    near, far = ends
+    views = [memoryview(data)[i : i + 1] for i in range(len(data))]
+    assert near.send(views) == VIEWS_MAX
+    assert receive(far, VIEWS_MAX) == data[:VIEWS_MAX]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_empty_views_in_front_do_not_hide_what_follows(kind: str):
-    with streams(kind) as (near, far):
-        assert near.send([memoryview(b"")] * 2000 + [memoryview(b"abc")]) == 3
-        assert receive(far, 3) == b"abc"
+def test_empty_views_in_front_do_not_hide_what_follows(ends: Ends):
+    near, far = ends
+    assert near.send([memoryview(b"")] * 2000 + [memoryview(b"abc")]) == 3
+    assert receive(far, 3) == b"abc"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_sent_before_the_end_arrives_and_then_the_end_is_said(kind: str):
-    with streams(kind) as (near, far):
-        send_all(near, b"last words")
-        near.close()
-        assert receive(far, 10) == b"last words"
-        with pytest.raises(
-            ConnectionError, match=f"the {kind} peer closed the connect"
-        ):
-            receive(far, 1)
+def test_what_was_sent_before_the_end_arrives_and_then_the_end_is_said(ends: Ends):
+    near, far = ends
+    send_all(near, b"last words")
+    near.close()
+    assert receive(far, 10) == b"last words"
+    with pytest.raises(ConnectionError, match=f"{near.peer} closed the connect"):
+        receive(far, 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sending_to_a_peer_that_is_gone_is_an_error_and_no_signal(kind: str):
-    with streams(kind) as (near, far):
-        far.close()
-        with pytest.raises(ConnectionError, match=f"to the {kind} peer broke: "):
-            while True:
-                send_all(near, bytes(1 << 16))
+def test_sending_to_a_peer_that_is_gone_is_an_error_and_no_signal(ends: Ends):
+    near, far = ends
+    far.close()
+    with pytest.raises(ConnectionError, match=f"to {near.peer} broke: "):
+        while True:
+            send_all(near, bytes(1 << 16))
 
 
 def test_a_reset_says_so():
@@ -104,16 +104,15 @@ def test_a_reset_says_so():
     stream.close()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_closed_end_refuses_and_closes_again(kind: str):
-    with streams(kind) as (near, _):
-        near.close()
-        near.close()
-        assert near.fileno() == -1
-        with pytest.raises(ConnectionError):
-            near.send([memoryview(b"a")])
-        with pytest.raises(ConnectionError):
-            near.recv_into(memoryview(bytearray(1)))
+def test_a_closed_end_refuses_and_closes_again(ends: Ends):
+    near, _ = ends
+    near.close()
+    near.close()
+    assert near.fileno() == -1
+    with pytest.raises(ConnectionError):
+        near.send([memoryview(b"a")])
+    with pytest.raises(ConnectionError):
+        near.recv_into(memoryview(bytearray(1)))
 
 
 def test_small_messages_are_not_held_back():
