@@ -11,7 +11,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 import jdag
-from jdag.api.graph import WORKERS_MAX, Graph, dot_of, graph_of, labelled
+from jdag.api.graph import WORKERS_MAX, Graph, graph_of, labelled
 from jdag.errors import UnusedSendError
 from shapes import add_all, pipeline, product, scale, total
 
@@ -196,7 +196,7 @@ def test_a_label_has_what_is_awaited_in_brackets(piped):
 
 def test_dot_has_a_cluster_a_worker_and_each_vertex_and_edge_once(piped):
     graph = graph_of(piped)
-    dot = dot_of(graph, 'a "quoted" name')
+    dot = graph.dot('a "quoted" name')
     assert dot.startswith('digraph "a \\"quoted\\" name" {')
     assert dot.count("{") == dot.count("}") == 1 + len(STAGES)
     assert dot.count("subgraph cluster_") == len(STAGES)

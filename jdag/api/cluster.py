@@ -366,7 +366,7 @@ class Cluster(Collectives, Copying, Recoverable):
 
     def _reassigned(self) -> None:
         for context in self._open.values():
-            context.reassigned()
+            context._frame.copies.clear()
 
     def host(
         self, worker: str, factory: Callable[..., Any], /, *args: Any, **kwargs: Any

@@ -19,7 +19,6 @@ from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.refs import is_ref
 from jdag.engine.protocol import (
-    ContextId,
     Failure,
     Fetched,
     LeafId,
@@ -48,6 +47,11 @@ class Numbers:
 
 def _stands(value: object) -> bool:
     return is_ref(value) or isinstance(value, jax.ShapeDtypeStruct)
+
+
+def given(value: Any) -> Any:
+    """Return what a program gets of a value: in abstract mode its shape and dtype."""
+    return value.struct() if value.__class__ is Aval else delivered(value)
 
 
 class ClusterState:
@@ -154,13 +158,7 @@ class ClusterState:
         waiter = port.waiter()
         port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
         found = port.wait(waiter)
-        return [
-            one.struct() if isinstance(one, Aval) else delivered(one) for one in found
-        ]
-
-    def graph(self, context: ContextId) -> Any:
-        """Return the graph of a context by worker, as the driver has it."""
-        return self.driver.graph(context)
+        return list(map(given, found))
 
     def seen(self, failure: Failure) -> JdagError:
         """Return a failure as an exception; outside of contexts none is recorded."""
@@ -188,7 +186,7 @@ class ClusterState:
 
     def check_own(self, ref: Ref) -> None:
         """Raise ContextError unless the ref is of this cluster and names a value."""
-        of: Any = ref.holder.state
+        of = ref.holder.state
         if of is not self:
             to_do = "; ref.fetch() gives the value"
             raise ContextError(
@@ -234,15 +232,6 @@ class ClusterState:
                 f"{what} inside of jax.jit, vmap, grad or another function that JAX "
                 "traces: jdag runs outside of these. Put them inside of the functions "
                 "that are called; ctx.backward and jdag.value_and_grad differentiate"
-            )
-
-    def check_nesting(self, depth: int, calls: str) -> None:
-        """Raise JdagError if programs are nested too deep; `calls` names two."""
-        if depth >= (most := self.settings.nesting_max):
-            raise JdagError(
-                f"{calls}, and {depth} programs wait for each other already: allowed "
-                f"is nesting_max = {most}, a setting of jdag.simulate, "
-                "jdag.launch and files of clusters and scenarios"
             )
 
     def place(self, place: object, what: str) -> tuple[str, str | None]:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
+from jdag.api.cluster_state import given
 from jdag.api.context import Context
 from jdag.api.graph import Graph
 from jdag.api.optimizer import Optimizer
@@ -33,7 +34,6 @@ from jdag.api.refs import Hold, Ref
 from jdag.api.tags import check_steps
 from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.buffers import delivered
 from jdag.compute.cutting import Cut, cut
 from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
@@ -386,7 +386,7 @@ class Plan:
             stored.append((SlotKey(id, number, slot), value_of(inputs[index])))
         waiter = port.waiter()
         port.tell(Stepping(waiter, id, number, self._inputs), stored)
-        values = list(map(_given, _checked(port.wait(waiter))))
+        values = list(map(given, _checked(port.wait(waiter))))
         leaves: list[Any] = []
         for kind, one in self._results:
             of = values if kind == "value" else inputs
@@ -419,10 +419,6 @@ def _type_of(value: Any, state: Any) -> Any:
         kind = aval.shape, aval.dtype, aval.weak_type
         return None if value.is_deleted() else kind
     return float if type(value) is float else None
-
-
-def _given(value: Any) -> Any:
-    return value.struct() if value.__class__ is Aval else delivered(value)
 
 
 def _checked(result: Any) -> Any:

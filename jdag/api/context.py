@@ -84,10 +84,6 @@ class Context(Exchanges):
         """The names of all workers."""
         return self.state.workers
 
-    def reassigned(self) -> None:
-        """Its program has assigned to leaves: the next calls read the new versions."""
-        self._frame.copies.clear()
-
     def __repr__(self) -> str:
         return f"Context({self._frame}, {self._frame.phase.name.lower()})"
 
@@ -459,4 +455,4 @@ class Context(Exchanges):
         frame.check("ctx.graph")
         if not frame.prefix:
             frame.wait("ctx.graph", Awaited, frame.id)
-        return ContextGraph(frame.state.graph(frame.id))
+        return ContextGraph(frame.state.driver.graph(frame.id))

@@ -3,13 +3,20 @@
 A move is a call of a tracked identity at its destination.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from msgspec.structs import replace
 
 from jdag.api.refs import Ref
-from jdag.compute.pytrees import Split, flatten, is_constant, is_static, unflatten
+from jdag.compute.pytrees import (
+    Split,
+    flatten,
+    is_constant,
+    is_static,
+    split,
+    unflatten,
+)
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import transferred
 from jdag.engine.protocol import Key, Worker
@@ -41,39 +48,35 @@ def move(call: Callable[..., Any], where: str, tree: Any) -> Any:
     return unflatten(treedef, there)
 
 
-def at_home(
-    parts: Split,
-    worker: Worker,
-    copies: Copies,
-    admit: Callable[[Ref], None],
-    move: Callable[[Worker, Sequence[Ref]], Sequence[Ref]],
-) -> Split:
+def at_home(frame: Any, parts: Split, worker: Worker) -> Split:
     """Return the arguments of a call on `worker`, none on a device of another.
 
     What is on one is moved to its worker's default device first. That is a call of its
     own, so that its cotangent comes back to that device; there is one for each value
     and destination, as there is one transfer. It lives as long as what it is made from
-    can be named: with the hold of that, or in `copies`.
+    can be named: with the hold of that, or in the `copies` of the frame.
     """
+
+    def call(_: str, fn: Callable[..., Any], *refs: Ref) -> Any:
+        return frame.issue(refs[0].owner, None, fn, split(refs, {}, is_ref))
+
     far = [
         (place, ref)
         for place, ref in parts.refs
         if is_ref(ref) and ref.device is not None and ref.owner != worker
     ]
-    if not far:
-        return parts
     sources: dict[str, dict[tuple[Key, bool], Ref]] = {}
     for _, ref in far:
-        admit(ref)
-        if (ref.key, ref.tracked, worker) not in _kept(ref, copies):
+        frame.admit(ref)
+        if (ref.key, ref.tracked, worker) not in _kept(ref, frame.copies):
             sources.setdefault(ref.place, {})[ref.key, ref.tracked] = ref
     for refs in sources.values():
         those = list(refs.values())
-        for source, ref in zip(those, move(those[0].worker, those), strict=True):
-            _kept(source, copies)[source.key, source.tracked, worker] = ref
+        for source, ref in zip(those, move(call, "", those), strict=True):
+            _kept(source, frame.copies)[source.key, source.tracked, worker] = ref
     found = dict(parts.refs)
     for place, ref in far:
-        found[place] = _kept(ref, copies)[ref.key, ref.tracked, worker]
+        found[place] = _kept(ref, frame.copies)[ref.key, ref.tracked, worker]
     return replace(parts, refs=tuple(found.items()))
 
 

@@ -32,9 +32,7 @@ class Exchanges:
         Raises:
             JdagError: no workers, one twice or unknown; no refs; no such `how`.
         """
-        self._frame.check("ctx.replicate")
-        replicas = self._frame.replicas
-        return replicas.replicate(self, workers, refs, how, self.state.place)
+        return self._exchanged("replicate", workers, refs, how)
 
     def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Add up equal pytrees, such as gradients, for each worker that gives one.
@@ -50,9 +48,7 @@ class Exchanges:
             JdagError: two are not equal in structure, shapes and dtypes, which cannot
                 be added; or as `replicate` does.
         """
-        self._frame.check("ctx.all_reduce")
-        replicas = self._frame.replicas
-        return replicas.all_reduce(self, refs_by_worker, how, self.state.place)
+        return self._exchanged("all_reduce", refs_by_worker, how)
 
     def all_gather(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
         """Copy what each worker gives to all of them; cotangents go back added up.
@@ -104,7 +100,6 @@ class Exchanges:
         """
         return self._exchanged("all_to_all", refs_by_worker, "owner")
 
-    def _exchanged(self, kind: str, trees: Mapping[str, Any], how: How) -> Any:
+    def _exchanged(self, kind: str, *given: Any) -> Any:
         self._frame.check(f"ctx.{kind}")
-        run = getattr(self._frame.replicas, kind)
-        return run(self, trees, how, self.state.place)
+        return getattr(self._frame.replicas, kind)(self, *given, self.state.place)

@@ -51,7 +51,22 @@ class Graph(Struct, frozen=True):
 
     def dot(self, name: str = "plan") -> str:
         """Return the graph in the language of Graphviz, a cluster a worker."""
-        return dot_of(self, name)
+        lines = [
+            f"digraph {_quoted(name)} {{",
+            '  graph [rankdir=TB, fontname="Helvetica"];',
+            '  node [fontname="Helvetica", fontsize=10];',
+        ]
+        for place, worker in enumerate(self.workers):
+            lines.append(f"  subgraph cluster_{place} {{")
+            lines.append(f"    label={_quoted(worker)};")
+            lines += [_dot_vertex(one) for one in self.vertices if one.worker == worker]
+            lines.append("  }")
+        worker_of = {vertex.id: vertex.worker for vertex in self.vertices}
+        for edge in self.edges:
+            crosses = worker_of[edge.source] != worker_of[edge.target]
+            style = " [style=dashed, constraint=true]" if crosses else ""
+            lines.append(f"  {_quoted(edge.source)} -> {_quoted(edge.target)}{style};")
+        return "\n".join([*lines, "}", ""])
 
 
 def graph_of(
@@ -95,7 +110,7 @@ class ContextGraph(dict[str, Drawing]):
         In brackets stands how many cotangents the last pass awaited. Sends that it did
         not need are grey and dotted; those that it is owed for are red.
         """
-        return dot_of(graph_of(self, None), name)
+        return graph_of(self, None).dot(name)
 
 
 def dotted(path: Path) -> str:
@@ -153,26 +168,6 @@ def _recv_id(worker: str, path: Path, source: str) -> str:
 # ------------------------------------------------------------------------------- DOT
 
 _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
-
-
-def dot_of(graph: Graph, name: str) -> str:
-    """Return the graph in the language of Graphviz; see `ContextGraph.dot`."""
-    lines = [
-        f"digraph {_quoted(name)} {{",
-        '  graph [rankdir=TB, fontname="Helvetica"];',
-        '  node [fontname="Helvetica", fontsize=10];',
-    ]
-    for place, worker in enumerate(graph.workers):
-        lines.append(f"  subgraph cluster_{place} {{")
-        lines.append(f"    label={_quoted(worker)};")
-        lines += [_dot_vertex(one) for one in graph.vertices if one.worker == worker]
-        lines.append("  }")
-    worker_of = {vertex.id: vertex.worker for vertex in graph.vertices}
-    for edge in graph.edges:
-        crosses = worker_of[edge.source] != worker_of[edge.target]
-        style = " [style=dashed, constraint=true]" if crosses else ""
-        lines.append(f"  {_quoted(edge.source)} -> {_quoted(edge.target)}{style};")
-    return "\n".join([*lines, "}", ""])
 
 
 def labelled(vertex: Vertex) -> str:

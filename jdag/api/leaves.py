@@ -311,8 +311,7 @@ class Assignments:
         """Raise ContextError unless the ref is of this cluster and can be read."""
         self.state.check_own(ref)
         if ref.leaf is None:
-            holder: Any = ref.holder
-            holder.check(what, ref)
+            ref.holder.check(what, ref)
 
     def leaf(self, ref: Ref) -> Leaf:
         """Return the record of a leaf; raise JdagError if the ref is not a leaf."""
@@ -363,8 +362,8 @@ class Assignments:
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
-        holder: Any = ref.holder
-        if ref.hold and ref.leaf is None and holder.port.worker != self._port.worker:
+        is_value = ref.hold and ref.leaf is None
+        if is_value and ref.holder.port.worker != self._port.worker:
             ref.hold.keep()  # Drops by two workers would arrive in any order.
         if ref.owner != worker:
             raise JdagError(

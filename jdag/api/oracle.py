@@ -35,10 +35,10 @@ from jdag.compute.pytrees import (
 from jdag.compute.refs import is_ref
 from jdag.compute.tracing import settled, strong
 from jdag.engine.functions import call_site, is_unjitted, name_of
-from jdag.engine.protocol import Failure, Hook, Key, LeafId, LeafKey, OutputKey, Path
+from jdag.engine.protocol import Hook, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
 from jdag.parallel import plain
-from jdag.runtime.failures import exception_of, remote_error
+from jdag.runtime.failures import remote_error
 
 HERE = "home"
 
@@ -85,10 +85,6 @@ class OracleRun:
                 f"the worker comes first, as its name: {what}('a', ...), not {place!r}"
             )
         return parsed(place)
-
-    def seen(self, failure: Failure) -> JdagError:
-        """Never needed, as a call that fails raises at once; here for the protocol."""
-        return exception_of(failure)
 
     def read(self, refs: Sequence[Ref]) -> list[Any]:
         """Return the values, in a second run those that the first one read."""

@@ -17,7 +17,7 @@ import jax
 from msgspec.structs import replace
 
 from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import Copies, at_home, move
+from jdag.api.device_placement import Copies, at_home
 from jdag.api.hosted import Hosted, is_live
 from jdag.api.refs import Hold, Ref
 from jdag.api.tags import tag_of
@@ -30,10 +30,9 @@ from jdag.compute.pytrees import (
     flatten,
     is_static,
     paths,
-    split,
     unflatten,
 )
-from jdag.compute.refs import Identity, RefData, Reply, is_ref
+from jdag.compute.refs import Identity, RefData, Reply
 from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Argument,
@@ -237,14 +236,6 @@ class ProgramFrame:
         """Attach a hook to a value, wherever that is."""
         self.port.tell(Attached(self.id, ref.owner, ref.key, hook))
 
-    def _move(self, worker: str, refs: Sequence[Ref]) -> Any:
-        """Move refs to their owner's default device, before a call that takes them."""
-
-        def call(_: str, fn: Callable[..., Any], *refs: Ref) -> Any:
-            return self.issue(refs[0].owner, None, fn, split(refs, {}, is_ref))
-
-        return move(call, worker, refs)
-
     def issue(
         self, worker: Worker, device: str | None, fn: Callable[..., Any], parts: Split
     ) -> Any:
@@ -264,9 +255,9 @@ class ProgramFrame:
                 aval = avals[index] = ref.aval
                 if aval.device is not None:
                     if ref.owner != worker:  # Its worker brings it, by a call before.
-                        copies, admit = self.copies, self.admit
-                        near = at_home(parts, worker, copies, admit, self._move)
-                        return self.issue(worker, device, fn, near)
+                        return self.issue(
+                            worker, device, fn, at_home(self, parts, worker)
+                        )
                     avals[index] = aval.on(None)
                     sources[index] = aval.device
                 arguments[index] = Argument(ref.key, ref.owner, ref.tracked)
@@ -311,7 +302,7 @@ class ProgramFrame:
 
     def admit(self, ref: Ref) -> None:
         """Raise ContextError unless this program may use the ref."""
-        holder: Any = ref.holder
+        holder = ref.holder
         if holder is self:
             return
         if holder is not self.state or ref.leaf is None or ref.leaf.dropped:
@@ -330,7 +321,12 @@ class ProgramFrame:
         """Start a program on a worker; `name` is what tasks and errors call it."""
         site = str(call_site())
         calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
-        self.state.check_nesting(len(self.prefix), f"{calls} on {worker!r}, at {site}")
+        if (depth := len(self.prefix)) >= (most := self.state.settings.nesting_max):
+            raise JdagError(
+                f"{calls} on {worker!r}, at {site}, and {depth} programs wait for each "
+                f"other already: allowed is nesting_max = {most}, a setting of "
+                "jdag.simulate, jdag.launch and files of clusters and scenarios"
+            )
         name = name or name_of(fn)
         given = parts.filled((*parts.refs, *parts.constants))
         packed = self.packed(f"what {name}", worker, given)

@@ -122,10 +122,6 @@ class RecordingFrame(ProgramFrame):
             f"jdag.compile: {remedy}"
         )
 
-    def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
-        """Raise: nothing has a value."""
-        raise self.refusal("a fetch", refs[0])
-
     def start(self, worker: Worker, fn: Any, parts: Split, name: str = "") -> Any:
         """Raise: a plan has one program."""
         unjitted = "an unjitted function without shapes"

@@ -8,7 +8,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from jdag.compute.avals import Aval
 from jdag.compute.duals import primal_of
@@ -24,7 +24,7 @@ from jdag.engine.protocol import (
     Worker,
     named,
 )
-from jdag.errors import ContextError, JdagError
+from jdag.errors import ContextError
 
 
 class Leaf:
@@ -115,24 +115,6 @@ class Hold:
 gc.callbacks.append(Hold.collector)
 
 
-class Holder(Protocol):
-    """The program, or the cluster, that holds refs."""
-
-    @property
-    def state(self) -> object:
-        """What all holders of one cluster share; refs never leave it."""
-
-    def read(self, refs: Sequence["Ref"]) -> Sequence[Any]:
-        """Return for each ref its value, or a `Failure`: one request for them all.
-
-        Raises:
-            ContextError: they cannot be read any more.
-        """
-
-    def seen(self, failure: Failure) -> JdagError:
-        """Note that the program sees this failure; return it as an exception."""
-
-
 def _refusing(what: str) -> Callable[..., NoReturn]:
     def refuse(self: "Ref", *others: object, **options: object) -> NoReturn:
         raise self.refusal(what)
@@ -144,6 +126,8 @@ class Ref(RefBase):
     """Names an array on a worker; made by a cluster or a context, never by users.
 
     Attributes:
+        holder: the program, or the state of the cluster, that reads it (`read`) and
+            notes failures (`seen`); refs never leave the `state` of their holder.
         tracked: whether cotangents flow back through it: it is inexact, descends from a
             tracked leaf, and no `jdag.stop_gradient` cut it off.
 
@@ -157,7 +141,7 @@ class Ref(RefBase):
 
     def __init__(
         self,
-        holder: Holder,
+        holder: Any,
         key: Key,
         owner: Worker,
         aval: Aval,

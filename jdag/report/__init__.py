@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from jdag.api.graph import Graph, dot_of, graph_of
+from jdag.api.graph import Graph, graph_of
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of
@@ -70,7 +70,7 @@ def render(
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
         data = json.dumps(to_builtins(graph), separators=(",", ":"))
         (folder / GRAPH_DATA).write_text(data, encoding="utf-8")
-        (folder / GRAPH_DOT).write_text(dot_of(graph, name), encoding="utf-8")
+        (folder / GRAPH_DOT).write_text(graph.dot(name), encoding="utf-8")
         if graph.vertices:
             title = f"{name}: the graph of one {'plan' if graph.table else 'context'}"
             draw_graph(folder / GRAPH, graph, title)
