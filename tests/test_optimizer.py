@@ -14,7 +14,7 @@ from jdag.api.optimizer import Optimizer, squared_norm
 from jdag.api.refs import fetch
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.sim import Crash
-from tests.face_cases import ONES, nothing_is_left, total
+from tests.face_cases import ONES, total
 
 
 def sent(cluster):
@@ -38,7 +38,6 @@ def test_a_step_is_one_message_to_each_owner_and_clipping_one_exchange_more(
         # For each of three owners Assign; and with norms Call, Read before it.
         assert messages == 3 * (1 if clip_norm is None else 3)
         assert payload == 3 * (0 if clip_norm is None else 8)  # The scale, once each.
-    nothing_is_left(cluster)
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])
@@ -193,22 +192,6 @@ def test_squared_norms_are_taken_at_least_in_float32():
         (
             lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=0.0),
             "clip_norm = 0.0: allowed is a number above 0, or None",
-        ),
-        (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(float, "1")),
-            "clip_norm = '1': allowed is a number above 0",
-        ),
-        (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=True),
-            "clip_norm = True: allowed is a number above 0",
-        ),
-        (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), clip_norm=10**5000),
-            "clip_norm = an int: allowed is a number above 0",
-        ),
-        (
-            lambda c: Optimizer(optax.sgd(0.1), c.put("b", 1.0), cast(Any, np.ones(2))),
-            r"clip_norm = array\(\[1., 1.\]\): allowed is a number above 0",
         ),
         (
             lambda c: Optimizer(optax.contrib.reduce_on_plateau(), c.put("b", 1.0)),

@@ -11,7 +11,7 @@ import pytest
 import jdag
 from jdag.errors import JdagError, RemoteError
 from tests.compute_cases import array, assert_same
-from tests.face_cases import nothing_is_left, squares
+from tests.face_cases import squares
 
 X = array(4, 3)
 W = array(3, seed=1)
@@ -42,22 +42,6 @@ ARRANGED = X[jnp.argsort(X[:, 1])]
 
 
 # ---- without shapes
-
-
-@pytest.mark.parametrize("place", ["a", "b", "b/cpu:0"])
-def test_a_call_gives_refs_to_what_the_function_made_of_real_arrays(cluster, place):
-    w = cluster.put("c", W)
-    with cluster.context() as ctx:
-        x = jdag.stop_gradient(ctx.call("d", jnp.multiply, w, X / W))
-        found = ctx.call(place, largest, x)
-        assert found["best"].place == found["count"].place == place
-        assert found["best"].shape == BEST.shape and not found["best"].tracked
-        assert_same(found["best"].fetch(), BEST)
-        assert found["count"].fetch() == len(BEST)
-        again = ctx.call(place, largest, jdag.stop_gradient(w), at_least=3)
-        ctx.backward(ctx.call("c", squares, w, again["best"]))
-        assert_same(ctx.gradient(w).fetch(), jax.grad(squares)(W))
-    nothing_is_left(cluster)
 
 
 def test_what_holds_objects_and_closures_runs_as_well(cluster):

@@ -12,11 +12,10 @@ from jdag.api.checkpoint import FilePath, load, save
 from jdag.api.cluster_state import ClusterState
 from jdag.api.collectives import Collectives, Coordinator
 from jdag.api.context import Context
-from jdag.api.copying import Copying
 from jdag.api.hosted import Hosted
-from jdag.api.leaves import Assignments, Change, column
+from jdag.api.leaves import Assignments, Change, Copying, column
 from jdag.api.program_frame import ProgramFrame
-from jdag.api.recovering import Recoverable
+from jdag.api.recovery import Recoverable
 from jdag.api.tasks import collected
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.compute.refs import is_ref, taken

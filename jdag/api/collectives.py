@@ -207,14 +207,10 @@ class Coordinator:
         if kind == "broadcast":
             copies = replicas.replicate(ctx, list(trees), trees[root], how, check)
             return dict(zip(trees, copies, strict=True))
-        if kind == "all_gather":
-            return replicas.all_gather(ctx, trees, how, check)
-        if kind == "all_to_all":
-            return replicas.all_to_all(ctx, trees, how, check)
-        if kind == "reduce_scatter":
-            return replicas.reduce_scatter(ctx, trees, how, check)
-        adds = kind == "all_reduce" and len(trees) > 1
-        return replicas.all_reduce(ctx, trees, how, check) if adds else trees
+        if kind == "barrier" or (kind == "all_reduce" and len(trees) == 1):
+            return trees
+        found: Mapping[str, Any] = getattr(replicas, kind)(ctx, trees, how, check)
+        return found
 
 
 def _agreed(tree: Any, agreed: dict[str, object]) -> dict[str, object]:

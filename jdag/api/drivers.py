@@ -1,4 +1,7 @@
-"""Clusters by the driver that runs them: in virtual time, on processes, on hosts."""
+"""Clusters by the driver that runs them: in virtual time, on processes, on hosts.
+
+Under `jdag replay` a script's own process repeats what its workers have journaled.
+"""
 
 import os
 import sys
@@ -6,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -15,8 +19,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
-from jdag.api.replays import REPLAY, replayed
-from jdag.errors import JoinError, ScenarioError, unusable
+from jdag.errors import JoinError, JournalsEnd, ReplayError, ScenarioError, unusable
 from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import warn_unportable
@@ -40,10 +43,14 @@ from jdag.rpc.settings import (
 from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.journal import BYTES_MAX, SUFFIX
+from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
 from jdag.runtime.validation import COUNT, Settings, is_path, one_of, part, takes, where
+from jdag.sim.replaying import Replaying
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
+
+REPLAY = "JDAG_REPLAY"  # The folder of the journals that a script repeats.
+REPLAYED = "JDAG_REPLAYED"  # A file that is written once all of them are repeated.
 
 _VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
 _VARIABLE = Annotated[str, where(lambda text: "\0" not in text, _VARIABLES)]
@@ -338,3 +345,41 @@ def _joined(
     node.sample_clocks()
     state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
     return Cluster(state, node.port)
+
+
+def replayed(state: ClusterState, folder: Path) -> Cluster:
+    """Return a cluster that repeats the run of these journals.
+
+    Raises:
+        ScenarioError: they are not of this program, or of other workers.
+    """
+    # What ends the script by an error of its journals is the user's mistake.
+    sys.excepthook = partial(_in_one_line, sys.excepthook, state)
+    journals = read_journals(folder, state.workers, program_name())
+
+    def say(inputs: int) -> None:
+        text = f"as in {folder}: {inputs:,} events of {len(state.workers)} workers"
+        text += "; there the journals end, at journal_bytes\n" * driver.is_cut or "\n"
+        sys.stderr.write(text)
+        if (path := os.environ.get(REPLAYED)) is not None:
+            Path(path).write_text(text)
+
+    run = partial(run_program, state)
+    state.driver = driver = Replaying(state.workers, journals, run, say)
+    return Cluster(state, driver.port)
+
+
+def _in_one_line(
+    otherwise: Any,
+    state: ClusterState,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    if isinstance(error, JournalsEnd):
+        state.driver.close()
+        raise SystemExit(0)
+    if isinstance(error, ReplayError | ScenarioError):
+        sys.stderr.write(f"jdag: {' '.join(str(error).split())}\n")
+        raise SystemExit(1 if isinstance(error, ReplayError) else 2)
+    otherwise(kind, error, trace)

@@ -254,14 +254,7 @@ class Assignments:
         self._tell(draft)
 
     def assign(self, changes: Sequence[Change]) -> None:
-        """Make all changes, or none if one is refused or an owner is known to be lost.
-
-        Raises:
-            JdagError: a ref is no leaf, or one that is there twice, or an argument is
-                on another worker; or a new value has another shape or dtype.
-            RemoteError: a function cannot be traced with its arguments.
-            WorkerLost: an owner is gone.
-        """
+        """Make all changes, or none if it raises; see `Cluster.update`."""
         self._tell(self._drafted(changes))
 
     def planned(self, changes: Sequence[Change]) -> Sequence[Assignment]:
@@ -278,11 +271,7 @@ class Assignments:
         return draft
 
     def pair_of(self, change: Change) -> Pair:
-        """Return what a change would run; nothing is replaced.
-
-        Raises:
-            JdagError, RemoteError: as `assign` does.
-        """
+        """Return what a change would run; nothing is replaced."""
         owner = self.leaf(change.refs[0]).id.worker
         return self._traced(self._draft(), owner, change).pair
 
@@ -362,9 +351,9 @@ class Assignments:
 
     def _check_owner(self, worker: str, fn: Callable[..., Any], ref: Ref) -> None:
         self.admit(ref)
-        is_value = ref.hold and ref.leaf is None
-        if is_value and ref.holder.port.worker != self._port.worker:
-            ref.hold.keep()  # Drops by two workers would arrive in any order.
+        hold = ref.hold if ref.leaf is None else None
+        if hold is not None and ref.holder.port.worker != self._port.worker:
+            hold.keep()  # Drops by two workers would arrive in any order.
         if ref.owner != worker:
             raise JdagError(
                 f"{name_of(fn)} makes leaves on {worker!r}, and an argument, {ref!r}, "
@@ -383,6 +372,54 @@ class Assignments:
         self.state.leaves.update({leaf.id: leaf for leaf in draft.leaves})
         if self.recovery is not None:
             self.recovery.assigned(draft.leaves, draft.given)
+
+
+class Copying:
+    """The part of a `Cluster` that makes leaves of what refs name, where it is."""
+
+    _check: Callable[[str], None]
+    _assignments: Assignments
+
+    def copy(self, refs: Any, *, tracked: bool = True) -> Any:
+        """Copy leaves where they are, such as for a target network or an average.
+
+        An average is then kept by `update`, as in
+
+            average = cluster.copy(params, tracked=False)
+            cluster.update(lambda old, new: 0.99 * old + 0.01 * new, average, params)
+
+        Args:
+            refs: a pytree of leaves; of one that is there twice there is one copy.
+            tracked: False for copies without gradients; else those of tracked leaves
+                have them.
+
+        Returns:
+            The same pytree of refs to new leaves, which hold the newest versions.
+
+        Raises:
+            JdagError, WorkerLost: something is no leaf, or its worker is gone.
+        """
+        self._check("cluster.copy")
+        return self._assignments.copy(refs, tracked)
+
+    def keep(self, refs: Any) -> Any:
+        """Carry values of an open context over to later ones, without fetching them.
+
+        Each stays where it is, as an untracked leaf, until its last ref is gone, or
+        `drop`; what a program of `run` returns, until `drop`.
+
+        Args:
+            refs: a pytree of refs, such as the hidden state of a recurrent network.
+
+        Returns:
+            The same pytree of untracked refs, which any context may use.
+
+        Raises:
+            ContextError: the context of a ref is not open, or of another program.
+            JdagError, WorkerLost: a leaf of the pytree is no ref, or its worker gone.
+        """
+        self._check("cluster.keep")
+        return self._assignments.keep(refs)
 
 
 def add_part(

@@ -200,13 +200,7 @@ def record(
     given: Split,
     avals: Mapping[int, Aval],
 ) -> Recording:
-    """Run a program on tracers in place of its inputs.
-
-    Args:
-        program: takes a context first.
-        frame: a new one.
-        given: its arguments.
-        avals: those of the inputs, by position.
+    """Run a program on tracers in place of its inputs, whose avals are by position.
 
     Raises:
         JdagError: it does what cannot be recorded; names the line and the remedy.

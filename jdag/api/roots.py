@@ -21,10 +21,7 @@ def checked_roots(
     With `of_loss` no one wrote ctx.backward, and a root may be a constant.
 
     Raises:
-        RootError: there are no roots; one is no ref, a leaf, a constant, an integer;
-            its size is not 1, or it is complex, and no cotangent is given; a cotangent
-            has another shape or dtype than its root; there are too few or too many.
-        GraphError: a root descends from a gradient (double backward).
+        RootError, GraphError: see `Context.backward`.
     """
     if not roots:
         raise RootError(

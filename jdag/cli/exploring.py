@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
+from jdag.api.drivers import REPLAY, REPLAYED
 from jdag.api.progress import Bar
-from jdag.api.replays import REPLAY, REPLAYED
 from jdag.cli.cli_errors import File, check_one_of, errors_in_one_line, natural
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
