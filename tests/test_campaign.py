@@ -146,7 +146,7 @@ def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_en
     tmp_path,
 ):
     def backwards(attempt, path, chunks, jobs, on):
-        for at, chunk in reversed([*enumerate(chunks)]):
+        for at, chunk in reversed(chunks.items()):
             yield at, attempt(path, chunk)
 
     wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
@@ -182,21 +182,8 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
             "--jobs = 2: allowed is one process with exhaustive",
         ),
         (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
-        (["explore", CHAIN, "--runs", "many"], "--runs = 'many'"),
         (["explore", CHAIN, "--runs", "10000001"], "= 10000001: allowed is an integer"),
-        (
-            ["explore", CHAIN, "--runs", "9" * 5000],
-            "an integer >= 1 of at most 1000 di",
-        ),
-        (
-            ["explore", CHAIN, "--strategy", "dfs"],
-            "jdag: --strategy = 'dfs': allowed is one of random[:SEED], pct[:DEPTH]",
-        ),
         (["explore", CHAIN, "--strategy", "pct:0"], "jdag: --strategy = 'pct:0'"),
-        (
-            ["explore", CHAIN, "--strategy", "pct:101"],
-            "depth = 101: allowed is an integer from 1 to 100",
-        ),
         (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': allowed is"),
         (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': allowed is one o"),
         (["sweep", CHAIN, "--set", "seed=1", "--on", "x"], "jdag: --on = 'x': allowed"),
@@ -208,7 +195,6 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
         (["explore", "nowhere.toml"], "nowhere.toml"),
         (["replay", "nowhere.json"], "nowhere.json: No such file"),
-        (["replay", "nowhere.json", CHAIN], "nowhere.json: No such file"),
         (["replay", CHAIN, CHAIN], "chain.toml is no run that jdag explore saved"),
     ],
 )

@@ -23,9 +23,9 @@ STAGES = ("stage0", "stage1", "stage2", "stage3")
 def piped():
     case = pipeline(STAGES)
     with jdag.simulate(STAGES, seed=0) as cluster:
-        refs = {n: cluster.put(case.placement[n], v) for n, v in case.params.items()}
+        refs = case.put(cluster)
         with cluster.context() as ctx:
-            ctx.backward(*case.program(ctx, refs))
+            case.backward(ctx, case.roots(ctx, refs))
             return ctx.graph()
 
 

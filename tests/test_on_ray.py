@@ -228,10 +228,10 @@ def test_a_placement_group_of_the_user_is_used_and_kept(nodes):
 
 @pytest.mark.second
 def test_calls_on_ray_give_each_its_own_reply_and_name_what_fails(nodes):
-    got = dict(replies("operator:add", [(1, 2), (3, 4), (5, 6), (7, 8)], 2))
+    got = dict(replies("operator:add", {0: (1, 2), 1: (3, 4), 2: (5, 6), 3: (7, 8)}, 2))
     assert got == {0: 3, 1: 7, 2: 11, 3: 15}
     with pytest.raises(JoinError, match="a run on Ray has failed: TypeError: "):
-        list(replies("operator:add", [(1, "2")], 2))
+        list(replies("operator:add", {0: (1, "2")}, 2))
 
 
 @pytest.mark.second

@@ -17,7 +17,7 @@ from jdag.cli.cli_errors import File, check_one_of, errors_in_one_line, natural
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
 from jdag.errors import ScenarioError, reason, unusable
-from jdag.lab.campaign import campaign, case_of
+from jdag.lab.campaign import campaign
 from jdag.lab.exploration import Report
 from jdag.lab.failures import (
     OTHER_BITS,
@@ -238,7 +238,7 @@ def _explored(
         return at(place, bug), nullcontext()
     check_is_here(place, f"jdag replay {bug} FILE")
     scenario = load(Path(place))
-    return case_of(scenario), configured(scenario.settings, exact=True)
+    return scenario.case, configured(scenario.settings, exact=True)
 
 
 def _property(held: Mapping[str, Any], place: str) -> str:

@@ -32,7 +32,7 @@ from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written
 from jdag.scenario.driving import driver_of
-from jdag.scenario.program import raised
+from jdag.scenario.program import raising_nothing
 
 Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
 
@@ -56,31 +56,16 @@ class StepTime(NamedTuple):
         return self.ended_ns - self.began_ns
 
 
-def case_of(scenario: Scenario) -> Case:
-    """Return the case of a scenario.
-
-    Raises:
-        ScenarioError: its program opens contexts of its own.
-    """
-    if isinstance(scenario.player, Case):
-        return scenario.player
-    allowed = "one that returns a jdag.scenario.Case, whose steps can be timed"
-    raise scenario.settings.refused(allowed)
-
-
 @contextmanager
 def in_one_line(scenario: Scenario) -> Iterator[None]:
     """Turn what goes wrong with a scenario into a ScenarioError of one line."""
-    with wrong(scenario.path):
+    with wrong(scenario.path), raising_nothing(scenario.settings.program):
         try:
             yield
         except ScenarioError:
             raise
         except JdagError as error:  # The traceback of a worker follows.
             raise ScenarioError(text_of(error).partition("\n\n")[0]) from error
-        except (Exception, SystemExit) as error:
-            allowed = f"one that does not raise; it raised {raised(error)}"
-            raise scenario.settings.refused(allowed) from error
 
 
 class Steps:
@@ -88,14 +73,9 @@ class Steps:
 
     def __init__(self, case: Case, cluster: Cluster, *, planned: bool = False) -> None:
         self._case, self._cluster = case, cluster
-        placed = case.placement
-        self._refs = {k: cluster.put(placed[k], v) for k, v in case.params.items()}
+        self._refs = case.put(cluster)
         fetch(list(self._refs.values()))  # They have arrived.
-        self._plan = compile(self._roots, cluster) if planned else None
-
-    def _roots(self, ctx: Any, params: Any) -> list[Any]:
-        roots = self._case.program(ctx, params)
-        return list(roots) if isinstance(roots, list | tuple) else [roots]
+        self._plan = compile(case.roots, cluster) if planned else None
 
     def step(self) -> StepTime:
         """Run one step; return its time, of the cluster's clock."""
@@ -106,11 +86,9 @@ class Steps:
                 self._plan.value_and_grad(self._refs)
             return StepTime(began_ns, issued_ns, cluster.now_ns)
         with cluster.context() as ctx:
-            roots = self._roots(ctx, self._refs)
+            roots = case.roots(ctx, self._refs)
             issued_ns = cluster.now_ns
-            for number in range(case.passes):
-                retain = number + 1 < case.passes
-                ctx.backward(*roots, retain_graph=retain, mode=case.mode)
+            case.backward(ctx, roots)
             return StepTime(began_ns, issued_ns, cluster.now_ns)
 
 
@@ -147,7 +125,7 @@ def calibrate(
             if is_new:
                 Path(out).unlink()
     with in_one_line(scenario), configured(settings), closing(driver):
-        case = case_of(scenario)
+        case = scenario.case
         cluster = driver.cluster(settings.seed, clean=True)
         step_ns, found = measured(Steps(case, cluster), cluster, steps)
         network, job_ns = probe(cluster, settings.names, steps)

@@ -29,26 +29,17 @@ from jdag.lab.sweep_pool import check_on, replies
 from jdag.runtime.tables import wrong
 from jdag.runtime.validation import converted
 from jdag.scenario import Scenario, configured, load
-from jdag.scenario.case import Case
 from jdag.scenario.program import raising_nothing
 
 RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
 CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
 
 
-def case_of(scenario: Scenario) -> Case:
-    """The case of a scenario; ScenarioError if its program returns something else."""
-    case: Any = scenario.player
-    if not isinstance(case, Case):
-        raise scenario.settings.refused("one that returns a jdag.scenario.Case")
-    return case
-
-
 @lru_cache(maxsize=1)
 def _loaded(path: Path, said: str) -> tuple[Scenario, Subject, Strategy]:
     scenario, wanted = load(path), json.loads(said)
     settings, values = scenario.settings, wanted["values"] or scenario.settings.values
-    subject = Subject(case_of(scenario), settings.names, values, wanted["faults"])
+    subject = Subject(scenario.case, settings.names, values, wanted["faults"])
     return scenario, subject, parsed(wanted["strategy"])
 
 
@@ -139,11 +130,8 @@ def _played(
 ) -> Generator[tuple[int, Any]]:
     """Yield chunks with their numbers: those that are done, and others as they end."""
     yield from sorted(done.items())
-    missing = [number for number in range(len(chunks)) if number not in done]
-    wanted = [chunks[number] for number in missing]
-    with closing(replies(attempt, path, wanted, jobs, on)) as played:
-        for at, reply in played:
-            yield missing[at], reply
+    missing = {at: chunk for at, chunk in enumerate(chunks) if at not in done}
+    yield from replies(attempt, path, missing, jobs, on)
 
 
 def _read(

@@ -73,34 +73,28 @@ class MaxPlus:
         between = np.array(starts), np.array(ends)
         shape: Any = jax.ShapeDtypeStruct
 
-        def spans(values: Any) -> Any:
+        def times(of: Any) -> Any:
+            at, _ = self._many(of, matrix)
+            return at[between[1]].max(0) - at[between[0]].min(0)
+
+        def slopes(of: Any) -> Any:
+            return self._slopes(of, matrix, *between)
+
+        def called(function: Callable[[Any], Any], values: Any, axes: int) -> Any:
+            """What a function of some settings at a time gives; the last axes go."""
             dtype = values.dtype
 
             def host(given: Any) -> Any:
-                parts = []
-                for of in _chunks(given, count):
-                    at, _ = self._many(of, matrix)
-                    parts.append(at[between[1]].max(0) - at[between[0]].min(0))
-                return np.concatenate(parts).reshape(given.shape[:-1]).astype(dtype)
+                found = np.concatenate([*map(function, _chunks(given, count))])
+                return found.reshape(given.shape[: given.ndim - axes]).astype(dtype)
 
-            found = shape(values.shape[:-1], dtype)
+            found = shape(values.shape[: values.ndim - axes], dtype)
             return jax.pure_callback(host, found, values, vmap_method="broadcast_all")
 
-        def slopes(values: Any) -> Any:
-            dtype = values.dtype
-
-            def host(given: Any) -> Any:
-                chunks = _chunks(given, count)
-                parts = [self._slopes(of, matrix, *between) for of in chunks]
-                return np.concatenate(parts).reshape(given.shape).astype(dtype)
-
-            found = shape(values.shape, dtype)
-            return jax.pure_callback(host, found, values, vmap_method="broadcast_all")
-
-        span: Any = jax.custom_vjp(spans)
+        span: Any = jax.custom_vjp(lambda values: called(times, values, 1))
         span.defvjp(
-            lambda values: (spans(values), values),
-            lambda values, given: (slopes(values) * given[..., None],),
+            lambda values: (called(times, values, 1), values),
+            lambda values, given: (called(slopes, values, 0) * given[..., None],),
         )
         return lambda values: span(jnp.asarray(values))
 

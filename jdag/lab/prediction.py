@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import ScenarioError, unusable
-from jdag.lab.calibration import WARM, Steps, case_of, in_one_line
+from jdag.lab.calibration import WARM, Steps, in_one_line
 from jdag.report.spans import bubble, spans_of
 from jdag.runtime.validation import NATURAL, converted
 from jdag.scenario import Scenario, configured, load
@@ -99,7 +99,7 @@ def predict(
 
 def simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
     """Simulate the second step of a scenario: its time, busy shares, activations."""
-    case, settings = case_of(scenario), scenario.settings
+    case, settings = scenario.case, scenario.settings
     with configured(settings), closing(Virtual(settings)) as driver:
         cluster = driver.cluster(settings.seed, clean=True)
         steps = Steps(case, cluster, planned=settings.compile)
@@ -117,5 +117,5 @@ def _real(scenario: Scenario, count: int, driver: Driver) -> tuple[int, ...]:
     settings = scenario.settings
     with configured(settings), closing(driver):
         cluster = driver.cluster(settings.seed, clean=True)
-        steps = Steps(case_of(scenario), cluster, planned=settings.compile)
+        steps = Steps(scenario.case, cluster, planned=settings.compile)
         return tuple([steps.step().ns for _ in range(WARM + count)][WARM:])

@@ -21,7 +21,7 @@ from msgspec import Meta
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
 from jdag.api.leaves import stored
-from jdag.api.refs import Ref, fetch
+from jdag.api.refs import Ref
 from jdag.compute.avals import frozen, is_deleted
 from jdag.compute.duals import is_array
 from jdag.engine.functions import name_of, outermost
@@ -216,21 +216,10 @@ class Subject:
         if not isinstance(case, Case):
             leaves = jax.tree.leaves(case(cluster))
             return tuple(one.fetch() if type(one) is Ref else one for one in leaves)
-        refs = {
-            name: cluster.put(case.placement[name], value)
-            for name, value in case.params.items()
-        }
+        refs = case.put(cluster)
         with cluster.context() as ctx:
-            returned = case.program(ctx, refs)
-            roots = returned if isinstance(returned, list | tuple) else [returned]
-            for number in range(case.passes):
-                retain = number + 1 < case.passes
-                ctx.backward(*roots, retain_graph=retain, mode=case.mode)
-            if self.values == "abstract":
-                return ()
-            found = ctx.gradients()
-            leaves = jax.tree.leaves(refs)
-            return tuple(fetch(found[r]) if r in found else None for r in leaves)
+            case.backward(ctx, case.roots(ctx, refs))
+            return () if self.values == "abstract" else case.gradients(ctx, refs)
 
     def truth(self) -> tuple[Any, ...] | None:
         """The result by the oracle; None if the program has none."""

@@ -253,18 +253,17 @@ def _played(
     on: str | None,
 ) -> Iterator[tuple[int, Row]]:
     """Run what is missing; yield rows as they come, with the numbers of their runs."""
-    missing = [number for number in range(len(requests)) if number not in done]
+    missing = {at: each for at, each in enumerate(requests) if at not in done}
     # What is re-timed from one run is together.
-    missing.sort(key=lambda number: json.dumps(requests[number][1]))
-    wanted = [requests[number] for number in missing]
+    wanted = dict(sorted(missing.items(), key=lambda run: json.dumps(run[1][1])))
     with closing(replies(attempt, path, wanted, jobs, on)) as played:
         for at, reply in played:
-            changes, _ = wanted[at]
+            changes, _ = requests[at]
             if "error" in reply:
                 said = [f"{k} = {repr_of(v)}" for k, v in changes.items()]
                 raise ScenarioError(f"{reply['error']} (with {', '.join(said)})")
             cells = {key: _cell(value) for key, value in changes.items()}
-            yield missing[at], {**cells, **reply["row"]}
+            yield at, {**cells, **reply["row"]}
 
 
 def _written(cell: Any) -> Any:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
@@ -35,11 +35,11 @@ def check_on(on: str | None) -> None:
 def replies(
     attempt: Attempt,
     path: Path,
-    runs: Sequence[Any],
+    runs: Mapping[int, Any],
     processes: int,
     on: str | None = None,
 ) -> Generator[tuple[int, dict[str, Any]]]:
-    """Yield the reply to each run with its number, as they come.
+    """Yield the reply to each run, which has a number, as they come.
 
     One process is this one. Of several it ends early, after an error as the reply, if
     one has died. `on="ray"`: runs are tasks of Ray, so many at once.
@@ -51,14 +51,14 @@ def replies(
         from jdag.rpc import on_ray  # noqa: PLC0415 - it imports Ray.
 
         name = f"{attempt.__module__}:{attempt.__name__}"
-        requests = [(path.resolve(), run) for run in runs]
+        requests = {at: (path.resolve(), run) for at, run in runs.items()}
         yield from on_ray.replies(name, requests, processes)
         return
     if min(processes, len(runs)) <= 1:
-        yield from ((at, attempt(path, run)) for at, run in enumerate(runs))
+        yield from ((at, attempt(path, run)) for at, run in runs.items())
         return
     command = _COMMAND.format(attempt)
-    waiting = iter(enumerate(runs))
+    waiting = iter(runs.items())
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with ExitStack() as stack, DefaultSelector() as selector:
 

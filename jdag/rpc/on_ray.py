@@ -250,11 +250,11 @@ def _bundles(names: Sequence[str], resources: Any) -> list[dict[str, float]]:
 
 
 def replies(
-    function: str, arguments: Sequence[Sequence[Any]], at_once: int
+    function: str, arguments: Mapping[int, Sequence[Any]], at_once: int
 ) -> Iterator[tuple[int, Any]]:
-    """Call a function of a module as tasks of Ray, each with some of these arguments.
+    """Call a function of a module as tasks of Ray, each with arguments of a number.
 
-    Yield what each returns with its number, as they come. Modules and files have to be
+    Yield what each returns with that number, as they come. Modules and files have to be
     where nodes find them, as in a folder that all share.
 
     Raises:
@@ -264,7 +264,7 @@ def replies(
     if began:
         ray.init()
     task = ray.remote(num_cpus=1)(_call)
-    waiting, running = iter(enumerate(arguments)), dict[Any, int]()
+    waiting, running = iter(arguments.items()), dict[Any, int]()
     try:
         while True:
             while len(running) < at_once and (one := next(waiting, None)) is not None:

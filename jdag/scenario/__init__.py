@@ -47,6 +47,14 @@ class Scenario:
     settings: ScenarioTable
     player: Player
 
+    @property
+    def case(self) -> Case:
+        """What its program returned; ScenarioError if that is no `Case`."""
+        if isinstance(self.player, Case):
+            return self.player
+        allowed = "one that returns a jdag.scenario.Case, of one context"
+        raise self.settings.refused(allowed)
+
 
 def load(
     path: Path, *, seed: int | None = None, changes: Mapping[str, Any] | None = None

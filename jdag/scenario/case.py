@@ -241,6 +241,27 @@ class Case:
     more: Callable[[Cluster], Figures] = lambda cluster: {}
     compiles: ClassVar[bool] = True
 
+    def put(self, cluster: Cluster) -> dict[str, Any]:
+        """Put the parameters on their workers; return refs by name."""
+        placed = self.placement
+        return {k: cluster.put(placed[k], value) for k, value in self.params.items()}
+
+    def roots(self, ctx: Any, params: Any) -> list[Ref]:
+        """Call the program; return what it returns as a list."""
+        result = self.program(ctx, params)
+        return list(result) if isinstance(result, list | tuple) else [result]
+
+    def backward(self, ctx: Any, roots: Sequence[Ref]) -> None:
+        """Run all passes."""
+        for number in range(self.passes):
+            retain = number + 1 < self.passes
+            ctx.backward(*roots, retain_graph=retain, mode=self.mode)
+
+    def gradients(self, ctx: Any, refs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Fetch the gradients of the leaves; None where no root depends on one."""
+        found, leaves = ctx.gradients(), jax.tree.leaves(refs)
+        return tuple(fetch(found[ref]) if ref in found else None for ref in leaves)
+
     def play(self, run: Run) -> Figures:
         """Play with each seed; the first one is reported.
 
@@ -275,10 +296,7 @@ class Case:
 
     def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
         cluster = run.cluster(seed, clean=clean)
-        refs = {
-            name: cluster.put(self.placement[name], value)
-            for name, value in self.params.items()
-        }
+        refs = self.put(cluster)
         error: JdagError | None = None
         gradients = loss = None
         opened_ns = ended_ns = cluster.now_ns
@@ -289,20 +307,14 @@ class Case:
                 return Played(None, gradients, loss, window, cluster)
             with cluster.context() as ctx:
                 try:
-                    roots = _roots(self.program(ctx, refs))
-                    for number in range(self.passes):
-                        retain = number + 1 < self.passes
-                        ctx.backward(*roots, retain_graph=retain, mode=self.mode)
+                    roots = self.roots(ctx, refs)
+                    self.backward(ctx, roots)
                 finally:
                     ended_ns = cluster.now_ns
                     if not clean and seed == run.seeds[0]:
                         run.draw(ctx.graph())
                 if not run.abstract:
-                    found = ctx.gradients()
-                    gradients = tuple(
-                        fetch(found[ref]) if ref in found else None
-                        for ref in jax.tree.leaves(refs)
-                    )
+                    gradients = self.gradients(ctx, refs)
                     total_loss = sum(np.sum(root.fetch()) for root in roots)
                     loss = float(np.real(total_loss))
         except RootError:
@@ -320,7 +332,7 @@ class Case:
 
         @wraps(self.program)
         def program(ctx: Any, params: Any) -> list[Ref]:
-            return _roots(self.program(ctx, params))
+            return self.roots(ctx, params)
 
         step = compile(program, cluster)
         try:
@@ -365,15 +377,11 @@ class Case:
 
     def truth(self) -> list[Any]:
         """The gradients of the parameters by the oracle, over all passes."""
-
-        def roots(ctx: Any, params: Any) -> list[Any]:
-            return _roots(self.program(ctx, params))
-
         params = {  # A number is put by itself, and is a leaf; in a dict it is none.
             name: jnp.asarray(value) if type(value) in NUMBERS else value
             for name, value in self.params.items()
         }
-        found = jax.tree.leaves(pullback(roots)(params)[1])
+        found = jax.tree.leaves(pullback(self.roots)(params)[1])
         return [np.asarray(expected) * self.passes for expected in found]
 
     def _same_as_clean(self, run: Run, played: Played) -> bool | None:
@@ -420,10 +428,6 @@ def digest_of(digests: Sequence[str]) -> str:
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
-
-
-def _roots(result: Any) -> list[Ref]:
-    return list(result) if isinstance(result, list | tuple) else [result]
 
 
 def bits(gradients: Sequence[Any]) -> str:

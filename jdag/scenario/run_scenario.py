@@ -14,7 +14,7 @@ from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
-from jdag.scenario.program import raised
+from jdag.scenario.program import raising_nothing
 from jdag.scenario.tables import has_jitter
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
@@ -67,7 +67,11 @@ def run_scenario(
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
     refused = scenario.settings.refused
-    with wrong(scenario.path), configured(scenario.settings, exact=True):
+    with (
+        wrong(scenario.path),
+        configured(scenario.settings, exact=True),
+        raising_nothing(scenario.settings.program),
+    ):
         try:
             figures = _plain(scenario.player.play(run))
         except ScenarioError:
@@ -79,9 +83,6 @@ def run_scenario(
             figures = ended(error)
             if run.last is not None and run.kept is None:
                 run.keep(run.last, (0, run.last.now_ns))
-        except (Exception, SystemExit) as error:
-            allowed = f"one that does not raise; it raised {raised(error)}"
-            raise refused(allowed) from error
         if run.kept is None:
             raise refused(
                 "one that keeps a cluster to report on, by "

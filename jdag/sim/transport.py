@@ -74,7 +74,6 @@ class Parcel(Struct, frozen=True):
 
 
 @lru_cache(1024)
-@lru_cache(1024)
 def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
     """Return timeouts for a pair of links: no resends without faults, prompt with."""
     trip_ns = there.flight_ns + there.jitter_ns + back.flight_ns + back.jitter_ns
