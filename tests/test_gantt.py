@@ -12,7 +12,8 @@ import jdag
 from jdag import schedules
 from jdag.report import render, write_traces
 from jdag.report.gantt import KINDS, ROWS_MAX, gantt_of, lists_of
-from jdag.report.spans import Job, SpanMark, Spans, Transfer, spans_of
+from jdag.report.operations import Operation
+from jdag.report.spans import SpanMark, Spans, spans_of
 from jdag.report.timeline import draw_timeline
 from tests.pipeline_cases import simulated, step
 
@@ -29,14 +30,13 @@ def spans_under(schedule):
 
 
 def job(worker, start_ns, end_ns, kind="forward", **more):
-    said = {"function": "m:f", "context": "0.1", "number": 0, "path": (1, 2)}
-    times = {"start_ns": start_ns, "end_ns": end_ns}
-    return Job(worker, kind, **{**said, **times, **more})
+    said = {"name": "m:f", "context": "0.1", "number": 0, "path": (1, 2), **more}
+    return Operation(0, worker, kind, start_ns=start_ns, end_ns=end_ns, **said)
 
 
 def sent(worker, start_ns, end_ns, message="Primal", payload_bytes=8):
-    said = ("b", message, "0.1", 0, (1,), payload_bytes, payload_bytes + 40)
-    return Transfer(worker, *said, start_ns, end_ns)
+    said = (0, worker, "send", message, "0.1", 0, (1,), start_ns, end_ns)
+    return Operation(*said, "b", 0, payload_bytes, payload_bytes + 40)
 
 
 def charted(jobs=(), transfers=(), marks=(), workers=("a", "b"), window=(0, 100)):
@@ -87,7 +87,7 @@ def test_what_a_bar_is_called_and_says():
         job("a", 10, 20, "vjp"),
         job("a", 20, 30, context=""),
         job("b", 0, 10, action="3F7"),
-        job("b", 20, 30, "runsegment", function="p:f+g)", context=""),
+        job("b", 20, 30, "runsegment", name="p:f+g)", context=""),
     ]
     transfers = (sent("a", 10, 30), sent("a", 11, 31, "Cotangent"))
     found = bars_of(charted(jobs, (*transfers, sent("a", 1, 9, payload_bytes=0))))

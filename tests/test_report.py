@@ -10,7 +10,7 @@ import pytest
 
 from jdag.api.drivers import simulate
 from jdag.api.graph import graph_of
-from jdag.errors import JdagError, UnusedSendError
+from jdag.errors import JdagError
 from jdag.report import read_drawings, render
 from jdag.report.formatting import formatted
 from jdag.report.picture import _laid_out, _left_out, draw_graph
@@ -25,24 +25,13 @@ FILES = ("timeline.png", "graph.png", "graph.dot", "graph.json", "index.html")
 
 
 def play(case, workers, **settings):
-    """Run a case once: (trace, drawings, window, owed sends)."""
-    owed: tuple[Any, ...] = ()
+    """Run a case once: (trace, drawings, window)."""
     with simulate(workers, seed=0, **settings) as cluster:
-        refs = {
-            name: cluster.put(case.placement[name], value)
-            for name, value in case.params.items()
-        }
+        refs = case.put(cluster)
         start_ns = cluster.now_ns
         with cluster.context() as ctx:
-            roots = case.program(ctx, refs)
-            try:
-                given = roots if isinstance(roots, list) else [roots]
-                ctx.backward(*given, mode=case.mode)
-            except UnusedSendError as error:
-                owed = error.sends
-            window = start_ns, cluster.now_ns
-            drawings = ctx.graph()
-        return cluster.trace, drawings, window, owed
+            case.backward(ctx, case.roots(ctx, refs))
+            return cluster.trace, ctx.graph(), (start_ns, cluster.now_ns)
 
 
 def result_of(workers, **figures):
@@ -132,7 +121,7 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
     )
     found = spans_of(trace)
     jobs = [
-        (one.start_ns, one.end_ns, one.drawn_as, one.function, one.worker)
+        (one.start_ns, one.end_ns, one.drawn_as, one.name, one.worker)
         for one in found.jobs
     ]
     assert jobs == [
@@ -142,7 +131,7 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
         (46, 48, "hook", "m:f", "b"),
     ]
     one, two = found.transfers
-    assert (one.start_ns, one.end_ns, one.worker, one.destination) == (12, 30, "a", "b")
+    assert (one.start_ns, one.end_ns, one.worker, one.peer) == (12, 30, "a", "b")
     assert one.payload_bytes and not two.payload_bytes
 
 
@@ -169,7 +158,7 @@ def test_a_forward_outside_of_contexts_is_an_update():
 
 
 def test_the_bubble_of_a_pipeline_is_exactly_what_theory_says(piped):
-    trace, _, window, _ = piped
+    trace, _, window = piped
     found = bubble(spans_of(trace).jobs, STAGES, window)
     assert found == dict.fromkeys(STAGES, Fraction(4 - 1, 8 + 4 - 1))
 
@@ -200,7 +189,7 @@ def test_two_actions_that_run_as_one_keep_a_worker_busy_once():
 
 
 def test_a_window_keeps_what_overlaps_it(slow):
-    trace, _, _, _ = slow
+    trace, _, _ = slow
     inside = spans_of(trace).within((1_000_000, 2_000_000))
     assert inside.jobs
     assert inside.transfers
@@ -221,7 +210,7 @@ def _size(png):
 
 
 def test_a_report_is_made_whole_and_made_again_to_the_same_bytes(slow, tmp_path):
-    trace, drawings, window, _ = slow
+    trace, drawings, window = slow
     result = result_of(STAGES, messages=3, bubble=dict.fromkeys(STAGES, 1 / 3))
     render(tmp_path, result, trace, drawings, window=window)
     made = sorted(path.name for path in tmp_path.iterdir())
@@ -261,7 +250,7 @@ def test_a_run_that_takes_no_time_and_records_nothing_has_a_report(tmp_path):
 
 
 def test_the_page_needs_nothing_else_and_shows_what_was_expected(piped, tmp_path):
-    trace, drawings, window, _ = piped
+    trace, drawings, window = piped
     figures = {
         "messages": 12_345,
         "virtual_time_ns": 1_352_036,

@@ -93,9 +93,9 @@ def held(attributes: Any) -> dict[str, Any]:
 def spans(trace: Any):
     """What must be read back: jobs, then messages, sorted."""
     read = spans_of(trace)
-    jobs = [(j.worker, j.function, j.kind, j.start_ns, j.end_ns) for j in read.jobs]
+    jobs = [(j.worker, j.name, j.kind, j.start_ns, j.end_ns) for j in read.jobs]
     sent = [
-        (t.worker, t.destination, t.message, t.wire_bytes, t.start_ns, t.end_ns)
+        (t.worker, t.peer, t.name, t.wire_bytes, t.start_ns, t.end_ns)
         for t in read.transfers
     ]
     assert len(jobs) >= 3 and len(sent) >= 3
@@ -124,7 +124,7 @@ def test_an_operation_needs_what_the_programs_before_it_waited_for():
         (4, "send", 20, (0,)),
         (5, "recv", 20, ()),
         (6, "forward", 30, (5,)),
-        (8, "send", None, (0,)),
+        (8, "send", -1, (0,)),
     ]
 
 

@@ -101,16 +101,15 @@ def write_traces(
     """
     formats = frozenset(formats)
     assert formats.issubset(FORMATS), formats
-    operations = operations_of(trace)
+    operations, spans = operations_of(trace), spans_of(trace)
     files, refused = dict[str, bytes](), list[str]()
     if "perfetto" in formats:
-        marks = spans_of(trace).marks
-        files[PERFETTO] = track_events(operations, marks, workers)
+        files[PERFETTO] = track_events(operations, spans.marks, workers)
     if "chakra" in formats:
         for rank, nodes in enumerate(chakra_of(operations, workers)):
             files[f"trace.{rank}.et"] = nodes
     if "torch" in formats:
-        lists = lists_of(spans_of(trace).jobs, workers)
+        lists = lists_of(spans.jobs, workers)
         if any(lists):
             files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
         else:

@@ -41,7 +41,6 @@ def chakra_of(
 
 
 def _node(one: Operation, needs: tuple[int, ...], rank: dict[str, int]) -> bytes:
-    assert one.end_ns is not None
     duration_ns = one.end_ns - one.start_ns
     attributes = [
         _attribute("start_time_ns", _UINT64, one.start_ns),

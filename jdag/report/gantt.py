@@ -11,7 +11,8 @@ from typing import Any
 
 from jdag.api.graph import dotted
 from jdag.report.formatting import formatted
-from jdag.report.spans import Job, Spans, Transfer, Window, bubble
+from jdag.report.operations import Operation
+from jdag.report.spans import Spans, Window, bubble
 from jdag.schedules.actions import OVERLAP
 
 ROWS_MAX = 40
@@ -66,7 +67,7 @@ def gantt_of(
         for worker in workers
     }
 
-    def add(span: Job | Transfer, kind: str, lane: int, label: str, text: str) -> None:
+    def add(span: Operation, kind: str, lane: int, label: str, text: str) -> None:
         start_ns, end_ns = span.start_ns, span.end_ns
         if max(start_ns, first_ns) < min(end_ns, last_ns) and span.worker in rows:
             said = label, texts.setdefault(text, len(texts))
@@ -78,8 +79,8 @@ def gantt_of(
             add(job, *_drawn(job, 0 if len(jobs) == 1 else 1 + place))
     for one in () if is_dense else inside.transfers:
         if one.payload_bytes:
-            said = f"{one.message} to {one.destination}, {one.payload_bytes:,} bytes"
-            add(one, _MESSAGES.get(one.message, "primal"), _STRIP, "", said)
+            said = f"{one.name} to {one.peer}, {one.payload_bytes:,} bytes"
+            add(one, _MESSAGES.get(one.name, "primal"), _STRIP, "", said)
     marks = [m for m in inside.marks if m.kind in MARKS and m.worker in rows]
     for mark in marks:
         rows[mark.worker]["marks"].append([mark.at_ns - first_ns, mark.kind])
@@ -101,7 +102,7 @@ def gantt_of(
     }
 
 
-def lists_of(jobs: Iterable[Job], workers: Sequence[str]) -> list[list[str]]:
+def lists_of(jobs: Iterable[Operation], workers: Sequence[str]) -> list[list[str]]:
     """The actions of each worker in their order; two that ran as one are one entry."""
     lists: dict[str, list[str]] = {worker: [] for worker in workers}
     for of in _together([job for job in jobs if _PARTS.fullmatch(job.action)]):
@@ -110,10 +111,10 @@ def lists_of(jobs: Iterable[Job], workers: Sequence[str]) -> list[list[str]]:
     return [*lists.values()]
 
 
-def _together(jobs: Iterable[Job]) -> Iterable[list[Job]]:
+def _together(jobs: Iterable[Operation]) -> Iterable[list[Operation]]:
     """The jobs in their order; two actions of a worker that ran as one are together."""
-    found: list[list[Job]] = []
-    last: dict[str, list[Job]] = {}
+    found: list[list[Operation]] = []
+    last: dict[str, list[Operation]] = {}
     for job in jobs:
         before = last.get(job.worker)
         is_second = before and before[0].start_ns == job.start_ns < job.end_ns
@@ -125,7 +126,7 @@ def _together(jobs: Iterable[Job]) -> Iterable[list[Job]]:
     return found
 
 
-def _drawn(job: Job, lane: int) -> tuple[str, int, str, str]:
+def _drawn(job: Operation, lane: int) -> tuple[str, int, str, str]:
     """The kind, lane, label and text of a job's bar."""
     kind = job.drawn_as
     if parts := _PARTS.fullmatch(job.action):
@@ -134,8 +135,8 @@ def _drawn(job: Job, lane: int) -> tuple[str, int, str, str]:
         of = f"{stage}{letter}{{}}: {KINDS[kind][0]} of stage {stage}, micro-batch {{}}"
         return kind, lane, micro_batch, of
     if kind == "segment":
-        name = job.function.partition(":")[2].rstrip(")")
-        return kind, lane, name, f"segment {job.function}"
+        name = job.name.partition(":")[2].rstrip(")")
+        return kind, lane, name, f"segment {job.name}"
     label = dotted(job.path) if job.context else ""
     of = f", call {{}} of context {job.context}" if label else ""
-    return kind, lane, label, f"{job.kind} {job.function}{of}"
+    return kind, lane, label, f"{job.kind} {job.name}{of}"

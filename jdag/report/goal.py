@@ -38,7 +38,6 @@ def goal_of(operations: Iterable[Operation], workers: Sequence[str]) -> str:
 
 def _said(one: Operation, rank: dict[str, int]) -> str:
     if one.kind not in ("send", "recv"):
-        assert one.end_ns is not None
         return f"calc {one.end_ns - one.start_ns}"
     way = "to" if one.kind == "send" else "from"
     return f"{one.kind} {one.wire_bytes}b {way} {rank[one.peer]} tag {one.pair}"

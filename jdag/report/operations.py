@@ -9,6 +9,12 @@ from typing import NamedTuple
 
 from jdag.runtime.trace import Record
 
+# What is none of these is for a sum.
+_DRAWN_AS = {
+    **{"vjp": "backward", "vjpinputs": "input_grad", "vjpweights": "weight_grad"},
+    **{"apply": "hook", "runsegment": "segment"},
+}
+
 
 class Operation(NamedTuple):
     """A job, a send or a receive; `id` is the index of its first record.
@@ -16,8 +22,9 @@ class Operation(NamedTuple):
     `needs` are the ids of the operations of the same worker that it waited for, data
     and the program's order alike; `device` is that of the job that ran before it (None:
     there is none). `peer` is the other worker of a message, and `pair` the index of its
-    send (-1 for a job). A job has no bytes. Times are nanoseconds; a send ends when the
-    message is handed on, None if that did not happen; a receive takes no time.
+    send (-1 for a job). A job has no bytes; `action` is that of a pipeline, as 0F3.
+    Times are nanoseconds; a send ends when the message is handed on, -1 if that did not
+    happen; a receive takes no time.
     """
 
     id: int
@@ -28,13 +35,25 @@ class Operation(NamedTuple):
     number: int
     path: tuple[int, ...]
     start_ns: int
-    end_ns: int | None
+    end_ns: int
     peer: str = ""
     pair: int = -1
     payload_bytes: int = 0
     wire_bytes: int = 0
     needs: tuple[int, ...] = ()
     device: int | None = None
+    action: str = ""
+
+    @property
+    def drawn_as(self) -> str:
+        """What a job is for: one of the kinds of `jdag.report.gantt`.
+
+        A forward outside of contexts makes new versions of leaves; what makes zeros or
+        ones makes them for a sum.
+        """
+        if self.kind == "forward":
+            return "forward" if self.context else "update"
+        return _DRAWN_AS.get(self.kind, "sum")
 
 
 def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
@@ -84,21 +103,20 @@ def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
 
 def delivered(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Yield the operations without the sends of messages that did not arrive."""
-    return (one for one in operations if one.end_ns is not None)
+    return (one for one in operations if one.end_ns >= 0)
 
 
 def _job(record: Record, needs: tuple[int, ...], device: int | None) -> Operation:
-    kind, context, number, path, function, _, _ = record.detail
+    kind, context, number, path, function, action, _ = record.detail
     at, worker = record.time_ns, record.worker
-    said = (context, number, path, at, at)
-    return Operation(
-        record.index, worker, kind, function, *said, needs=needs, device=device
-    )
+    said = (worker, kind, function, context, number, path, at, at)
+    more = {"needs": needs, "device": device, "action": action}
+    return Operation(record.index, *said, **more)
 
 
 def _send(record: Record, needs: tuple[int, ...]) -> Operation:
     peer, message, context, number, path, payload_bytes, wire_bytes, _ = record.detail
-    said = (context, number, path, record.time_ns, None, peer, record.index)
+    said = (context, number, path, record.time_ns, -1, peer, record.index)
     sizes = (payload_bytes, wire_bytes)
     return Operation(record.index, record.worker, "send", message, *said, *sizes, needs)
 

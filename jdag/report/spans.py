@@ -1,7 +1,7 @@
 """Time in a trace: when each job ran, and when each message was in flight.
 
-Jobs and transfers are in order of start time. A job without an end in the trace ends
-when its worker crashed, or with the last record; undelivered messages are left out.
+Jobs and transfers are operations (`jdag.report.operations`), in order of start time; a
+transfer is a send whose message was handed on.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,54 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from jdag.runtime.trace import Record
+from jdag.report.operations import Operation, operations_of
+from jdag.runtime.trace import Trace
 
 Window = tuple[int, int]  # From when to when, nanoseconds.
-# What is none of these is for a sum.
-_DRAWN_AS = {
-    **{"vjp": "backward", "vjpinputs": "input_grad", "vjpweights": "weight_grad"},
-    **{"apply": "hook", "runsegment": "segment"},
-}
-
-
-class Job(NamedTuple):
-    """A job on the device of a worker; `kind` is the name of its class."""
-
-    worker: str
-    kind: str
-    function: str
-    context: str
-    number: int  # Of the pass, 0 in forward.
-    path: tuple[int, ...]
-    start_ns: int
-    end_ns: int
-    action: str = ""  # Of a pipeline, such as 0F3.
-
-    @property
-    def drawn_as(self) -> str:
-        """What it is for: one of the kinds of `jdag.report.timeline`.
-
-        A forward outside of contexts makes new versions of leaves; what makes zeros or
-        ones makes them for a sum.
-        """
-        if self.kind == "forward":
-            return "forward" if self.context else "update"
-        return _DRAWN_AS.get(self.kind, "sum")
-
-
-class Transfer(NamedTuple):
-    """A message on its way: from its sending till it was handed on."""
-
-    worker: str
-    destination: str
-    message: str
-    context: str
-    number: int
-    path: tuple[int, ...]
-    payload_bytes: int
-    wire_bytes: int
-    start_ns: int
-    end_ns: int
 
 
 class SpanMark(NamedTuple):
@@ -75,15 +31,15 @@ MARKS = ("drop", "resend", "duplicate", "crash", "lost")
 class Spans:
     """The jobs, transfers and marks of a run, or of a part of it."""
 
-    jobs: tuple[Job, ...]
-    transfers: tuple[Transfer, ...]
+    jobs: tuple[Operation, ...]
+    transfers: tuple[Operation, ...]
     marks: tuple[SpanMark, ...]
 
     def within(self, window_ns: Window) -> "Spans":
         """Return the part that overlaps or touches a window of time."""
         first_ns, last_ns = window_ns
 
-        def overlaps(span: Job | Transfer) -> bool:
+        def overlaps(span: Operation) -> bool:
             return span.end_ns >= first_ns and span.start_ns <= last_ns
 
         return Spans(
@@ -93,55 +49,26 @@ class Spans:
         )
 
 
-def spans_of(records: Iterable[Record]) -> Spans:
-    """Pair the starts and ends of jobs and transfers in a trace."""
-    began: dict[int, Record] = {}
-    crashed: dict[str, int] = {}
-    jobs: list[Job] = []
-    transfers: list[Transfer] = []
+def spans_of(trace: Trace) -> Spans:
+    """Return the jobs, transfers and marks of a trace."""
+    jobs: list[Operation] = []
+    transfers: list[Operation] = []
+    for one in sorted(operations_of(trace), key=lambda one: one.start_ns):
+        if one.pair < 0:
+            jobs.append(one)
+        elif one.kind == "send" and one.end_ns >= 0:
+            transfers.append(one)
     marks: list[SpanMark] = []
-    last_ns = 0
-    for record in records:
-        last_ns = record.time_ns
-        match record.kind:
-            case "start" | "send":
-                began[record.index] = record
-            case "finish":
-                jobs.append(_job(began.pop(record.causes[0]), record.time_ns))
-            case "deliver":
-                # Of processes it may be missing, and their clocks differ a little.
-                if record.causes:
-                    sent = began.pop(record.causes[0])
-                    end_ns = max(sent.time_ns, record.time_ns)
-                    transfers.append(_transfer(sent, end_ns))
-            case kind if kind in MARKS:
-                said = record.named
-                peer = said.get("peer", said.get("destination", ""))
-                marks.append(SpanMark(record.worker, kind, peer, record.time_ns))
-                if kind == "crash":
-                    crashed[record.worker] = record.time_ns
-    for record in began.values():
-        if record.kind == "start":
-            jobs.append(_job(record, crashed.get(record.worker, last_ns)))
-    jobs.sort(key=lambda job: job.start_ns)
-    transfers.sort(key=lambda one: one.start_ns)
+    for record in trace:
+        if record.kind in MARKS:
+            said = record.named
+            peer = said.get("peer", said.get("destination", ""))
+            marks.append(SpanMark(record.worker, record.kind, peer, record.time_ns))
     return Spans(tuple(jobs), tuple(transfers), tuple(marks))
 
 
-def _job(start: Record, end_ns: int) -> Job:
-    # The detail as it lies, for there may be hundreds of thousands: DETAIL["start"].
-    context, number, path, function, action = start.detail[1:6]
-    at = start.time_ns, end_ns, action
-    return Job(start.worker, start.detail[0], function, context, number, path, *at)
-
-
-def _transfer(send: Record, end_ns: int) -> Transfer:
-    # The same: DETAIL["send"], which has the fields of a Transfer in their order.
-    return Transfer._make((send.worker, *send.detail[:7], send.time_ns, end_ns))
-
-
 def bubble(
-    jobs: Iterable[Job], workers: Sequence[str], window: Window
+    jobs: Iterable[Operation], workers: Sequence[str], window: Window
 ) -> dict[str, Fraction]:
     """Return for each worker 1 - busy time / length of the window, exactly.
 

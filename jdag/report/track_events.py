@@ -81,7 +81,7 @@ def _of_operation(tracks: _Tracks, one: Operation) -> list[_Event]:
     name = one.name.rpartition(":")[2] + ways.get(one.kind, "")
     fields = nested(22, one.kind) + nested(23, name) + _said(one)
     start_ns = one.start_ns
-    if one.end_ns is None:
+    if one.end_ns < 0:
         track = tracks.lane(one.worker, lane, start_ns, start_ns)
         return [(start_ns, 1, _event(start_ns, _INSTANT, track, fields))]
     end_ns = max(one.end_ns, start_ns + 1)
@@ -103,7 +103,7 @@ def _said(one: Operation) -> bytes:
         "pass": one.number,
         "path": dotted(one.path),
     }
-    if one.end_ns is not None:
+    if one.end_ns >= 0:
         said["duration_ns"] = one.end_ns - one.start_ns
     if one.pair >= 0:
         said["payload_bytes"] = one.payload_bytes
