@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.errors import RootError
 from jdag.scenario.case import FIGURES, Case, difference, worst
 from jdag.sim import DeviceModel, LinkModel, Network
-from tests.scenario_cases import JITTER, Stage, no_scalar, one_leaf, square, tree
+from tests.scenario_cases import JITTER, Stage, one_leaf, square, tree
 
 
 def test_all_figures_are_given_and_none_that_is_not_announced():
@@ -95,11 +94,6 @@ def test_abstract_values_need_no_array():
     assert figures["outcome"] == "finished"
     assert figures["gradient_difference"] is figures["loss"] is None
     assert figures["bit_patterns"] == 0
-
-
-def test_a_root_that_is_no_scalar_is_the_users_to_know():
-    with pytest.raises(RootError, match="size 3"):
-        no_scalar(["a"]).play(Stage(["a"]))
 
 
 def test_difference_is_relative_to_the_largest_of_the_truth():

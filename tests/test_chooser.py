@@ -82,10 +82,6 @@ def test_backward_first_is_passes_then_forward_each_by_path():
     ]
 
 
-def test_no_chooser_picks_unless_it_says_so():
-    assert not Chooser.picks_jobs and not Chooser.picks_events
-
-
 jobs = st.lists(
     st.builds(Job, st.integers(0, 2), st.tuples(st.integers(0, 3)), st.integers(0, 2))
 )

@@ -179,8 +179,3 @@ def test_all_that_is_wrong_is_named_at_once():
     assert "faults[2]" not in str(caught.value)
     with pytest.raises(ScenarioError, match=r"^probability = 2: .*; until_ns = -1: "):
         Drop(2, until_ns=-1)
-
-
-def test_a_worker_crashes_once():
-    with pytest.raises(ScenarioError, match="one crash of a"):
-        Faults([Crash("a", 0, at_ns=1), Crash("a", 0, at_ns=2)], WORKERS)

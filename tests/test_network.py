@@ -198,8 +198,3 @@ def test_in_loggp_messages_follow_each_other_by_the_gap_or_the_overhead(
     way = traffic(LogGP(1_000, GIGABYTE, overhead_ns=30, gap_ns=gap_ns))
     arrivals = [transmit(way, "a", "b", 101, 0) for _ in range(3)]
     assert arrivals == [1_160 + n * (100 + least_ns) for n in range(3)]
-
-
-def test_in_the_alpha_beta_model_a_message_takes_alpha_plus_s_times_beta():
-    way = traffic(LinkModel(1_500, 4 * GIGABYTE))
-    assert transmit(way, "a", "b", 4_001, 0) == 1_500 + 1_001

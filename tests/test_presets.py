@@ -2,7 +2,6 @@
 
 import pytest
 
-from jdag.errors import ScenarioError
 from jdag.runtime.chooser import Chooser
 from jdag.sim.network import Traffic
 from jdag.sim.presets import ethernet_100g, h100_node
@@ -20,8 +19,3 @@ def test_a_mebibyte_takes_its_bytes_at_the_published_rate_and_two_latencies(
     assert way.lane("a", "b").transmit(MIB, 0, Chooser(0)) == mib_ns + 2 * 500
     # The link into b is busy, that into c is not, that out of a is.
     assert way.lane("c", "b").transmit(MIB, 0, Chooser(0)) == 2 * mib_ns + 2 * 500
-
-
-def test_an_unusable_latency_of_a_preset_is_refused_by_name():
-    with pytest.raises(ScenarioError, match="latency_ns = -1: allowed is an integer"):
-        h100_node(["a", "b"], latency_ns=-1)

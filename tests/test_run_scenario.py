@@ -49,13 +49,6 @@ def test_the_seed_makes_the_run(tmp_path: Path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_player_of_its_own_gives_its_own_figures(tmp_path: Path):
-    path = scenario_of(tmp_path, "player", "answer = 42")
-    answer = played(path)
-    assert answer.met
-    assert answer.figures["answer"] == 42
-
-
 def test_what_is_checked_is_computed_at_the_highest_precision(tmp_path: Path):
     """By all threads, and only meanwhile: a GPU may round float32 to TF32 otherwise."""
     seen: list[str] = []
@@ -137,6 +130,13 @@ def test_a_program_that_raises_is_refused_with_its_line(tmp_path: Path):
     said = r"it raised AttributeError.*\(scenario_cases.py:\d+ in program\)"
     with pytest.raises(ScenarioError, match=said):
         played(path)
+
+
+@pytest.mark.parametrize("where", ["factory", "program"])
+def test_a_program_that_ends_by_sys_exit_is_refused(where: str, tmp_path: Path):
+    settings = f'[settings]\nwhere = "{where}"'
+    with pytest.raises(ScenarioError, match=r"raised SystemExit: 0 \("):
+        played(scenario_of(tmp_path, "exits", settings))
 
 
 @pytest.mark.parametrize("where", ["hook", "a program of a worker"])

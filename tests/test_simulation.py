@@ -249,41 +249,6 @@ def test_what_is_sent_is_caused_by_what_made_it_and_by_what_asked_for_it(monkeyp
     assert sent[0].causes == (answered.index, issue.index, finish.index)
 
 
-def test_jobs_that_take_no_time_end_when_they_start_and_free_the_device(monkeypatch):
-    done = []
-
-    def react(engine, event):
-        if isinstance(event, Left):
-            return [Compute(job(number, Work("f"))) for number in (3, 1, 2)]
-        done.append(event.job)
-        return [Resume(1, None)] if len(done) == 3 else None
-
-    played = play(monkeypatch, react)
-    played.run()
-    assert done == [1, 2, 3]
-    assert [kind for _, kind, _ in played.kinds("start", "finish")] == [
-        "start",
-        "finish",
-    ] * 3
-
-
-def test_each_worker_has_a_device_of_its_own_and_a_slow_one_takes_longer(monkeypatch):
-    done = {}
-
-    def react(engine, event):
-        if isinstance(event, Computed):
-            done[engine.worker] = engine.simulation.now_ns
-            return None
-        others = [send("b", 1), send("c", 1)] if isinstance(event, Left) else []
-        return [*others, Compute(job(1, Work("f")))]
-
-    devices = {"a": DeviceModel(forward_ns=40), "b": MODEL, "c": MODEL}
-    played = play(monkeypatch, react, devices=devices, faults=[Slow("c", 3)])
-    played.ask()
-    played.simulation.settle()
-    assert done == {"a": 40, "b": 10, "c": 30}
-
-
 # ------------------------------------------------------------------------- settings
 
 
