@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from jdag.cli import commands as cli
+from tests.command_cases import command as jdag
 from tests.scenario_cases import scenario_of, written
 from tests.test_scenario import BAD
 
@@ -29,14 +29,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     return folder
-
-
-def jdag(*arguments: object):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-    done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout, done.stderr
 
 
 PATHS = os.pathsep.join([str(ROOT), str(ROOT / "scenarios")])

@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from jdag.cli import commands as cli
 from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
 from jdag.rpc.control import ControlClient
@@ -19,6 +17,7 @@ from jdag.rpc.launch import is_here
 from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
 from jdag.rpc.settings import ClusterSettings, load
+from tests.command_cases import command
 from tests.rpc_cases import TOKEN, free_address, plain, plan_of
 from tests.stream_cases import soon
 
@@ -60,13 +59,6 @@ def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
     finally:
         command.kill()
         command.communicate(timeout=LONG_S)
-
-
-def jdag(*arguments: object) -> tuple[int, str]:
-    """Run the command line in this process: (exit code, stderr)."""
-    done = CliRunner().invoke(cli.app, [str(one) for one in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit)
-    return done.exit_code, done.stderr
 
 
 def until(command: subprocess.Popen[str], words: str) -> str:
@@ -174,7 +166,7 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
 )
 def test_a_mistake_is_one_line(file: Path, arguments: tuple[str, ...], words: str):
     made = [str(file) if one == "FILE" else one for one in arguments]
-    code, said = jdag(*made)
+    code, _, said = command(*made)
     assert code == 2
     if "Missing" not in words:  # What typer says itself has more lines.
         assert said.startswith(f"jdag: {words.replace('FILE', str(file))}")

@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from jdag.cli import commands
 from jdag.lab import calibration, prediction
 from jdag.lab.prediction import Prediction
+from tests.command_cases import command
 from tests.scenario_cases import written
 
 FOUND: dict[str, dict[str, Any]] = {
@@ -16,13 +15,6 @@ FOUND: dict[str, dict[str, Any]] = {
     "network": {"latency_ns": 1_500},
     "devices": {"job_ns": 20, "functions": {"shapes:scale": [1_000, 2_000]}},
 }
-
-
-def command(*arguments: object) -> tuple[int, str, str]:
-    done = CliRunner().invoke(commands.app, [*map(str, arguments)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout, done.stderr
 
 
 def test_a_calibration_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -54,12 +54,12 @@ def makespan_ns(schedule: Schedule) -> int:
         network=LinkModel(100),
     ) as cluster:
         case = pipeline(["a", "b"], micro_batches=4)
-        refs = {k: cluster.put(case.placement[k], v) for k, v in case.params.items()}
+        refs = case.put(cluster)
         jdag.fetch([*refs.values()])
         for _ in range(2):
             began_ns = cluster.now_ns
             with cluster.context() as ctx:
-                ctx.backward(*case.program(ctx, refs))
+                case.backward(ctx, case.roots(ctx, refs))
                 ended_ns = cluster.now_ns
         return ended_ns - began_ns
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from matplotlib.image import imread
 from pyarrow.parquet import read_table
-from typer.testing import CliRunner
 
-from jdag.cli import commands, sweeping
+from jdag.cli import sweeping
 from jdag.cli.sweeping import _values_of
 from jdag.lab import parquet
+from tests.command_cases import command
 from tests.scenario_cases import scenario_of, written
 
 ROOT = Path(__file__).parent.parent
@@ -22,11 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 def sweep(path: Path, *arguments: object) -> tuple[int, str, str]:
     """Run the command in this process and in one job: exit code, stdout, stderr."""
-    command = ["sweep", str(path), "--jobs", "1", *map(str, arguments)]
-    done = CliRunner().invoke(commands.app, command)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.stdout, done.stderr
+    return command("sweep", path, "--jobs", 1, *arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -201,11 +197,11 @@ def test_what_programs_print_is_kept_out_of_the_output(tmp_path: Path):
 @pytest.mark.second
 def test_an_interrupt_ends_all_processes_and_keeps_the_rows(tmp_path: Path):
     path = written(tmp_path)
-    command = [sys.executable, "-m", "jdag", "sweep", str(path), "--jobs", "2"]
-    command += ["--set", "settings.length=2,400,401,402,403", "--out", "out"]
+    words = [sys.executable, "-m", "jdag", "sweep", str(path), "--jobs", "2"]
+    words += ["--set", "settings.length=2,400,401,402,403", "--out", "out"]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "scenarios")])
     with subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": paths}, process_group=0,
+        words, env={**os.environ, "PYTHONPATH": paths}, process_group=0,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     ) as running:  # fmt: skip
         while not (Path("out") / "sweep.csv").exists():

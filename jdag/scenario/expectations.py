@@ -111,12 +111,10 @@ def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]
     judged = []
     for name, wanted in {"outcome": "finished", **expect}.items():
         got = figures.get(name)
-        if isinstance(wanted, Mapping):
-            for how, bound in wanted.items():
-                met = _compare(how, got, bound)
-                judged.append(Judged(name, f"{how} {bound}", got, met))
-        else:
-            judged.append(Judged(name, str(wanted), got, _equal(got, wanted)))
+        bounds = wanted if isinstance(wanted, Mapping) else {"": wanted}
+        for how, bound in bounds.items():
+            met = _compare(how, got, bound)
+            judged.append(Judged(name, f"{how} {bound}".lstrip(), got, met))
     return judged
 
 
@@ -124,14 +122,12 @@ def _compare(how: str, got: Any, bound: Any) -> bool:
     if isinstance(got, Mapping):
         return bool(got) and all(_compare(how, one, bound) for one in got.values())
     try:
-        return COMPARE[how](got, bound)
+        return COMPARE[how](got, bound) if how else _equal(got, bound)
     except _NO_NUMBER:
         return False  # There is no such number: the pass did not get that far.
 
 
 def _equal(got: Any, wanted: Any) -> bool:
-    if isinstance(got, Mapping):
-        return bool(got) and all(_equal(one, wanted) for one in got.values())
     if isinstance(wanted, list):
         return list(got) == wanted if isinstance(got, list | tuple) else False
     if isinstance(got, bool) or isinstance(wanted, bool):

@@ -266,19 +266,6 @@ class Lane:
 
 
 @dataclass(slots=True, eq=False)
-class FreeLane(Lane):
-    """One directed link that takes no time, and no turns."""
-
-    def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
-        """Send a frame; return its time of arrival, which is now."""
-        del chooser
-        self.start_ns = self.busy_until_ns = now_ns
-        self.bytes += size_bytes
-        self.frames += 1
-        return now_ns
-
-
-@dataclass(slots=True, eq=False)
 class PathLane(Lane):
     """The path between two workers over shared physical links; `model` is its summary.
 
@@ -342,24 +329,22 @@ class Traffic:
             itself.
     """
 
-    __slots__ = ("_controls", "_lanes", "_links", "_network", "_ports", "_workers")
+    __slots__ = ("_controls", "_lanes", "_links", "_network", "_ports")
 
     def __init__(self, network: Network, workers: Sequence[str]) -> None:
-        for worker in network.routed:
+        named = [("topology: worker", worker) for worker in network.routed]
+        for source, destination in network.links:
+            key = f"links: {source} -> {destination}"
+            named += [(key, source), (key, destination)]
+        for key, worker in named:
             if worker not in workers:
                 allowed = "one of " + ", ".join(workers)
-                raise ScenarioError(unusable("topology: worker", worker, allowed))
+                raise ScenarioError(unusable(key, worker, allowed))
         for source, destination in network.links:
-            for worker in (source, destination):
-                if worker not in workers:
-                    allowed = "one of " + ", ".join(workers)
-                    key = f"links: {source} -> {destination}"
-                    raise ScenarioError(unusable(key, worker, allowed))
             if source == destination:
                 allowed = "two workers: one reaches itself without a link"
                 raise ScenarioError(unusable("links", (source, destination), allowed))
         self._network = network
-        self._workers = frozenset(workers)
         self._lanes: dict[tuple[str, str], Lane] = {}
         self._controls: dict[tuple[str, str], Lane] = {}
         self._links: dict[tuple[str, str], NetworkPort] = {}
@@ -370,16 +355,13 @@ class Traffic:
         lane = self._lanes.get((source, destination))
         if lane is None:
             assert source != destination, source
-            assert source in self._workers, source
-            assert destination in self._workers, destination
             model = self._network.model(source, destination)
             if hops := self._network.path(source, destination):
                 lane = PathLane(model, None, None, passages=self._passages(hops))
                 lane.cut_through = self._network.cut_through
             else:
                 ports = self._port(source, "out"), self._port(destination, "into")
-                is_free = model == FREE and ports == (None, None)
-                lane = (FreeLane if is_free else Lane)(model, *ports)
+                lane = Lane(model, *ports)
             self._lanes[source, destination] = lane
         return lane
 
