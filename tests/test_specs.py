@@ -183,22 +183,6 @@ def test_places_go_before_the_spec_of_the_pair() -> None:
     assert spec_of(there).endswith(spec_of(found)[head:])
 
 
-@pytest.mark.parametrize(
-    "places",
-    [
-        DevicePlacement("cpu:1", None, None),
-        DevicePlacement(None, (None,), None),
-        DevicePlacement(None, None, (None,)),
-        DevicePlacement(None, (None, None), (None,)),
-        DevicePlacement(None, (None,), ()),
-    ],
-)
-def test_places_that_do_not_fit_are_refused(places: DevicePlacement) -> None:
-    found = made(total, jnp.ones(3), jnp.arange(2))
-    with pytest.raises(ProtocolError, match=r"the spec of tests.test_specs:total"):
-        read_spec(placed_spec(spec_of(found), places))
-
-
 def test_bytes_that_are_no_spec_are_refused() -> None:
     spec = spec_of(made(total, jnp.ones(3)))
     with pytest.raises(ProtocolError, match=r"trailing characters"):
