@@ -183,7 +183,7 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
         ),
         (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
         (["explore", CHAIN, "--runs", "10000001"], "= 10000001: allowed is an integer"),
-        (["explore", CHAIN, "--strategy", "pct:0"], "jdag: --strategy = 'pct:0'"),
+        (["explore", CHAIN, "--strategy", "pct:0"], "jdag: depth = 0: allowed is"),
         (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': allowed is"),
         (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': allowed is one o"),
         (["sweep", CHAIN, "--set", "seed=1", "--on", "x"], "jdag: --on = 'x': allowed"),

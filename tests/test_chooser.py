@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdag.engine.protocol import Listed, Tag
-from jdag.errors import JdagError, ScenarioError
+from jdag.errors import JdagError
 from jdag.runtime.chooser import Chooser, checked
 from jdag.runtime.ready import ReadyJobs
 from jdag.schedules import Action
@@ -164,11 +164,6 @@ def test_jobs_of_equal_keys_come_in_the_order_of_being_added(chooser):
         ready.add(job, job)
     taken = [id(job) for [job] in iter(ready.take, [])]
     assert taken == [id(job) for job in alike]
-
-
-def test_a_policy_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ScenarioError, match="'fifo': allowed is one of path, b"):
-        Chooser(0, "fifo")
 
 
 # --------------------------------------------------------------- all choices of a run

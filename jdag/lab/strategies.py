@@ -285,19 +285,17 @@ def parsed(text: str) -> Strategy:
     """A strategy from "random", "pct:3" or "exhaustive:1000".
 
     Raises:
-        ScenarioError: there is no such strategy; names those there are.
+        ScenarioError: there is no such strategy, and names those there are; or its
+            number is unusable.
     """
+    kinds: dict[str, Callable[..., Strategy]]
+    kinds = {"random": RandomWalk, "pct": PCT, "exhaustive": Exhaustive}
     name, _, number = text.partition(":")
-    least = {"random": 0, "pct": 1, "exhaustive": 1}.get(name)
     is_number = number.isascii() and number.isdigit()
-    if least is None or (number and not (is_number and int(number) >= least)):
-        allowed = "one of random[:SEED], pct[:DEPTH], exhaustive[:MAX_RUNS], "
-        allowed += "SEED >= 0, the others >= 1"
+    if name not in kinds or (number and not is_number):
+        allowed = "one of random[:SEED], pct[:DEPTH], exhaustive[:MAX_RUNS]"
         raise ScenarioError(unusable("--strategy", text, allowed))
-    given = [int(number)] if number else []
-    if name == "random":
-        return RandomWalk(*given)
-    return PCT(*given) if name == "pct" else Exhaustive(*given)
+    return kinds[name](*([int(number)] if number else []))
 
 
 def _fault(steps: Sequence[Step], random: Random, picks: int) -> tuple[int, int | None]:
