@@ -180,15 +180,9 @@ def test_an_unusable_cost_is_refused_by_name(settings: Any, said: str):
         DeviceModel(**settings)
 
 
-def test_a_device_of_nobody_and_what_is_no_device_are_refused_by_name():
+def test_a_device_of_nobody_is_refused_by_name():
     with pytest.raises(ScenarioError, match="worker = 'z': allowed is one of a, b, c"):
         models({"z": MODEL}, WORKERS)
-    devices: Any = {"a": 5}
-    with pytest.raises(ScenarioError, match=r"devices.a = 5: allowed is a Device"):
-        models(devices, WORKERS)
-    devices = "gpu"
-    with pytest.raises(ScenarioError, match="devices = 'gpu': allowed is a DeviceMode"):
-        models(devices, WORKERS)
 
 
 def work(number: int) -> Any:

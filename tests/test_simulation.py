@@ -272,6 +272,7 @@ def test_what_is_sent_is_caused_by_what_made_it_and_by_what_asked_for_it(monkeyp
         (WORKERS, {"faults": [3]}, r"faults\[0\] = 3: allowed is one of Drop"),
         (WORKERS, {"network": 3}, "network = 3: allowed is a Network or a LinkModel"),
         (WORKERS, {"devices": 3}, "devices = 3: allowed is a DeviceModel"),
+        (WORKERS, {"devices": {"a": 5}}, "devices.a = 5: allowed is a DeviceModel"),
         (WORKERS, {"link": 3}, "link = 3: allowed is a LinkSettings, or None"),
         (WORKERS, {"events_max": 0}, "events_max = 0: allowed is an integer >= 1"),
         (WORKERS, {"events_max": None}, "events_max = None: allowed is an integer"),

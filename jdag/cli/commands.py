@@ -186,6 +186,11 @@ def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioR
 
 def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str, Any]:
     figures = {name: _plain(value) for name, value in answer.figures.items()}
+    meanings = {name: text for name, (_, text) in BY_WORKER.items()}
+    meanings |= scenario.player.figures
+    digest = None
+    if driver == "sim":
+        digest = answer.figures.get("digest") or answer.cluster.trace.digest
     own = {
         "name": scenario.settings.name,
         "question": scenario.question,
@@ -198,14 +203,10 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
         # Figures that are fractions, exactly.
         "exact": {k: one for k, v in answer.figures.items() if (one := _exact(v))},
         "not_asked": list(answer.not_asked),
-        "meaning": {
-            name: text
-            for name, text in _meanings(scenario).items()
-            if name in answer.figures
-        },
+        "meaning": {k: text for k, text in meanings.items() if k in figures},
         "driver": driver,
         "window_ns": list(answer.window),
-        "digest": _digest_of(answer) if driver == "sim" else None,
+        "digest": digest,
         "command": f"jdag run {spelled(scenario.path.name)}"
         + f" --seed {scenario.settings.seed}"
         + f" --driver {driver}" * (driver != "sim"),
@@ -218,16 +219,6 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
     }
     # Figures also stand at the top, for readers of the file.
     return {**figures, **own}
-
-
-def _meanings(scenario: Scenario) -> dict[str, str]:
-    own = {name: text for name, (_, text) in BY_WORKER.items()}
-    return {**own, **scenario.player.figures}
-
-
-def _digest_of(answer: ScenarioResult) -> str:
-    """Return the digest of a run in virtual time."""
-    return answer.figures.get("digest") or str(answer.cluster.trace.digest)
 
 
 def _plain(value: Any) -> Any:

@@ -225,7 +225,9 @@ class Exhaustive(Strategy):
 
     def ended(self, steps: int) -> None:
         """See `Strategy`."""
-        self.complete = not self._advance()
+        while self._path and not self._next():
+            continue  # To the first path that has not been tried.
+        self.complete = not self._path
 
     def _asleep(self) -> frozenset[Step]:
         """The steps of which all that follows has been seen, after the path so far."""
@@ -243,13 +245,6 @@ class Exhaustive(Strategy):
         for other in range(index + 1, len(steps)):
             if steps[other] not in asleep:
                 self._path.append((steps, other, asleep))
-                return True
-        return False
-
-    def _advance(self) -> bool:
-        """Go to the first path that has not been tried; False if there is none."""
-        while self._path:
-            if self._next():
                 return True
         return False
 

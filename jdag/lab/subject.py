@@ -185,7 +185,8 @@ class Subject:
         expected, same = None, True
         if result is not None and self.values == "real":
             said = bits(result)
-            same = said == (self._first_bits() or said)
+            self.first()
+            same = said == (self._bits or said)
             expected = self.truth()
         info = cluster.info()
         held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
@@ -205,10 +206,6 @@ class Subject:
             if explored is not None and explored.result is not None:
                 self._bits = bits(explored.result)
         return self._first
-
-    def _first_bits(self) -> str | None:
-        self.first()
-        return self._bits
 
     def run(self, cluster: Cluster) -> tuple[Any, ...]:
         """Run the program on a cluster; return the result, as `Explored` has it."""

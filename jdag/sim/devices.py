@@ -22,7 +22,7 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.errors import CostWarning, ScenarioError, unusable
-from jdag.runtime.validation import COUNT, NS, NS_MAX, Settings, converted, where
+from jdag.runtime.validation import COUNT, NS, NS_MAX, Settings, where
 
 # As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
 _NAME = r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
@@ -247,9 +247,8 @@ def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
     """Return the model of each worker; the default is free.
 
     Raises:
-        ScenarioError: names an unknown worker, or a value that is not a DeviceModel.
+        ScenarioError: names an unknown worker.
     """
-    devices = converted(Devices, devices, "devices")
     if not isinstance(devices, Mapping):
         return dict.fromkeys(workers, devices or FREE)
     for worker in devices:

@@ -193,13 +193,15 @@ class Network(Settings, frozen=True):
 class Lane:
     """One directed link of one run: its model, and what it carries and has carried.
 
-    `out` and `into` are the ports of its two workers, None where they have none; `held`
-    tells whether the last frame had to wait for the latter.
+    `out` and `into` are the ports of its two workers, None where they have none, and
+    `port` the model of a port; `held` tells whether the last frame had to wait for the
+    latter.
     """
 
     model: LinkModel
     out: NetworkPort | None
     into: NetworkPort | None
+    port: LinkModel = FREE
     held: bool = False
     bytes: int = 0
     frames: int = 0
@@ -223,7 +225,7 @@ class Lane:
         start_ns = max(self.busy_until_ns, now_ns)
         transfer_ns = model.transfer_ns(size_bytes)
         if self.out is not None:
-            passing_ns = self.out.passing_ns(size_bytes)
+            passing_ns = self.port.transfer_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
             transfer_ns = max(transfer_ns, passing_ns)
         self.start_ns = start_ns
@@ -236,7 +238,7 @@ class Lane:
         if model.jitter_ns:
             arrival_ns += chooser.amount(0, model.jitter_ns)
         if self.into is not None:  # It passes while it arrives.
-            passing_ns = self.into.passing_ns(size_bytes)
+            passing_ns = self.port.transfer_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
             self.held = begun_ns + passing_ns > arrival_ns
             arrival_ns = begun_ns + passing_ns
@@ -361,16 +363,16 @@ class Traffic:
                 lane.cut_through = self._network.cut_through
             else:
                 ports = self._port(source, "out"), self._port(destination, "into")
-                lane = Lane(model, *ports)
+                rate = self._network.port_bandwidth_bytes_per_s
+                lane = Lane(model, *ports, LinkModel(0, rate))
             self._lanes[source, destination] = lane
         return lane
 
     def _passages(
         self, hops: Sequence[Hop]
     ) -> tuple[tuple[NetworkPort, LinkModel], ...]:
-        # The rate of these ports is not asked for: their models have it.
         pairs = [(hop.source, hop.destination) for hop in hops]
-        ports = [self._links.setdefault(pair, NetworkPort(1)) for pair in pairs]
+        ports = [self._links.setdefault(pair, NetworkPort()) for pair in pairs]
         models = [hop.model for hop in hops]
         return tuple(zip(ports, models, strict=True))
 
@@ -384,7 +386,6 @@ class Traffic:
         return lane
 
     def _port(self, worker: str, direction: str) -> NetworkPort | None:
-        rate = self._network.port_bandwidth_bytes_per_s
-        if rate is None:
+        if self._network.port_bandwidth_bytes_per_s is None:
             return None
-        return self._ports.setdefault((worker, direction), NetworkPort(rate))
+        return self._ports.setdefault((worker, direction), NetworkPort())

@@ -13,23 +13,14 @@ from bisect import bisect_right
 
 
 class NetworkPort:
-    """One direction of one worker's port; `record` is the last frame that passed it.
+    """One direction of one worker's port; `record` is the last frame that passed it."""
 
-    Args:
-        bandwidth_bytes_per_s: at least 1.
-    """
+    __slots__ = ("_ends", "_starts", "record")
 
-    __slots__ = ("_bandwidth_bytes_per_s", "_ends", "_starts", "record")
-
-    def __init__(self, bandwidth_bytes_per_s: int) -> None:
-        self._bandwidth_bytes_per_s = bandwidth_bytes_per_s
+    def __init__(self) -> None:
         self._starts: list[int] = []  # Of what is reserved, in order.
         self._ends: list[int] = []
         self.record = -1
-
-    def passing_ns(self, size_bytes: int) -> int:
-        """How long a frame takes to pass."""
-        return -(-size_bytes * 1_000_000_000 // self._bandwidth_bytes_per_s)
 
     def reserve(self, from_ns: int, takes_ns: int, now_ns: int) -> int:
         """When a frame that is there at `from_ns`, not before now, begins to pass."""
