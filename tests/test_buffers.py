@@ -275,6 +275,14 @@ def test_a_buffer_is_used_again_when_the_last_array_over_it_is_gone(dtype: str):
     assert buffers.kept == 2 * LARGE
 
 
+def test_a_slice_of_a_buffer_keeps_it_from_being_used_again():
+    buffers = Buffers()
+    tail = buffers.aligned(3 * LARGE)[2 * LARGE :]
+    assert buffers.kept == 0
+    del tail
+    assert buffers.kept == 3 * LARGE
+
+
 def test_buffers_of_any_size_are_aligned_and_writable():
     buffers = Buffers()
     for nbytes in (0, 1, 63, LARGE - 1, LARGE, LARGE + 1, 1_000_003, 5 * LARGE):
@@ -293,10 +301,17 @@ def test_what_is_kept_is_bounded():
     large = buffers.aligned(4 * LARGE)
     del large
     assert buffers.kept == 7 * LARGE  # There is no room for it.
+    buffers.sweep()
+    large = buffers.aligned(4 * LARGE)
+    buffers.sweep()  # Of the others none was asked for in between.
+    there = address(large)
+    del large
+    assert buffers.kept == 4 * LARGE
+    large = buffers.aligned(4 * LARGE)
+    assert address(large) == there
     too_large = buffers.aligned(9 * LARGE)
     del too_large
-    assert buffers.kept == 7 * LARGE
-    large = buffers.aligned(4 * LARGE)
+    assert buffers.kept == 0
     del buffers
     large[:] = bytes(4 * LARGE)  # Who keeps them may go before those who use them.
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import test_cli
+from tests.command_cases import command as jdag
 from tests.scenario_cases import written
-from tests.test_cli import jdag, refused
+from tests.test_cli import refused
 
 place = test_cli.place
 

@@ -2,7 +2,6 @@
 
 import re
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import jax
@@ -43,17 +42,31 @@ def test_a_setting_that_jax_traces_under_is_not_left_out_unless_it_only_checks()
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("name", "value"),
     [
-        (partial(setting, "jax_random_seed_offset", 5), "jax_random_seed_offset is 5"),
-        (partial(jax.threefry_partitionable, False), "jax_threefry_.* is False"),
+        ("jax_threefry_partitionable", False),
+        ("jax_random_seed_offset", 5),
+        ("jax_disable_most_optimizations", True),
     ],
 )
 def test_a_setting_that_changed_after_the_cluster_was_made_is_refused(
-    changed: Any, said: str
+    name: str, value: Any
 ):
     with jdag.simulate(["a", "b"], seed=1) as cluster, cluster.context() as ctx:
-        with changed(), pytest.raises(JdagError, match=f"{said} and was .* per clust"):
+        with (
+            setting(name, value),
+            pytest.raises(JdagError, match=f"{name} is {value!r} and was .* per clust"),
+        ):
+            ctx.call("b", jnp.sin, jnp.ones(3))
+        ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
+
+
+def test_a_context_manager_of_jax_around_calls_is_refused():
+    with jdag.simulate(["a", "b"], seed=1) as cluster, cluster.context() as ctx:
+        with (
+            jax.threefry_partitionable(False),
+            pytest.raises(JdagError, match="jax_threefry_partitionable is False and"),
+        ):
             ctx.call("b", jnp.sin, jnp.ones(3))
         with jax.log_compiles(False), jax.numpy_rank_promotion("raise"):
             ctx.call("b", jnp.sin, jnp.ones(3)).fetch()

@@ -16,7 +16,7 @@ import pytest
 
 import jdag
 from jdag import sim
-from jdag.errors import JdagError
+from jdag.errors import JdagError, RemoteError
 from jdag.parallel.routes import HOW
 from tests.face_cases import nothing_is_left
 from tests.replica_cases import NAMES, SHAPES, expected, factors, one_part, weighed
@@ -256,6 +256,20 @@ def here_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
             ):
                 with pytest.raises(JdagError, match=said.format(device)):
                     use(f"b/{device}")
+
+
+def here_an_error_on_a_device_is_that_of_its_function() -> None:
+    with cluster_of() as cluster:
+        mine = jnp.ones(3)
+        w = cluster.put("b", mine)
+        cluster.driver.settle()
+        mine.delete()
+        with cluster.context() as ctx:
+            out = ctx.call("b/cpu:1", mixed, w, w, w, w)
+            with pytest.raises(JdagError, match=r"argument 0 of .*mixed.* was deleted"):
+                out.fetch()
+            with pytest.raises(RemoteError, match=r"mixed failed on 'b'.*missing 1"):
+                ctx.call("b/cpu:1", mixed, 1.0, 1.0, 1.0)
 
 
 def here_replicas_on_devices_of_workers_add_up_in_the_order_that_is_told() -> None:

@@ -25,6 +25,10 @@ def test_none_leaves_it_as_it_is():
     assert seen[0] is COTANGENT
 
 
+def test_a_hook_is_given_values_that_it_can_look_at():
+    assert hooked(lambda c: c * float(c[1, 2]), COTANGENT)[1, 2] == 25
+
+
 def test_an_array_that_the_hook_goes_on_writing_to_is_not_what_goes_on():
     mine = np.ones((2, 3))
     given = hooked(lambda _: mine, COTANGENT)
@@ -79,3 +83,11 @@ def test_what_a_hook_that_only_sees_returns_is_ignored(gives):
         seen(hook, value)
     assert shown[0] is COTANGENT and shown[2] is COTANGENT
     assert isinstance(shown[1], jax.core.Tracer)
+
+
+def test_a_bfloat16_and_a_complex_cotangent_keep_their_dtype():
+    for dtype in ("bfloat16", "complex64"):
+        one = jnp.ones(3, dtype)
+        assert hooked(lambda c: c * 2, one).dtype == dtype
+        with pytest.raises(JdagError, match=f"the cotangent is {dtype}"):
+            hooked(lambda c: jnp.ones(3), one)

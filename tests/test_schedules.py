@@ -59,6 +59,26 @@ def test_bubbles_are_those_of_the_zero_bubble_paper(p, m, layers, costs_us, bubb
     assert tuple(round(bubble, 4) for bubble in found) == bubbles
 
 
+def test_makespans_of_small_pipelines_are_the_published_ones():
+    for builder, p, m, makespan in (
+        (gpipe, 4, 8, 33),
+        (one_f_one_b, 4, 8, 33),
+        (one_f_one_b, 8, 32, 117),
+        (gpipe, 2, 1, 6),
+        (gpipe, 8, 8, 45),
+        (zb_h1, 4, 8, 27),
+        (zb_h1, 8, 32, 103),
+        (zb_h2, 4, 8, 27),
+    ):
+        found = builder(stages=p, micro_batches=m).timeline(**UNIT)
+        assert found.makespan_ns == makespan, (builder, p, m)
+    assert found.span_ns == 24
+    assert found.span_bubble == 0
+    for p, m, makespan, bubble in ((4, 8, 57, 3 / 19), (2, 4, 27, 1 / 9)):
+        found = interleaved(stages=2 * p, chunks=2, micro_batches=m).timeline(**UNIT)
+        assert (found.makespan_ns, found.bubble) == (makespan, bubble)
+
+
 sizes = st.integers(1, 6)
 cost = st.integers(1, 20)
 
@@ -155,6 +175,11 @@ def every_schedule(most):
             yield dualpipe_v(stages=2 * p, micro_batches=m)
         for v in (1, 2, 3):
             yield interleaved(stages=v * p, chunks=v, micro_batches=m * p)
+
+
+def test_every_built_schedule_passes_its_check():
+    for schedule in every_schedule(7):
+        schedule.check()
 
 
 def orders(schedule):

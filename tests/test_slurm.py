@@ -13,8 +13,9 @@ from jdag.rpc.session import Session
 from jdag.rpc.settings import load
 from jdag.rpc.slurm import hosts_of, write_cluster_file
 from tests.certificates import Issuer
+from tests.command_cases import command as jdag
 from tests.rpc_cases import TOKEN, plain, plan_of
-from tests.test_hosting import jdag, running, until
+from tests.test_hosting import running, until
 from tests.test_readme import block
 
 STEP = {
@@ -136,17 +137,17 @@ def test_several_hosts_without_certificates_are_refused_and_no_file_is_left(
     for name in ("token", "ca.pem", "host.pem", "host.key"):
         (tmp_path / name).write_text(TOKEN)
     (tmp_path / missing).unlink()
-    code, said = jdag("up", tmp_path / "cluster.toml", "--slurm")
+    code, _, said = jdag("up", tmp_path / "cluster.toml", "--slurm")
     assert code == 2 and f" beside it; there is no {missing}\n" in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "cluster.toml").exists()
 
 
 def test_workers_are_named_under_slurm_only(tmp_path: Path):
-    code, said = jdag("up", tmp_path / "cluster.toml", "--workers", "main,a")
+    code, _, said = jdag("up", tmp_path / "cluster.toml", "--workers", "main,a")
     assert code == 2
     assert "--workers = 'main,a': allowed is only with --slurm" in said
-    code, said = jdag("up", tmp_path / "cluster.toml", "--slurm", "--only", "w0")
+    code, _, said = jdag("up", tmp_path / "cluster.toml", "--slurm", "--only", "w0")
     assert code == 2 and "--only = 'w0': allowed is without --slurm" in said
 
 

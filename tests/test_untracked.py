@@ -179,6 +179,16 @@ def test_each_ref_of_a_kept_value_holds_it(cluster):
     assert cluster.info()["b"]["values_held"] == 0
 
 
+def test_what_is_kept_on_a_device_is_used_elsewhere_in_each_context(cluster):
+    with cluster.context() as ctx:
+        kept = cluster.keep(ctx.call("b/cpu:0", jnp.sin, X))
+    for _ in range(3):
+        with cluster.context() as ctx:
+            assert_same(ctx.call("c", jnp.cos, kept).fetch(), jnp.cos(jnp.sin(X)))
+    cluster.update(lambda kept, more: kept + more, kept, kept)
+    assert_same(kept.fetch(), 2 * jnp.sin(X))
+
+
 def test_shapes_are_kept_in_abstract_mode():
     with jdag.simulate(["a", "b"], values="abstract", seed=0) as cluster:
         with cluster.context() as ctx:
