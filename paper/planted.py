@@ -87,11 +87,8 @@ BUGS = (
     Bug(
         "a program is called when what it is handed is known everywhere",
         "program_frames.py",
-        (
-            "self.when_acknowledged(frame, partial(self._hand, event.worker, "
-            "run, self.run))"
-        ),
-        "self._hand(event.worker, run, self.run)",
+        "self.when_acknowledged(frame, partial(self._state.send, event.worker, run))",
+        "self._state.send(event.worker, run)",
         "nested",
     ),
     Bug(
@@ -104,8 +101,11 @@ BUGS = (
     Bug(
         "the request of a transfer is acknowledged before a pass begins",
         "program_frames.py",
-        "                frame.unacknowledged[path, owner] = (worker, len(slots))\n",
-        "",
+        "            frame.unacknowledged[path, to] = waits\n",
+        (
+            "            if waits is None:\n"
+            "                frame.unacknowledged[path, to] = waits\n"
+        ),
         "terms",
     ),
     Bug(
@@ -165,8 +165,8 @@ BUGS = (
     Bug(
         "what waits for several values waits for all",
         "state.py",
-        "missing = values and [value for value in values if not value.settled]",
-        "missing = values and [value for value in values[:1] if not value.settled]",
+        "waiting = [value.waiters for value in values if not value.settled]",
+        "waiting = [value.waiters for value in values[:1] if not value.settled]",
         "diamond",
     ),
     Bug(

@@ -313,7 +313,7 @@ def _types(job: Job, get: Callable[[Key], Any]) -> Any:
         case Vjp():
             return input_types(job.function)
         case Sum():
-            return get(job.addends[0])
+            return get((job.base, *job.addends)[-1])
         case Fill():
             return job.aval.on(None)
         case RunSegment():
