@@ -219,8 +219,9 @@ def input_types(pair: Any) -> list[Aval]:
 
 
 def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:
-    where = devices or (None,) * len(avals)
-    return [aval.on(device) for aval, device in zip(avals, where, strict=True)]
+    if devices is None:
+        return list(avals)
+    return [aval.on(device) for aval, device in zip(avals, devices, strict=True)]
 
 
 def _check_declared(*both: Traced) -> None:

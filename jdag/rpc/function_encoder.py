@@ -71,6 +71,7 @@ NAMING = frozenset(
 
 _warned: list[str] = []
 _twice: list[None] = []  # One for each `jdag.hvp` that runs.
+_WIDEST = AllImported((MAIN,), load=False)  # What any launch could allow.
 
 Definitions = tuple[Definition, ...]
 Modules = tuple[str, ...]
@@ -119,30 +120,17 @@ class FunctionEncoder:
         Raises:
             JdagError: a function, program or hook in it cannot travel to its worker.
         """
-        match event:
-            case Issued() if event.worker != here:
-                to, site = event.worker, event.call_site
-                self.spec_for(event.function, allowed_on(to), to, site)
-            case Assigned():
-                for part in event.parts:
-                    key: Any = part.outputs[0]
-                    to, site = key.name.worker, part.call_site
-                    if part.function is not None and to != here:
-                        self.spec_for(part.function, allowed_on(to), to, site)
-            case Planned():
-                for pair, to, site in _planned(event):
-                    if to != here:
-                        self.spec_for(pair, allowed_on(to), to, site)
-            case Launched() | Attached() if event.worker != here:
-                allowed = Allowed(allowed_on(event.worker), load=False)
-                for fn, worker in _python_of(event):
-                    _check_program(fn, worker, allowed)
-                if isinstance(event, Launched):
-                    at = event.worker, event.call_site
-                    self._with_specs(event.arguments, allowed_on(at[0]), *at)
-                    check_size(event.function, "is given", event.arguments)
-            case _:
-                pass
+        for pair, to, site in _pairs_of(event):
+            if to != here:
+                self.spec_for(pair, allowed_on(to), to, site)
+        if isinstance(event, Launched | Attached) and event.worker != here:
+            allowed = Allowed(allowed_on(event.worker), load=False)
+            for fn in _python_of(event):
+                _check_program(fn, event.worker, allowed)
+            if isinstance(event, Launched):
+                at = event.worker, event.call_site
+                self._with_specs(event.arguments, allowed_on(at[0]), *at)
+                check_size(event.function, "is given", event.arguments)
 
     def outgoing(
         self, message: Message, allowed_there: Modules
@@ -266,45 +254,43 @@ def _check_same(fn: Any, found: Any) -> None:
 def warn_unportable(event: Event, here: Worker) -> None:
     """Warn, once in this process, of what `prepare` refuses whatever is allowed."""
     try:
-        for fn, worker in () if _warned else _python_of(event):
-            if worker != here:
-                _check_program(fn, worker, AllImported((MAIN,), load=False))
-        for pair, worker in () if _warned else _pairs_of(event):
-            if worker != here and not pair.pair.source.unjitted:
+        for pair, worker, _ in () if _warned else _pairs_of(event):
+            if worker != here and pair.pair.source.unjitted:
+                _check_program(pair.pair.source.fn, worker, _WIDEST)
+            elif worker != here:
                 _check_jitted(pair.pair, worker)
+        if isinstance(event, Launched | Attached) and event.worker != here:
+            for fn in () if _warned else _python_of(event):
+                _check_program(fn, event.worker, _WIDEST)
     except JdagError as error:
         _warned.append(f"jdag.launch would refuse this: {error}")
         site = call_site()
         warnings.warn_explicit(_warned[0], PortabilityWarning, site.file, site.line)
 
 
-def _python_of(event: Event) -> Iterator[tuple[Any, Worker]]:
-    """Yield programs, functions and classes that they are given, hooks, unjitted."""
-    match event:
-        case Launched():
-            yield event.function, event.worker
-            for leaf in flatten(event.arguments)[0]:
-                if isinstance(leaf, FunctionType | MethodType | type):
-                    yield leaf, event.worker
-        case Attached():
-            yield event.hook.function, event.worker
-        case _:
-            for pair, worker in _pairs_of(event):
-                if pair.pair.source.unjitted:
-                    yield pair.pair.source.fn, worker
+def _python_of(event: Launched | Attached) -> Iterator[Any]:
+    """Yield a hook; or a program, and the functions and classes that it is given."""
+    if isinstance(event, Attached):
+        yield event.hook.function
+        return
+    yield event.function
+    for leaf in flatten(event.arguments)[0]:
+        if isinstance(leaf, FunctionType | MethodType | type):
+            yield leaf
 
 
-def _pairs_of(event: Event) -> Iterator[tuple[Any, Worker]]:
-    """Yield the functions that an event has called or compiled, and where."""
+def _pairs_of(event: Event) -> Sequence[tuple[Any, Worker, str]]:
+    """The functions that an event has called or compiled: where, and where it says."""
     match event:
-        case Issued() | Assigned():
-            for part in event.parts if isinstance(event, Assigned) else (event,):
-                if part.function is not None:
-                    yield part.function, part.worker
+        case Issued():
+            return ((event.function, event.worker, event.call_site),)
+        case Assigned():
+            found = [(one.function, one.worker, one.call_site) for one in event.parts]
+            return [each for each in found if each[0] is not None]
         case Planned():
-            yield from [(pair, to) for pair, to, _ in _planned(event)]
+            return list(_planned(event))
         case _:
-            pass
+            return ()
 
 
 def _check_jitted(pair: Any, worker: Worker) -> None:
@@ -314,7 +300,7 @@ def _check_jitted(pair: Any, worker: Worker) -> None:
         why = "is differentiated twice by jdag.hvp"
     try:
         if why:
-            _check_named(pair, AllImported((MAIN,), load=False))
+            _check_named(pair, _WIDEST)
     except JdagError as error:
         raise JdagError(
             f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot go as "

@@ -100,7 +100,8 @@ class ReadyJobs:
         self._runs: dict[_Of, _Run] = {}
 
     def __len__(self) -> int:
-        return len(self._jobs) + sum([len(run.ready) for run in self._runs.values()])
+        listed = self._runs and sum([len(run.ready) for run in self._runs.values()])
+        return len(self._jobs) + (listed or 0)
 
     def add(self, job: Any, item: Any) -> None:
         """Add a job that is ready; `item` is what `take` returns for it."""

@@ -223,7 +223,7 @@ class Lane:
         """
         model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = model.transfer_ns(size_bytes)
+        transfer_ns = 0 if model is FREE else model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.port.transfer_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
