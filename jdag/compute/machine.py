@@ -313,7 +313,8 @@ def _types(job: Job, get: Callable[[Key], Any]) -> Any:
         case Vjp():
             return input_types(job.function)
         case Sum():
-            return get((job.base, *job.addends)[-1])
+            last: Any = (job.base, *job.addends)[-1]
+            return get(last)
         case Fill():
             return job.aval.on(None)
         case RunSegment():
