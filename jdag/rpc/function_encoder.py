@@ -253,14 +253,16 @@ def _check_same(fn: Any, found: Any) -> None:
 
 def warn_unportable(event: Event, here: Worker) -> None:
     """Warn, once in this process, of what `prepare` refuses whatever is allowed."""
+    if _warned:
+        return
     try:
-        for pair, worker, _ in () if _warned else _pairs_of(event):
+        for pair, worker, _ in _pairs_of(event):
             if worker != here and pair.pair.source.unjitted:
                 _check_program(pair.pair.source.fn, worker, _WIDEST)
             elif worker != here:
                 _check_jitted(pair.pair, worker)
         if isinstance(event, Launched | Attached) and event.worker != here:
-            for fn in () if _warned else _python_of(event):
+            for fn in _python_of(event):
                 _check_program(fn, event.worker, _WIDEST)
     except JdagError as error:
         _warned.append(f"jdag.launch would refuse this: {error}")
