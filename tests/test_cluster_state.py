@@ -11,7 +11,7 @@ from jdag.api.cluster_state import ClusterState
 from jdag.compute.avals import Aval
 from jdag.engine.protocol import LeafId
 from jdag.errors import ContextError, JdagError
-from jdag.runtime.session_settings import RunSettings
+from jdag.settings.session_settings import RunSettings
 
 
 def test_values_are_held_as_they_are_or_as_their_shapes_alone():

@@ -24,7 +24,7 @@ from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, Work
 from jdag.rpc.bulk import Assembler
 from jdag.rpc.connection import Connection
 from jdag.runtime.journal import Entries, read_journals
-from jdag.runtime.session_settings import RunSettings
+from jdag.settings.session_settings import RunSettings
 from jdag.sim.replaying import Replaying, _Worker
 from tests.pipeline_cases import step
 from tests.rpc_nodes import cluster, connect, made, whereabouts

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jdag.errors import ScenarioError
-from jdag.runtime.tables import BYTES_MAX, read, wrong
+from jdag.settings.toml_files import BYTES_MAX, read, wrong
 
 
 @pytest.mark.parametrize(

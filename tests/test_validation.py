@@ -13,7 +13,7 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.validation import (
+from jdag.settings.validation import (
     COUNT,
     NS,
     TEXT,

@@ -44,7 +44,15 @@ from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
-from jdag.runtime.validation import COUNT, Settings, is_path, one_of, part, takes, where
+from jdag.settings.validation import (
+    COUNT,
+    Settings,
+    is_path,
+    one_of,
+    part,
+    takes,
+    where,
+)
 from jdag.sim.replaying import Replaying
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation

@@ -26,7 +26,7 @@ from jdag.compute.refs import is_ref
 from jdag.engine.functions import remote, unjitted
 from jdag.engine.protocol import Assignment, Key
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
-from jdag.runtime.validation import converted
+from jdag.settings.validation import converted
 from jdag.wire.specs import PairData
 
 _POSITIVE = Meta(gt=0, description="a number above 0, or None")

@@ -10,8 +10,8 @@ from jdag.api.refs import Ref
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost
-from jdag.runtime.validation import converted
 from jdag.runtime.waiters import LOSSES_INSTEAD
+from jdag.settings.validation import converted
 
 TIMEOUT_S_MAX = 1e15
 _SECONDS = f"a number of seconds above 0, or None, and at most {TIMEOUT_S_MAX:g}"

@@ -56,13 +56,13 @@ from jdag.report.formatting import formatted
 from jdag.report.page import WORKER, tables_of
 from jdag.report.result import RESULT, TRACE, read_result
 from jdag.runtime import signals
-from jdag.runtime.tables import wrong
 from jdag.runtime.trace import read_trace
 from jdag.runtime.versions import version_of
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import BY_WORKER, driver_of
 from jdag.scenario.driving import Driver as Driving
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
+from jdag.settings.toml_files import wrong
 
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
 _FORMATTED = re.compile(r"trace\.(pftrace|csv|goal|\d+\.et)")

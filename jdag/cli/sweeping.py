@@ -18,8 +18,8 @@ from jdag.lab.parquet import need_pyarrow, write_parquet
 from jdag.lab.sweep import RETIMED, TABLE, Row, combinations
 from jdag.lab.sweep import sweep as run_sweep
 from jdag.report.lines import draw_lines
-from jdag.runtime.tables import value_in
 from jdag.scenario import Scenario, load
+from jdag.settings.toml_files import value_in
 
 PARQUET = "sweep.parquet"
 FAILED = ("stuck", "failed")  # Outcomes of runs that an error ended.

@@ -26,13 +26,13 @@ from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
 from jdag.api.refs import fetch
 from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
-from jdag.runtime.tables import wrong
-from jdag.runtime.validation import COUNT, converted
 from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written
 from jdag.scenario.driving import driver_of
 from jdag.scenario.program import raising_nothing
+from jdag.settings.toml_files import wrong
+from jdag.settings.validation import COUNT, converted
 
 Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
 

@@ -26,10 +26,10 @@ from jdag.lab.journal import identity, journal
 from jdag.lab.strategies import Exhaustive, Strategy, parsed
 from jdag.lab.subject import Subject
 from jdag.lab.sweep_pool import check_on, replies
-from jdag.runtime.tables import wrong
-from jdag.runtime.validation import converted
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.program import raising_nothing
+from jdag.settings.toml_files import wrong
+from jdag.settings.validation import converted
 
 RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
 CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.

@@ -20,8 +20,8 @@ from jdag.errors import ScenarioError, WorkerLost, named_text, unusable
 from jdag.lab.failures import Failure, Property, failure_of
 from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
-from jdag.runtime.validation import COUNT, converted
 from jdag.scenario.case import Case, difference, worst
+from jdag.settings.validation import COUNT, converted
 from jdag.sim.simulation import COLLECTOR
 from jdag.sim.untimed import Step
 from jdag.wire.encoding import encoded

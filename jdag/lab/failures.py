@@ -21,9 +21,9 @@ from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
 from jdag.lab.strategies import Script
 from jdag.lab.subject import Explored, Played, Subject, check
-from jdag.runtime.validation import COUNT, PATH, converted
 from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
+from jdag.settings.validation import COUNT, PATH, converted
 from jdag.sim.untimed import Step
 
 FORMAT = 3

@@ -11,10 +11,10 @@ from typing import Any
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.calibration import WARM, Steps, in_one_line
 from jdag.report.spans import bubble, spans_of
-from jdag.runtime.validation import NATURAL, converted
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import Driver, Virtual, driver_of
+from jdag.settings.validation import NATURAL, converted
 
 
 @dataclass(frozen=True, slots=True)

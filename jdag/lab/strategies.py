@@ -17,7 +17,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.validation import COUNT, NATURAL, converted
+from jdag.settings.validation import COUNT, NATURAL, converted
 from jdag.sim.untimed import Step
 
 Pick = Callable[[tuple[Step, ...]], int]

@@ -29,8 +29,8 @@ from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, Pick, Redundant, Script
 from jdag.runtime.trace import Trace
-from jdag.runtime.validation import NATURAL, converted, where
 from jdag.scenario.case import Case, bits
+from jdag.settings.validation import NATURAL, converted, where
 from jdag.sim.settings import SimSettings
 from jdag.sim.untimed import Step, StepChooser
 

@@ -29,12 +29,12 @@ from jdag.lab.retiming import Retimed, retime
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.report.spans import spans_of
 from jdag.runtime.trace import Trace
-from jdag.runtime.validation import COUNT, converted, is_listed, is_number
 from jdag.runtime.versions import version_of
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
 from jdag.scenario.run_scenario import run_scenario
 from jdag.scenario.tables import devices_of, network_of
+from jdag.settings.validation import COUNT, converted, is_listed, is_number
 
 Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, ValidationError, convert
 
 from jdag.errors import ScenarioError
-from jdag.runtime.tables import parsed, text_in
+from jdag.settings.toml_files import parsed, text_in
 
 RESULT, TRACE = "result.json", "trace.jsonl"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.

@@ -25,7 +25,7 @@ from jdag.rpc.launch import STOP_S, Launch
 from jdag.rpc.settings import READY_S, WorkerOptions
 from jdag.rpc.tls import Tls
 from jdag.rpc.tls import load as load_tls
-from jdag.runtime.validation import is_number
+from jdag.settings.validation import is_number
 
 try:
     import ray

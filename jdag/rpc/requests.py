@@ -11,8 +11,8 @@ from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAME, WORKERS_MAX
 from jdag.rpc.settings import SessionSettings
-from jdag.runtime.validation import decoded
 from jdag.schedules import from_csv
+from jdag.settings.validation import decoded
 
 Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 Text = Annotated[str, Meta(max_length=4096)]

@@ -38,10 +38,10 @@ from jdag.rpc.script import Script
 from jdag.rpc.shared_secrets import fresh_secret
 from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX as JOURNAL_BYTES_MAX
-from jdag.runtime.session_settings import RunSettings
-from jdag.runtime.tables import read, text_in
-from jdag.runtime.tables import wrong as said_with_its_file
-from jdag.runtime.validation import (
+from jdag.settings.session_settings import RunSettings
+from jdag.settings.toml_files import read, text_in
+from jdag.settings.toml_files import wrong as said_with_its_file
+from jdag.settings.validation import (
     COUNT,
     NESTING,
     NESTING_MAX,

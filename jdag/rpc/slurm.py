@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, reason, spelled, unusable
-from jdag.runtime.validation import converted, reads
+from jdag.settings.validation import converted, reads
 
 MAIN = "main"
 _HEAD = "# Made by jdag up --slurm"

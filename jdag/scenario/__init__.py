@@ -16,8 +16,6 @@ import jax
 from msgspec.structs import replace
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.tables import read, wrong
-from jdag.runtime.validation import decoded
 from jdag.scenario.case import Case, Figures, Player, Run
 from jdag.scenario.changes import changed
 from jdag.scenario.costs import with_costs
@@ -26,6 +24,8 @@ from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
 from jdag.scenario.tables import ScenarioTable
 from jdag.scenario.training import Training
+from jdag.settings.toml_files import read, wrong
+from jdag.settings.validation import decoded
 
 __all__ = [
     "Case", "Figures", "Player", "Run", "Scenario", "Training", "configured", "load",

@@ -43,7 +43,7 @@ from jdag.errors import (
     text_of,
     unusable,
 )
-from jdag.runtime.validation import NS, converted, where
+from jdag.settings.validation import NS, converted, where
 from jdag.sim.simulation import Simulation
 
 _WINDOW = Annotated[

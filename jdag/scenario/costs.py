@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import ScenarioError, meant, spelled
-from jdag.runtime.tables import read, wrong
 from jdag.runtime.trace import Record
-from jdag.runtime.validation import TABLE, Settings, decoded
 from jdag.scenario.tables import ScenarioTable, devices_of, network_of
+from jdag.settings.toml_files import read, wrong
+from jdag.settings.validation import TABLE, Settings, decoded
 from jdag.sim.devices import MOVED
 
 _FILE = "a file of costs, as `jdag calibrate` writes it"

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jdag.errors import ScenarioError, meant, named_text, repr_of, text_of, unusable
-from jdag.runtime.validation import converted
 from jdag.scenario.case import Case, Player
 from jdag.scenario.tables import ScenarioTable
+from jdag.settings.validation import converted
 
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep

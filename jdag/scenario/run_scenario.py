@@ -8,7 +8,6 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.engine.functions import outermost
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
-from jdag.runtime.tables import wrong
 from jdag.scenario import Scenario, configured
 from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.costs import refuse_unmeasured
@@ -16,6 +15,7 @@ from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raising_nothing
 from jdag.scenario.tables import has_jitter
+from jdag.settings.toml_files import wrong
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
 

@@ -13,7 +13,19 @@ from msgspec.structs import replace
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, ScheduleError, meant, unusable
-from jdag.runtime.validation import (
+from jdag.schedules import (
+    Schedule,
+    dualpipe_v,
+    eager_one_f_one_b,
+    from_lists,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from jdag.settings.validation import (
     COUNT,
     NATURAL,
     NESTING,
@@ -28,18 +40,6 @@ from jdag.runtime.validation import (
     part,
     under,
     where,
-)
-from jdag.schedules import (
-    Schedule,
-    dualpipe_v,
-    eager_one_f_one_b,
-    from_lists,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    zb_h1,
-    zb_h2,
-    zb_v,
 )
 from jdag.sim import (
     DeviceModel,

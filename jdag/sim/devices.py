@@ -22,7 +22,7 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.errors import CostWarning, ScenarioError, unusable
-from jdag.runtime.validation import COUNT, NS, NS_MAX, Settings, where
+from jdag.settings.validation import COUNT, NS, NS_MAX, Settings, where
 
 # As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
 _NAME = r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"

@@ -22,7 +22,7 @@ from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.validation import NATURAL, NS, Settings, are_different
+from jdag.settings.validation import NATURAL, NS, Settings, are_different
 
 DETECT_NS = 1_000_000
 

@@ -33,7 +33,7 @@ from msgspec.structs import force_setattr
 
 from jdag.errors import ScenarioError, unusable
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.validation import NS, Settings
+from jdag.settings.validation import NS, Settings
 from jdag.sim.ports import NetworkPort
 
 _SECOND_NS = 1_000_000_000

@@ -37,7 +37,7 @@ from typing import Any
 from msgspec import Struct
 
 from jdag.errors import ProtocolError, WorkerLost, unusable
-from jdag.runtime.validation import COUNT, NATURAL, Settings
+from jdag.settings.validation import COUNT, NATURAL, Settings
 
 NEVER = 1 << 128  # Later than any time.
 

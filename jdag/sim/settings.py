@@ -8,8 +8,8 @@ from msgspec.structs import asdict
 
 from jdag.errors import unusable
 from jdag.runtime.chooser import POLICIES, Chooser
-from jdag.runtime.session_settings import RunSettings
-from jdag.runtime.validation import COUNT, NATURAL, NS, one_of
+from jdag.settings.session_settings import RunSettings
+from jdag.settings.validation import COUNT, NATURAL, NS, one_of
 from jdag.sim.devices import Devices, models
 from jdag.sim.faults import DETECT_NS, Crash, Fault
 from jdag.sim.network import FREE, LinkModel, Network

@@ -22,7 +22,14 @@ from typing import Annotated
 from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
-from jdag.runtime.validation import COUNT, Settings, converted, is_listed, one_of, where
+from jdag.settings.validation import (
+    COUNT,
+    Settings,
+    converted,
+    is_listed,
+    one_of,
+    where,
+)
 from jdag.sim.network import Hop, LinkModel, Network
 
 KINDS = ("ring", "switch", "fully_connected", "tree")

@@ -10,7 +10,9 @@ from typing import Annotated
 from msgspec import Meta
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
-from jdag.runtime.validation import (
+from jdag.schedules import Schedule
+from jdag.schedules.schedule import check_for
+from jdag.settings.validation import (
     NESTING,
     NESTING_MAX,
     Settings,
@@ -18,8 +20,6 @@ from jdag.runtime.validation import (
     is_listed,
     reads,
 )
-from jdag.schedules import Schedule
-from jdag.schedules.schedule import check_for
 
 
 def _workers(names: object) -> tuple[str, ...] | None:

@@ -1,0 +1,1 @@
+"""Settings: structs with bounds, how they are read, and what errors say."""
