@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.api.drivers import worker_options
+from jdag.processes.net.listener import Listener
 from jdag.rpc import worker_server
 from jdag.rpc.authority import fresh_authority
 from jdag.rpc.launch import Launch
-from jdag.rpc.listener import Listener
 from jdag.rpc.node import MakeNode
 from jdag.rpc.settings import WorkerOptions
 from paper.proxy import Gate, Proxy

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import jdag
 from jdag.api.checkpoint_file import Saved, write
-from jdag.rpc import shared_memory
+from jdag.processes.net import shared_memory
 
 EVENTS = ("open", "fcntl.flock", "os.rename", "os.mkdir")
 ARRAYS = 3

@@ -17,11 +17,12 @@ from jdag.engine.protocol import (
     Primal,
     landing,
 )
-from jdag.rpc import bulk, connection, loop, receiving
-from jdag.rpc.bulk import Delivery
-from jdag.rpc.connection import Connection
-from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.receiving import (
+from jdag.processes.net import connection, loop, receiving
+from jdag.processes.net import large_values as bulk
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.large_values import Delivery
+from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.receiving import (
     Broken,
     Control,
     Definition,
@@ -29,8 +30,8 @@ from jdag.rpc.receiving import (
     Exhausted,
     Failed,
 )
-from jdag.rpc.streams import SocketStream
-from jdag.rpc.tls import Tls, TlsStream, load
+from jdag.processes.net.streams import SocketStream
+from jdag.processes.net.tls import Tls, TlsStream, load
 from jdag.wire.messages import Codec
 from tests.certificates import Issuer
 

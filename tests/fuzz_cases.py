@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 from msgspec import Struct
 
-from jdag.rpc.bulk import Parcel
-from jdag.rpc.connection import Connection
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.large_values import Parcel
 from jdag.wire.frames import FrameKind, pack_header
 from jdag.wire.messages import Codec
 

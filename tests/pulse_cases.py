@@ -5,7 +5,7 @@ from itertools import repeat
 from typing import Any
 
 import jdag
-from jdag.rpc.loop import clock_ns
+from jdag.processes.net.loop import clock_ns
 
 DEADLINE_S = 2.0
 BUSY_S = 2.2 * DEADLINE_S

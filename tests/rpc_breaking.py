@@ -14,8 +14,8 @@ from typing import Any
 
 from jdag.api.cluster import Cluster
 from jdag.errors import JoinError
+from jdag.processes.net.streams import SocketStream
 from jdag.rpc.node import Node, Over
-from jdag.rpc.streams import SocketStream
 from jdag.wire.frames import FRAME_BYTES, unpack_header
 from tests.rpc_nodes import joined_by, made, whereabouts
 

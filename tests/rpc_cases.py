@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jdag.rpc.addresses import Address
+from jdag.processes.net.addresses import Address
+from jdag.processes.net.handshake import ours
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.device import settings_of
-from jdag.rpc.handshake import ours
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import SessionSettings, WorkerOptions

@@ -10,13 +10,13 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
+from jdag.processes.net.streams import SocketStream
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
 from jdag.rpc.requests import Whereabouts
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import SessionSettings
-from jdag.rpc.streams import SocketStream
 
 
 def place_of(

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
-from jdag.rpc.greeting import OPENING, Pair, opening
-from jdag.rpc.listener import Listener, dial
-from jdag.rpc.streams import SocketStream, Stream
-from jdag.rpc.tls import Tls
+from jdag.processes.net.greeting import OPENING, Pair, opening
+from jdag.processes.net.listener import Listener, dial
+from jdag.processes.net.streams import SocketStream, Stream
+from jdag.processes.net.tls import Tls
 
 DEADLINE_MS = 60_000
 PAIR = Pair("ps0#3", "w", "what they share")

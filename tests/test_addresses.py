@@ -5,7 +5,7 @@ import os
 import pytest
 
 from jdag.errors import JdagError
-from jdag.rpc.addresses import Address, hold_to_loopback, listen, parse
+from jdag.processes.net.addresses import Address, hold_to_loopback, listen, parse
 
 
 @pytest.mark.parametrize(

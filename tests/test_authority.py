@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.addresses import Address
+from jdag.processes.net.addresses import Address
+from jdag.processes.net.tls import Tls, load
 from jdag.rpc.authority import Authority, fresh_authority
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.requests import Health
-from jdag.rpc.tls import Tls, load
 
 
 def tls_of(authority: Authority, worker: str, host: str, folder: Path) -> Tls:

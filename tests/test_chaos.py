@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from jdag.rpc.loop import clock_ns
+from jdag.processes.net.loop import clock_ns
 from paper import chaos
 from paper.chaos_left import opened
 from paper.figures import RESULTS

@@ -17,12 +17,13 @@ from jdag.engine.protocol import (
     Reading,
     landing,
 )
-from jdag.rpc import bulk, connection
-from jdag.rpc.bulk import Assembler
-from jdag.rpc.connection import OUT_BYTES
-from jdag.rpc.loop import clock_ns
-from jdag.rpc.receiving import PING
-from jdag.rpc.streams import SocketStream
+from jdag.processes.net import connection
+from jdag.processes.net import large_values as bulk
+from jdag.processes.net.connection import OUT_BYTES
+from jdag.processes.net.large_values import Assembler
+from jdag.processes.net.loop import clock_ns
+from jdag.processes.net.receiving import PING
+from jdag.processes.net.streams import SocketStream
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from tests.connection_cases import (
     ONE,

@@ -13,8 +13,11 @@ import grpc
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.net.addresses import Address
+from jdag.processes.net.handshake import PROTOCOL
+from jdag.processes.net.shared_secrets import proof_of
+from jdag.processes.net.tls import load
 from jdag.rpc import control
-from jdag.rpc.addresses import Address
 from jdag.rpc.control import (
     ANSWERS_MAX,
     BODY_BYTES_MAX,
@@ -23,10 +26,7 @@ from jdag.rpc.control import (
     ControlServer,
     channel_to,
 )
-from jdag.rpc.handshake import PROTOCOL
 from jdag.rpc.requests import Detach, Health, Info, Mesh, Request
-from jdag.rpc.shared_secrets import proof_of
-from jdag.rpc.tls import load
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
 from tests.stream_cases import soon

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.addresses import Address
+from jdag.processes.net.addresses import Address
 from jdag.rpc.control import ControlServer
 from jdag.rpc.dialling import Lookout
 from jdag.rpc.requests import Detach, Health

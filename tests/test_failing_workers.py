@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.errors import JoinError, WorkerLost
+from jdag.processes.net.loop import clock_ns
+from jdag.processes.net.tls import load
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
-from jdag.rpc.loop import clock_ns
 from jdag.rpc.requests import Health
-from jdag.rpc.tls import load
 from tests import failing_cases as cases
 from tests.certificates import Issuer
 from tests.rpc_workers import ALLOWED, Workers

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.greeting import (
+from jdag.processes.net.greeting import (
     ANSWER_BYTES,
     GIVEN_UP,
     HELLO_BYTES,
@@ -20,7 +20,7 @@ from jdag.rpc.greeting import (
     opened,
     opening,
 )
-from jdag.rpc.handshake import PROTOCOL
+from jdag.processes.net.handshake import PROTOCOL
 
 PAIR = Pair("a#2", "b", "what a#2 and b share in their session")
 

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.handshake import AGREE, other_cpu, ours, refuse_mismatch
+from jdag.processes.net.handshake import AGREE, other_cpu, ours, refuse_mismatch
 from jdag.runtime.versions import version_of
 
 OTHER = {
@@ -101,7 +101,7 @@ def test_where_it_computes_and_which_process_it_is_may_differ():
 
 
 def test_what_a_process_says_is_what_bits_depend_on():
-    code = "import json, jdag.rpc.handshake as h; print(json.dumps(h.ours()))"
+    code = "import json, jdag.processes.net.handshake as h; print(json.dumps(h.ours()))"
     env = {
         **os.environ,
         "XLA_FLAGS": " --xla_cpu_multi_thread_eigen=true   ",

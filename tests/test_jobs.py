@@ -27,8 +27,8 @@ from jdag.engine.protocol import (
     Sum,
     Tag,
 )
+from jdag.processes.net.loop import Loop, clock_ns
 from jdag.rpc.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
-from jdag.rpc.loop import Loop, clock_ns
 from jdag.schedules import Action
 
 CONTEXT = ContextId(0, 1, 0)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError, ScenarioError
-from jdag.rpc import background
+from jdag.processes.net import background
 from jdag.rpc import launch as launch_module
 from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch

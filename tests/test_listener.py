@@ -10,8 +10,8 @@ from contextlib import closing, suppress
 import pytest
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc import listener as listeners
-from jdag.rpc.listener import dial
+from jdag.processes.net import listener as listeners
+from jdag.processes.net.listener import dial
 from tests.stream_cases import (
     PAIR,
     Gate,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from jdag.rpc.loop import Loop, clock_ns
+from jdag.processes.net.loop import Loop, clock_ns
 
 PATIENCE_S = 60.0
 

@@ -21,7 +21,7 @@ from jdag.engine.protocol import (
     incarnated,
 )
 from jdag.errors import ProtocolError
-from jdag.rpc.streams import SocketStream
+from jdag.processes.net.streams import SocketStream
 from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
 from tests.fuzz_cases import Recorded, attack, recording
 from tests.rpc_breaking import Breaking, breaking

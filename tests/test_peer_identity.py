@@ -3,7 +3,7 @@
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.peer_identity import check_identity, names_in, names_of
+from jdag.processes.net.peer_identity import check_identity, names_in, names_of
 
 HOST = "node7.example.org"
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError, WorkerLost
-from jdag.rpc.loop import clock_ns
+from jdag.processes.net.loop import clock_ns
 from jdag.rpc.node import Node
 from jdag.rpc.peers import LEFT
 from tests.rpc_breaking import Breaking, breaking

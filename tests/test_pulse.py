@@ -14,11 +14,17 @@ import pytest
 
 import jdag
 from jdag.errors import ProtocolError, WorkerLost
-from jdag.rpc import pulse_helper
-from jdag.rpc.addresses import Address, datagrams, host_towards
-from jdag.rpc.loop import clock_ns
-from jdag.rpc.pulse import Helper, Pulse, helper_at
-from jdag.rpc.pulse_helper import KEY_BYTES, NONCE_BYTES, TAG_BYTES, answer, question
+from jdag.processes.net import pulse_helper
+from jdag.processes.net.addresses import Address, datagrams, host_towards
+from jdag.processes.net.loop import clock_ns
+from jdag.processes.net.pulse import Helper, Pulse, helper_at
+from jdag.processes.net.pulse_helper import (
+    KEY_BYTES,
+    NONCE_BYTES,
+    TAG_BYTES,
+    answer,
+    question,
+)
 from tests import pulse_cases as cases
 from tests.connection_cases import Clock, Sides
 from tests.rpc_nodes import cluster

@@ -7,9 +7,9 @@ import pytest
 
 from jdag.compute.buffers import Buffers, parts
 from jdag.errors import ProtocolError
-from jdag.rpc.bulk import Assembler, Delivery, Parcel
-from jdag.rpc.receiving import FrameReader, Numbers
-from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
+from jdag.processes.net.large_values import Assembler, Delivery, Parcel
+from jdag.processes.net.receiving import FrameReader, Numbers
+from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
     CHUNK_MAX_BYTES,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.net.addresses import Address
 from jdag.rpc import session as module
-from jdag.rpc.addresses import Address
 from jdag.rpc.control import ControlClient
 from jdag.rpc.requests import AttachWorker
 from jdag.rpc.session import Session

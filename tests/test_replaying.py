@@ -21,8 +21,8 @@ from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
 from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, WorkerLost
-from jdag.rpc.bulk import Assembler
-from jdag.rpc.connection import Connection
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.large_values import Assembler
 from jdag.runtime.journal import Entries, read_journals
 from jdag.settings.session_settings import RunSettings
 from jdag.sim.replaying import Replaying, _Worker

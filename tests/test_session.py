@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.net.addresses import Address
+from jdag.processes.net.greeting import Pair
+from jdag.processes.net.handshake import ours
+from jdag.processes.net.listener import dial
+from jdag.processes.net.tls import load
 from jdag.rpc import session as module
-from jdag.rpc.addresses import Address
 from jdag.rpc.control import Refusal, answering
-from jdag.rpc.greeting import Pair
-from jdag.rpc.handshake import ours
-from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -28,7 +29,6 @@ from jdag.rpc.requests import (
     Peer,
 )
 from jdag.rpc.session import Session
-from jdag.rpc.tls import load
 from jdag.rpc.worker_server import CallerLease
 from tests.certificates import Issuer
 from tests.rpc_cases import (

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from jdag.errors import ScenarioError
-from jdag.rpc.addresses import Address, address_of
+from jdag.processes.net.addresses import Address, address_of
 from jdag.rpc.settings import load
 from tests.certificates import Issuer
 

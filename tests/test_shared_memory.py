@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jdag.rpc import shared_memory
-from jdag.rpc.shared_memory import (
+from jdag.processes.net import shared_memory
+from jdag.processes.net.shared_memory import (
     IDLE_NS_MAX,
     LENT_NS_MAX,
     SEGMENT_BYTES_MIN,

@@ -1,6 +1,6 @@
 """What two processes share nobody else has."""
 
-from jdag.rpc.shared_secrets import fresh_secret, secret_between
+from jdag.processes.net.shared_secrets import fresh_secret, secret_between
 
 
 def test_two_are_known_to_each_other_by_what_nobody_else_is():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jdag.rpc.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
+from jdag.processes.net.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
 from tests.stream_cases import (
     no_new_descriptors,
     pour,

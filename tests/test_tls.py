@@ -12,12 +12,12 @@ import pytest
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from jdag.errors import JdagError
-from jdag.rpc import listener as listeners
-from jdag.rpc.background import wait_for
-from jdag.rpc.greeting import OPENING
-from jdag.rpc.listener import dial
-from jdag.rpc.streams import SocketStream
-from jdag.rpc.tls import Tls, TlsStream, load
+from jdag.processes.net import listener as listeners
+from jdag.processes.net.background import wait_for
+from jdag.processes.net.greeting import OPENING
+from jdag.processes.net.listener import dial
+from jdag.processes.net.streams import SocketStream
+from jdag.processes.net.tls import Tls, TlsStream, load
 from tests.certificates import Files, Issuer
 from tests.stream_cases import (
     PAIR,

@@ -12,10 +12,11 @@ import pytest
 from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError
+from jdag.processes.net.greeting import Pair
+from jdag.processes.net.handshake import ours
+from jdag.processes.net.listener import dial
+from jdag.processes.net.shared_secrets import proof_of
 from jdag.rpc import worker_server as module
-from jdag.rpc.greeting import Pair
-from jdag.rpc.handshake import ours
-from jdag.rpc.listener import dial
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -25,7 +26,6 @@ from jdag.rpc.requests import (
     Peer,
     Whereabouts,
 )
-from jdag.rpc.shared_secrets import proof_of
 from tests.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.stream_cases import receive
 

@@ -20,10 +20,13 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.errors import JoinError, JournalsEnd, ReplayError, ScenarioError, unusable
+from jdag.processes.net.handshake import ours
+from jdag.processes.net.shared_secrets import fresh_secret
+from jdag.processes.net.tls import Tls
+from jdag.processes.net.tls import load as load_tls
 from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
 from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.function_encoder import warn_unportable
-from jdag.rpc.handshake import ours
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
 from jdag.rpc.script import MAIN, main_script, program_name, refuse_import
@@ -40,9 +43,6 @@ from jdag.rpc.settings import (
     WorkerOptions,
     load,
 )
-from jdag.rpc.shared_secrets import fresh_secret
-from jdag.rpc.tls import Tls
-from jdag.rpc.tls import load as load_tls
 from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
 from jdag.settings.validation import (
     COUNT,

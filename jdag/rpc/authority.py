@@ -33,7 +33,7 @@ class Authority(NamedTuple):
         return "Authority(...)"
 
     def issue(self, worker: str, host: str, folder: Path) -> tuple[Path, Path, Path]:
-        """Write the three files of `jdag.rpc.tls` for a worker on a host."""
+        """Write the three files of `jdag.processes.net.tls` for a worker on a host."""
         ca, certificate, key = (folder / name for name in ("ca", "certificate", "key"))
         own = ec.generate_private_key(ec.SECP256R1())
         issuer: Any = serialization.load_pem_private_key(self.key.encode(), None)

@@ -32,13 +32,13 @@ import grpc.aio
 import msgspec
 
 from jdag.errors import JdagError, JoinError, reason
-from jdag.rpc.addresses import Address, bound, hold_to_loopback
-from jdag.rpc.background import loop, wait_for
-from jdag.rpc.handshake import PROTOCOL, protocols_differ
-from jdag.rpc.peer_identity import Names, check_identity, names_of
+from jdag.processes.net.addresses import Address, bound, hold_to_loopback
+from jdag.processes.net.background import loop, wait_for
+from jdag.processes.net.handshake import PROTOCOL, protocols_differ
+from jdag.processes.net.peer_identity import Names, check_identity, names_of
+from jdag.processes.net.shared_secrets import proof_of
+from jdag.processes.net.tls import Tls
 from jdag.rpc.requests import AttachWorker, Request
-from jdag.rpc.shared_secrets import proof_of
-from jdag.rpc.tls import Tls
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16

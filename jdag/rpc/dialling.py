@@ -6,15 +6,15 @@ from contextlib import closing
 
 from jdag.engine.protocol import incarnated
 from jdag.errors import JoinError
-from jdag.rpc.addresses import address_of
+from jdag.processes.net.addresses import address_of
+from jdag.processes.net.greeting import Pair
+from jdag.processes.net.listener import dial
+from jdag.processes.net.streams import Stream
+from jdag.processes.net.tls import Tls
 from jdag.rpc.control import ControlClient
-from jdag.rpc.greeting import Pair
-from jdag.rpc.listener import dial
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
 from jdag.rpc.requests import Health
-from jdag.rpc.streams import Stream
-from jdag.rpc.tls import Tls
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Routes:
         self._timeout_s = timeout_s
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
-        """Connect to a peer; see `jdag.rpc.listener.dial`."""
+        """Connect to a peer; see `jdag.processes.net.listener.dial`."""
         members, member = self._members, self._members[peer]
         if member.whereabouts is None:
             raise JoinError(f"the address of worker {peer!r} is not known here")

@@ -38,7 +38,7 @@ from jdag.engine.protocol import (
     Vjp,
     VjpWeights,
 )
-from jdag.rpc.loop import Loop, clock_ns
+from jdag.processes.net.loop import Loop, clock_ns
 from jdag.rpc.node_trace import Asked, Recording
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of

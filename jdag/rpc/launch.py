@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from jdag.errors import JoinError, ScenarioError, reason, unusable
-from jdag.rpc.addresses import Address, bound
-from jdag.rpc.background import loop, wait_for
+from jdag.processes.net.addresses import Address, bound
+from jdag.processes.net.background import loop, wait_for
 from jdag.rpc.settings import READY_S, WorkerOptions
 from jdag.rpc.worker import COMMAND, STOP, environment
 

@@ -1,11 +1,11 @@
 """A node: one worker's engine and values in a process, among real peers.
 
-There is one loop (`jdag.rpc.loop`). What a connection receives comes out of it as
-events (`jdag.rpc.connection`), which are handled here one by one: a message is handed
-to the engine, and the effects are carried out. Messages go to peers, jobs are computed
-(`jdag.rpc.jobs`), each program runs on a thread. All of it happens with the loop lock
-held, on the thread that has it: that of a program that tells or waits, or the
-background thread.
+There is one loop (`jdag.processes.net.loop`). What a connection receives comes out of
+it as events (`jdag.processes.net.connection`), which are handled here one by one: a
+message is handed to the engine, and the effects are carried out. Messages go to peers,
+jobs are computed (`jdag.rpc.jobs`), each program runs on a thread. All of it happens
+with the loop lock held, on the thread that has it: that of a program that tells or
+waits, or the background thread.
 
 Invariants: an engine's effects are carried out in their order and before the next
 event; after `close` nothing is told, sent or computed, and programs that wait are
@@ -44,18 +44,18 @@ from jdag.engine.protocol import (
     incarnated,
 )
 from jdag.errors import JdagError, other_thread
-from jdag.rpc.bulk import Delivery
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.large_values import Delivery
+from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
+from jdag.processes.net.receiving import Event as PeerEvent
 from jdag.rpc.code_fingerprint import coded_name
-from jdag.rpc.connection import Connection
 from jdag.rpc.function_decoder import BOUND, FunctionDecoder
 from jdag.rpc.function_encoder import NAMING, check_size
 from jdag.rpc.jobs import Jobs
-from jdag.rpc.loop import Loop, clock_ns
 from jdag.rpc.node_trace import Collector, journal_of, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke
 from jdag.rpc.questions import Questions
-from jdag.rpc.receiving import Broken, Control, Definition, Exhausted, Failed
-from jdag.rpc.receiving import Event as PeerEvent
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.stuck import Waits
 from jdag.runtime.failures import failure_of

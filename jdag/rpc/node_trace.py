@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from jdag.engine.protocol import Job, Key, Message, incarnated
-from jdag.rpc.connection import Connection
-from jdag.rpc.loop import clock_ns
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.loop import clock_ns
 from jdag.rpc.peers import PeerTable
 from jdag.rpc.session_info import SessionInfo
 from jdag.runtime.journal import SUFFIX, Journal, head_of

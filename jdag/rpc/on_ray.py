@@ -19,12 +19,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError, ScenarioError, unusable
-from jdag.rpc.addresses import Address
+from jdag.processes.net.addresses import Address
+from jdag.processes.net.tls import Tls
+from jdag.processes.net.tls import load as load_tls
 from jdag.rpc.authority import IS_USABLE, Authority, fresh_authority
 from jdag.rpc.launch import STOP_S, Launch
 from jdag.rpc.settings import READY_S, WorkerOptions
-from jdag.rpc.tls import Tls
-from jdag.rpc.tls import load as load_tls
 from jdag.settings.validation import is_number
 
 try:

@@ -29,11 +29,11 @@ from jdag.engine.protocol import (
     named,
 )
 from jdag.errors import JdagError, JoinError, ProtocolError, WorkerLost
-from jdag.rpc.connection import Connection
-from jdag.rpc.loop import Loop, clock_ns
-from jdag.rpc.pulse import Pulse
+from jdag.processes.net.connection import Connection
+from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.pulse import Pulse
+from jdag.processes.net.streams import Stream
 from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.streams import Stream
 from jdag.runtime.failures import said
 from jdag.wire.messages import Codec
 

@@ -10,8 +10,8 @@ from typing import Any
 from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
+from jdag.processes.net.loop import clock_ns
 from jdag.rpc.jobs import Jobs
-from jdag.rpc.loop import clock_ns
 from jdag.rpc.node_trace import Recording
 from jdag.rpc.peers import PeerTable
 from jdag.runtime.host import Host

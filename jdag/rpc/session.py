@@ -23,13 +23,15 @@ from typing import Any
 from msgspec.structs import asdict
 
 from jdag.errors import JdagError, JoinError
-from jdag.rpc.addresses import Address, host_towards
+from jdag.processes.net.addresses import Address, host_towards
+from jdag.processes.net.handshake import other_cpu, refuse_mismatch
+from jdag.processes.net.pulse import helper_at
+from jdag.processes.net.shared_secrets import fresh_secret, secret_between
+from jdag.processes.net.tls import Tls
 from jdag.rpc.control import ControlClient, ControlServer
 from jdag.rpc.dialling import Routes
-from jdag.rpc.handshake import other_cpu, refuse_mismatch
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import MakeNode
-from jdag.rpc.pulse import helper_at
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -44,8 +46,6 @@ from jdag.rpc.requests import (
 )
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import SessionSettings
-from jdag.rpc.shared_secrets import fresh_secret, secret_between
-from jdag.rpc.tls import Tls
 from jdag.schedules import to_csv
 
 POLL_S = 1.0

@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jdag.processes.net.pulse import Helper
+from jdag.processes.net.streams import Stream
 from jdag.rpc.membership import Membership
-from jdag.rpc.pulse import Helper
 from jdag.rpc.settings import SessionSettings
-from jdag.rpc.streams import Stream
 from jdag.schedules.actions import Step
 
 

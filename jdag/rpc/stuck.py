@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from jdag.errors import JdagError
-from jdag.rpc.loop import clock_ns
+from jdag.processes.net.loop import clock_ns
 from jdag.rpc.peers import Asked
 from jdag.rpc.questions import Questions
 from jdag.runtime.waiters import Waiters, stuck

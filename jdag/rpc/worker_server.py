@@ -19,15 +19,18 @@ from typing import Any
 
 from jdag.engine.protocol import Worker, incarnated, incarnation_of, named
 from jdag.errors import JoinError
+from jdag.processes.net.greeting import Pair
+from jdag.processes.net.handshake import Handshake, refuse_mismatch
+from jdag.processes.net.listener import Listener
+from jdag.processes.net.peer_identity import Names, check_identity
+from jdag.processes.net.pulse import Helper
+from jdag.processes.net.shared_secrets import proof_of
+from jdag.processes.net.streams import Stream
+from jdag.processes.net.tls import Tls
 from jdag.rpc.control import Answers
 from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.greeting import Pair
-from jdag.rpc.handshake import Handshake, refuse_mismatch
-from jdag.rpc.listener import Listener
 from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
 from jdag.rpc.node import MakeNode
-from jdag.rpc.peer_identity import Names, check_identity
-from jdag.rpc.pulse import Helper
 from jdag.rpc.requests import (
     AttachWorker,
     Detach,
@@ -39,9 +42,6 @@ from jdag.rpc.requests import (
 )
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import WorkerOptions
-from jdag.rpc.shared_secrets import proof_of
-from jdag.rpc.streams import Stream
-from jdag.rpc.tls import Tls
 
 ENDING_S = 5.0
 _SHOWN_MAX = 300

@@ -2,7 +2,7 @@
 
 A value of `BULK_BYTES` or more, or one that would bring its message above
 `INLINE_BYTES`, follows its message (`is_bulk`) in chunks or in shared memory
-(`jdag.rpc.shared_memory`). All other values are part of the message.
+(`jdag.processes.net.shared_memory`). All other values are part of the message.
 
 Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged. A value takes memory
 when its first element arrives, and no more than its announced type and
@@ -21,8 +21,8 @@ from msgspec import Struct
 from jdag.compute.buffers import Buffers, landed
 from jdag.engine.protocol import landing
 from jdag.errors import ProtocolError
-from jdag.rpc.loop import clock_ns
-from jdag.rpc.shared_memory import (
+from jdag.processes.net.loop import clock_ns
+from jdag.processes.net.shared_memory import (
     SEGMENT_BYTES_MIN,
     BorrowedMemory,
     Segment,

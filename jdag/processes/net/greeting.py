@@ -11,7 +11,7 @@ A proof is an HMAC, under the secret that the two share in their session, of the
 direction, of both workers with their incarnations, and of all that was said before it.
 What was overheard is therefore of no use on another connection, in the other direction,
 or for another worker, incarnation or session. These functions do no I/O; that is for
-`jdag.rpc.listener`.
+`jdag.processes.net.listener`.
 """
 
 import hmac
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from jdag.engine.protocol import Worker
 from jdag.errors import JoinError
-from jdag.rpc.handshake import PROTOCOL, protocols_differ
+from jdag.processes.net.handshake import PROTOCOL, protocols_differ
 
 OPENING = struct.Struct("<4sB3x32sQ")
 VERDICT = struct.Struct("<B7xQ")

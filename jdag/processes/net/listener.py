@@ -1,7 +1,7 @@
 """Data connections: a listener that lets in workers of its session, and dialling one.
 
-Whoever proves itself (`jdag.rpc.greeting`) is taken; each refusal is one line of the
-log.
+Whoever proves itself (`jdag.processes.net.greeting`) is taken; each refusal is one line
+of the log.
 Invariants: a stream that `take` gets has exchanged greetings, and nothing else was read
     from it; every other connection is closed. A hello takes at most HELLO_S. At most
     VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest without
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from jdag.engine.protocol import Worker
 from jdag.errors import JdagError, JoinError, reason
-from jdag.rpc.addresses import (
+from jdag.processes.net.addresses import (
     Address,
     connect,
     hold_to_loopback,
@@ -30,8 +30,8 @@ from jdag.rpc.addresses import (
     listen,
     parse,
 )
-from jdag.rpc.background import loop, wait_for
-from jdag.rpc.greeting import (
+from jdag.processes.net.background import loop, wait_for
+from jdag.processes.net.greeting import (
     ANSWER_BYTES,
     GIVEN_UP,
     HELLO_BYTES,
@@ -45,9 +45,9 @@ from jdag.rpc.greeting import (
     opened,
     opening,
 )
-from jdag.rpc.peer_identity import Names
-from jdag.rpc.streams import SocketStream, Stream
-from jdag.rpc.tls import Tls, TlsStream
+from jdag.processes.net.peer_identity import Names
+from jdag.processes.net.streams import SocketStream, Stream
+from jdag.processes.net.tls import Tls, TlsStream
 
 HELLO_S = 5.0
 VISITORS_MAX = 64

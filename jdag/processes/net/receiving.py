@@ -1,7 +1,7 @@
 """Receiving side of a connection: bytes from its stream become events.
 
-The invariants are those of `jdag.rpc.connection`. Frames about shared memory go to
-`borrowed` (the peer's) and `pool` (this node's).
+The invariants are those of `jdag.processes.net.connection`. Frames about shared memory
+go to `borrowed` (the peer's) and `pool` (this node's).
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.buffers import Buffers
 from jdag.errors import ProtocolError
-from jdag.rpc.bulk import (
+from jdag.processes.net.large_values import (
     FORGOTTEN,
     FREED,
     LENT,
@@ -20,9 +20,9 @@ from jdag.rpc.bulk import (
     Delivery,
     Parcel,
 )
-from jdag.rpc.loop import clock_ns
-from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
-from jdag.rpc.streams import Stream
+from jdag.processes.net.loop import clock_ns
+from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
+from jdag.processes.net.streams import Stream
 from jdag.wire.frames import FRAME_BYTES, FrameKind, Header, unpack_header
 
 BUFFER_BYTES = 256 * 1024

@@ -32,7 +32,7 @@ from typing import Any
 from jdag.compute.buffers import Buffers, parts
 from jdag.engine.protocol import Acknowledge, Message, acknowledged_at_once, incarnated
 from jdag.errors import JdagError
-from jdag.rpc.bulk import (
+from jdag.processes.net.large_values import (
     FORGOTTEN,
     FREED,
     OFFERED,
@@ -41,9 +41,9 @@ from jdag.rpc.bulk import (
     Parcel,
     is_bulk,
 )
-from jdag.rpc.loop import READ, WRITE, Loop, clock_ns
-from jdag.rpc.pulse import Pulse
-from jdag.rpc.receiving import (
+from jdag.processes.net.loop import READ, WRITE, Loop, clock_ns
+from jdag.processes.net.pulse import Pulse
+from jdag.processes.net.receiving import (
     PING,
     PONG,
     Broken,
@@ -53,8 +53,8 @@ from jdag.rpc.receiving import (
     FrameReader,
     Numbers,
 )
-from jdag.rpc.shared_memory import BorrowedMemory, SharedMemoryPool
-from jdag.rpc.streams import Stream
+from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
+from jdag.processes.net.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header

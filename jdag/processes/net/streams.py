@@ -1,7 +1,7 @@
 """Non-blocking streams of bytes between two nodes.
 
 The loop that owns a stream receives and sends when epoll says so. Streams through TLS
-(`jdag.rpc.tls`) are used alike. Nothing here frames or resends.
+(`jdag.processes.net.tls`) are used alike. Nothing here frames or resends.
 
 Invariants: `recv_into` and `send` move at least one byte or raise. Besides
 BlockingIOError they raise only ConnectionError, with the peer's address and the reason;
@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from jdag.errors import reason
-from jdag.rpc.peer_identity import Names
+from jdag.processes.net.peer_identity import Names
 
 # Over loopback TCP 64 MiB took 17 ms with 1 MiB, 27 with what Linux gives by itself
 # (Unix sockets: 15 to 16 with either), and more brings little.

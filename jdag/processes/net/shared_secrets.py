@@ -2,7 +2,7 @@
 
 Any two processes of a session share a secret that main derives from its own and from
 both their names. By it one knows the other's requests (`proof_of`), and data
-connections (`jdag.rpc.greeting`). No secret is sent over a data connection.
+connections (`jdag.processes.net.greeting`). No secret is sent over a data connection.
 """
 
 import hmac

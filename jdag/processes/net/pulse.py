@@ -2,9 +2,10 @@
 
 One call of C may hold Python's interpreter lock for longer than the deadline: `sorted`
 of a large list, a compilation. No thread of the process then answers pings. So each
-process of a session has a helper process (`jdag.rpc.pulse_helper`), whose address and
-key it sends to all its peers, in the first frame of each connection. A node asks the
-helper of a peer that is silent for half of the deadline. An answer is a sign of life.
+process of a session has a helper process (`jdag.processes.net.pulse_helper`), whose
+address and key it sends to all its peers, in the first frame of each connection. A node
+asks the helper of a peer that is silent for half of the deadline. An answer is a sign
+of life.
 
 If there is none (UDP is blocked, the helper was killed, the system has no /proc, the
 deadline is below 0.4 s), the peer is lost as one without a helper is.
@@ -19,9 +20,15 @@ import sys
 from contextlib import suppress
 
 from jdag.errors import ProtocolError
-from jdag.rpc import pulse_helper
-from jdag.rpc.addresses import Address, datagrams
-from jdag.rpc.pulse_helper import KEY_BYTES, NONCE_BYTES, TAG_BYTES, answer, question
+from jdag.processes.net import pulse_helper
+from jdag.processes.net.addresses import Address, datagrams
+from jdag.processes.net.pulse_helper import (
+    KEY_BYTES,
+    NONCE_BYTES,
+    TAG_BYTES,
+    answer,
+    question,
+)
 
 _ENDING_S = 5.0
 _READS_MAX = 64

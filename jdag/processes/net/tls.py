@@ -19,8 +19,8 @@ from pathlib import Path
 import grpc
 
 from jdag.errors import JdagError, reason, spelled
-from jdag.rpc.peer_identity import Names, names_in
-from jdag.rpc.streams import SocketStream, ended
+from jdag.processes.net.peer_identity import Names, names_in
+from jdag.processes.net.streams import SocketStream, ended
 
 # What is encrypted before the socket is asked again, and the most that waits for it.
 _TAKEN_MAX = 1 << 18

@@ -1,0 +1,1 @@
+"""The real driver: workers that are processes, on one host or on many."""

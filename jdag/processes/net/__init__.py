@@ -1,0 +1,1 @@
+"""What carries bytes between two processes: loop, streams, connections, identities."""
