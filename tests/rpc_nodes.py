@@ -10,8 +10,8 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
+from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.net.streams import SocketStream
-from jdag.rpc.function_decoder import FunctionDecoder
 from jdag.rpc.membership import Membership
 from jdag.rpc.node import Node
 from jdag.rpc.requests import Whereabouts

@@ -21,7 +21,7 @@ from jdag.compute.refs import Reply
 from jdag.engine.functions import name_of, transferred
 from jdag.errors import JdagError
 from jdag.parallel.parts import added, copies, divided, joined
-from jdag.rpc.allowed import Allowed, missing, public
+from jdag.processes.functions.allowed import Allowed, missing, public
 from tests import names_cases
 
 HERE = Allowed(["tests.names_cases"])
@@ -121,7 +121,7 @@ ATTACKS = [
     # jdag beyond what its protocol needs.
     *("jdag.api.cluster:Cluster", "jdag.launch:launch", "jdag.api.cluster:simulate"),
     *(
-        "jdag.rpc.allowed:Allowed",
+        "jdag.processes.functions.allowed:Allowed",
         "jdag.api.checkpoint:save",
         "jdag.engine.functions:Applied",
     ),

@@ -13,7 +13,7 @@ import pytest
 import jdag
 from jdag.compute.fingerprint import FUNCTIONS_MAX, digest_of
 from jdag.errors import JdagError
-from jdag.rpc.code_fingerprint import check_code, coded_name
+from jdag.processes.functions.code_fingerprint import check_code, coded_name
 
 ROOT = Path(__file__).parent.parent
 SOURCE = '''

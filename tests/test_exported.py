@@ -130,7 +130,7 @@ import sys
 from pathlib import Path
 import jax, numpy as np
 jax.config.update("jax_enable_x64", {x64})
-from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.processes.functions.decoder import FunctionDecoder
 folder = Path(sys.argv[1])
 functions = FunctionDecoder()
 functions.define((folder / "digest").read_bytes(), (folder / "data").read_bytes())

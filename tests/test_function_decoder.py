@@ -38,7 +38,7 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.protocol import Mode as PassMode
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.function_decoder import MADE_MAX, Bound, FunctionDecoder
+from jdag.processes.functions.decoder import MADE_MAX, Bound, FunctionDecoder
 from jdag.wire.messages import Codec
 from jdag.wire.specs import spec_of
 from tests import names_cases
@@ -187,7 +187,7 @@ def test_nothing_is_made_before_forward_runs_and_then_once_by_all_threads(
 
     here = made(jnp.tanh, X)
     entered, second = [0], threading.Event()
-    monkeypatch.setattr("jdag.rpc.function_decoder.pair", make)
+    monkeypatch.setattr("jdag.processes.functions.decoder.pair", make)
     bound = FunctionDecoder(["tests"]).bound(spec_of(here))
     assert not traced
     threads = [threading.Thread(target=bound.forward, args=([X],)) for _ in range(8)]
@@ -375,7 +375,7 @@ def test_other_messages_are_as_they_were() -> None:
 
 
 def test_the_bound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jdag.rpc.function_decoder.BOUND_MAX", 3)
+    monkeypatch.setattr("jdag.processes.functions.decoder.BOUND_MAX", 3)
     functions = FunctionDecoder()
     shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
     first = bound_of(shapes[0], functions)
@@ -389,7 +389,7 @@ def test_few_hold_what_they_were_made_into_and_all_compute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert 2 * (PAIRS_MAX + MADE_MAX) < 10_900
-    monkeypatch.setattr("jdag.rpc.function_decoder.MADE_MAX", 2)
+    monkeypatch.setattr("jdag.processes.functions.decoder.MADE_MAX", 2)
     functions = FunctionDecoder()
     shapes = [made(jnp.tanh, jnp.ones(size)) for size in range(1, 6)]
     bound = [bound_of(shape, functions) for shape in shapes]

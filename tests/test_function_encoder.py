@@ -35,9 +35,9 @@ from jdag.engine.protocol import (
     Run,
 )
 from jdag.errors import JdagError, RemoteError
-from jdag.rpc import function_decoder as functions_module
-from jdag.rpc.function_decoder import FunctionDecoder
-from jdag.rpc.function_encoder import FunctionEncoder
+from jdag.processes.functions import decoder as functions_module
+from jdag.processes.functions.decoder import FunctionDecoder
+from jdag.processes.functions.encoder import FunctionEncoder
 from jdag.wire.specs import PairData, read_spec, spec_of
 from tests import names_cases
 from tests.compute_cases import array
@@ -319,7 +319,7 @@ def test_a_definition_of_another_function_fails_the_call() -> None:
 
 
 def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jdag.rpc.function_decoder.DEFINED_MAX", 2)
+    monkeypatch.setattr("jdag.processes.functions.decoder.DEFINED_MAX", 2)
     exports, functions = FunctionEncoder(), FunctionDecoder()
     found = [
         exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())

@@ -34,7 +34,7 @@ from jdag.engine.protocol import (
     Tell,
 )
 from jdag.errors import ProtocolError
-from jdag.rpc.function_decoder import FunctionDecoder
+from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.sim import transport
 from jdag.wire import messages
 from jdag.wire.arrays import type_of

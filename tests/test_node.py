@@ -17,7 +17,8 @@ import jdag
 from jdag.api import program_frame
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
-from jdag.rpc import function_encoder, node
+from jdag.processes.functions import encoder as function_encoder
+from jdag.rpc import node
 from jdag.rpc.node import ROUNDS_MAX
 from jdag.wire.trees import DEPTH_MAX
 from tests.rpc_nodes import cluster, connect, made, whereabouts
@@ -172,7 +173,7 @@ def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
 ) -> None:
     with cluster(("a", "b")) as c, c.context() as ctx:
         assert ctx.call("b", size, np.zeros(10_000_000)) == 10_000_000
-        monkeypatch.setattr("jdag.rpc.function_encoder.DATA_BYTES_MAX", 1_000)
+        monkeypatch.setattr("jdag.processes.functions.encoder.DATA_BYTES_MAX", 1_000)
         with pytest.raises(JdagError, match=r"size is given .* bytes of data; allowed"):
             ctx.call("b", size, np.zeros(1_000))
 

@@ -15,7 +15,7 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, PortabilityWarning
-from jdag.rpc import function_encoder
+from jdag.processes.functions import encoder as function_encoder
 
 KINDS = """
 import equinox as eqx, jax, jax.numpy as jnp, numpy as np

@@ -15,8 +15,15 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, PortabilityWarning
-from jdag.rpc import function_encoder, script
-from jdag.rpc.script import Script, expect, main_module, main_script, refusal
+from jdag.processes.functions import encoder as function_encoder
+from jdag.processes.functions import script
+from jdag.processes.functions.script import (
+    Script,
+    expect,
+    main_module,
+    main_script,
+    refusal,
+)
 
 GUARD = 'if __name__ == "__main__":'
 TRAIN = """
@@ -151,7 +158,7 @@ def test_a_script_whose_import_fails_is_named_with_its_line_and_exception(
 
 def test_a_refusal_names_the_statement_that_is_to_be_under_a_guard(started: Any):
     asked = "if 1:\n    x = 2\n    why = refusal('f')"
-    main = started(f"from jdag.rpc.script import refusal\n{asked}")
+    main = started(f"from jdag.processes.functions.script import refusal\n{asked}")
     assert main_script() is None
     expected = (
         "f is of the program that was started itself, train.py; workers of jdag.launch "

@@ -19,8 +19,8 @@ from jdag.engine.protocol import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError, RemoteError
-from jdag.rpc.function_decoder import FunctionDecoder
-from jdag.rpc.function_encoder import NAMING, FunctionEncoder
+from jdag.processes.functions.decoder import FunctionDecoder
+from jdag.processes.functions.encoder import NAMING, FunctionEncoder
 from jdag.wire.messages import Codec, size
 from tests.segment_cases import Tape, array, mlp
 from tests.wire_cases import read_message

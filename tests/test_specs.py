@@ -20,8 +20,8 @@ from jdag.compute.placed import placed
 from jdag.compute.pytrees import Template, split, static, template_of
 from jdag.engine.functions import Applied
 from jdag.errors import ProtocolError
-from jdag.rpc.allowed import Allowed
-from jdag.rpc.unmarshal import remade, structure, unmarshal
+from jdag.processes.functions.allowed import Allowed
+from jdag.processes.functions.unmarshal import remade, structure, unmarshal
 from jdag.wire import specs
 from jdag.wire.specs import (
     Body,

@@ -14,8 +14,8 @@ from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
 from jdag.engine.protocol import ContextId, ObjectId, OutputKey
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.allowed import Allowed
-from jdag.rpc.unmarshal import read_tree, unmarshal
+from jdag.processes.functions.allowed import Allowed
+from jdag.processes.functions.unmarshal import read_tree, unmarshal
 from jdag.wire.messages import Codec
 from jdag.wire.trees import DEPTH_MAX, pack, tree_size, write_tree
 from tests.wire_cases import WORKERS, Buffer, Config, Mode, plain_trees, program, trees

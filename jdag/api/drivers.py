@@ -20,16 +20,21 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.errors import JoinError, JournalsEnd, ReplayError, ScenarioError, unusable
+from jdag.processes.functions.decoder import FunctionDecoder
+from jdag.processes.functions.encoder import warn_unportable
+from jdag.processes.functions.script import (
+    MAIN,
+    main_script,
+    program_name,
+    refuse_import,
+)
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.shared_secrets import fresh_secret
 from jdag.processes.net.tls import Tls
 from jdag.processes.net.tls import load as load_tls
 from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
-from jdag.rpc.function_decoder import FunctionDecoder
-from jdag.rpc.function_encoder import warn_unportable
 from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
-from jdag.rpc.script import MAIN, main_script, program_name, refuse_import
 from jdag.rpc.session import Session, SessionPlan
 from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.settings import (

@@ -22,7 +22,7 @@ from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
 from jdag.errors import ContextError, JdagError, kind_of
-from jdag.rpc.function_encoder import differentiating_twice
+from jdag.processes.functions.encoder import differentiating_twice
 
 
 def hvp(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.rpc.script import MAIN, import_script, main_script
+from jdag.processes.functions.script import MAIN, import_script, main_script
 from jdag.scenario.program import imported
 
 _imported = cache(import_script)

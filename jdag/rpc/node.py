@@ -44,14 +44,14 @@ from jdag.engine.protocol import (
     incarnated,
 )
 from jdag.errors import JdagError, other_thread
+from jdag.processes.functions.code_fingerprint import coded_name
+from jdag.processes.functions.decoder import BOUND, FunctionDecoder
+from jdag.processes.functions.encoder import NAMING, check_size
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.processes.net.receiving import Event as PeerEvent
-from jdag.rpc.code_fingerprint import coded_name
-from jdag.rpc.function_decoder import BOUND, FunctionDecoder
-from jdag.rpc.function_encoder import NAMING, check_size
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.node_trace import Collector, journal_of, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke

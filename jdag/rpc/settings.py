@@ -33,10 +33,10 @@ from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
+from jdag.processes.functions.script import Script
 from jdag.processes.net.addresses import Address, address_of
 from jdag.processes.net.shared_secrets import fresh_secret
 from jdag.processes.net.tls import load as load_tls
-from jdag.rpc.script import Script
 from jdag.runtime.journal import BYTES_MAX as JOURNAL_BYTES_MAX
 from jdag.settings.session_settings import RunSettings
 from jdag.settings.toml_files import read, text_in

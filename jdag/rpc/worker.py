@@ -15,14 +15,14 @@ import sys
 from typing import NoReturn
 
 from jdag.errors import JdagError, JoinError
+from jdag.processes.functions.allowed import missing
+from jdag.processes.functions.script import expect
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.pulse import helper_at
 from jdag.processes.net.tls import load as load_tls
-from jdag.rpc.allowed import missing
 from jdag.rpc.control import ControlServer
 from jdag.rpc.device import configure, use_device
-from jdag.rpc.script import expect
 from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.watch import Watch, leave
 from jdag.rpc.worker_server import WorkerServer

@@ -7,9 +7,9 @@ are encoded as bytes before (`_CLOSED`).
 All fields are decoded to what was encoded, except: the function of a call or assignment
 becomes its spec (`jdag.wire.specs`); the shape of a root, version or hook becomes an
 `ArrayType`; the function of a run or hook, arguments and results stay a view of their
-bytes, which the receiver reads (`jdag.rpc.unmarshal`). The `exception` of a failure is
-not sent. A decoded message encodes to the same bytes. Data that cannot be written or
-read raises a ProtocolError.
+bytes, which the receiver reads (`jdag.processes.functions.unmarshal`). The `exception`
+of a failure is not sent. A decoded message encodes to the same bytes. Data that cannot
+be written or read raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence

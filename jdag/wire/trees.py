@@ -7,7 +7,8 @@ nothing is pickled.
 
 On the wire an item is a number, a text or one of the structs below. A tree is encoded
 as 4 bytes with the length of its items, the items, and the elements of its arrays. The
-receiver makes Python objects of the items in one pass (`jdag.rpc.unmarshal`).
+receiver makes Python objects of the items in one pass
+(`jdag.processes.functions.unmarshal`).
 
 Structures of arguments (`jdag.wire.specs`) also have a `HOLE` for each array, `Part`
 around each static, and `Opaque` for parts that cannot travel.

@@ -24,7 +24,7 @@ from jdag.engine.arrays import HOLE, Hole
 from jdag.engine.functions import Applied
 from jdag.engine.names import ObjectId
 from jdag.errors import JdagError, ProtocolError, named_text
-from jdag.rpc.allowed import Allowed
+from jdag.processes.functions.allowed import Allowed
 from jdag.wire import trees
 from jdag.wire.encoding import Known, check_of
 from jdag.wire.specs import PairData

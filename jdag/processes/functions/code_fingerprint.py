@@ -13,7 +13,7 @@ from typing import Any
 from jdag.compute.fingerprint import FIXED, Once, digest_of, key_of
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.rpc.script import GUARD, MAIN
+from jdag.processes.functions.script import GUARD, MAIN
 
 _CODES_MAX = 4096
 

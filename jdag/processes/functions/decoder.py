@@ -7,7 +7,7 @@ Outputs: the message as engines take it. The function of a call is a pair that i
 Invariants: a function that is not available fails only the call, program or hook that
     needs it: an object in its place raises when it is run.
 
-How functions are encoded is in `jdag.rpc.function_encoder`.
+How functions are encoded is in `jdag.processes.functions.encoder`.
 """
 
 from collections import OrderedDict
@@ -42,9 +42,9 @@ from jdag.engine.protocol import (
     Worker,
 )
 from jdag.errors import JdagError, ProtocolError
-from jdag.rpc.allowed import Allowed
-from jdag.rpc.function_encoder import NAMING, FunctionEncoder
-from jdag.rpc.unmarshal import Reader, read_tree, structure, unmarshal
+from jdag.processes.functions.allowed import Allowed
+from jdag.processes.functions.encoder import NAMING, FunctionEncoder
+from jdag.processes.functions.unmarshal import Reader, read_tree, structure, unmarshal
 from jdag.wire.encoding import Known
 from jdag.wire.specs import read_segment, read_spec
 from jdag.wire.trees import Named, TreeNode, read_items

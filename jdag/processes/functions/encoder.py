@@ -44,10 +44,10 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.segments import NodeKind
 from jdag.errors import JdagError, PortabilityWarning, ProtocolError
-from jdag.rpc.allowed import AllImported, Allowed
-from jdag.rpc.code_fingerprint import coded_name
-from jdag.rpc.script import MAIN
-from jdag.rpc.unmarshal import remade, structure, unmarshal
+from jdag.processes.functions.allowed import AllImported, Allowed
+from jdag.processes.functions.code_fingerprint import coded_name
+from jdag.processes.functions.script import MAIN
+from jdag.processes.functions.unmarshal import remade, structure, unmarshal
 from jdag.runtime.failures import blamed
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (

@@ -4,7 +4,8 @@ A name `module:qualname` is looked up in the modules that the user allowed. An o
 accepted only under its own name: `mymodel:os.system` is not a function of mymodel. Also
 allowed are optax, functions marked by `jdag.engine.functions.remote`, and the public
 modules of JAX except for functions that read or write files or change settings. No
-other module is ever imported. `__main__` is the script of `jdag.rpc.script`.
+other module is ever imported. `__main__` is the script of
+`jdag.processes.functions.script`.
 """
 
 import builtins
@@ -22,8 +23,14 @@ import numpy as np
 
 from jdag.engine.functions import is_remote, name_of
 from jdag.errors import JdagError, named_text
-from jdag.rpc.code_fingerprint import check_code
-from jdag.rpc.script import GUARD, MAIN, main_module, main_script, refusal
+from jdag.processes.functions.code_fingerprint import check_code
+from jdag.processes.functions.script import (
+    GUARD,
+    MAIN,
+    main_module,
+    main_script,
+    refusal,
+)
 
 # Modules that are always allowed.
 MODULES = ("optax",)

@@ -1,0 +1,1 @@
+"""How functions travel: by name or as StableHLO, and what a receiver allows."""
