@@ -17,11 +17,11 @@ from msgspec.structs import replace
 import jdag
 from jdag.api.drivers import worker_options
 from jdag.processes.net.listener import Listener
+from jdag.processes.session.authority import fresh_authority
+from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.rpc import worker_server
-from jdag.rpc.authority import fresh_authority
 from jdag.rpc.launch import Launch
 from jdag.rpc.node import MakeNode
-from jdag.rpc.settings import WorkerOptions
 from paper.proxy import Gate, Proxy
 
 MODES = ("unix", "tcp", "tls")

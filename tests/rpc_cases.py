@@ -11,11 +11,11 @@ from typing import Any
 
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
-from jdag.rpc.control import ControlClient, ControlServer
+from jdag.processes.session.cluster_file import SessionSettings, WorkerOptions
+from jdag.processes.session.control import ControlClient, ControlServer
+from jdag.processes.session.session_info import SessionInfo
 from jdag.rpc.device import settings_of
 from jdag.rpc.session import Session, SessionPlan
-from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import SessionSettings, WorkerOptions
 from jdag.rpc.worker_server import WorkerServer
 
 TOKEN = "the token of the tests"

@@ -9,9 +9,9 @@ import pytest
 from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.tls import Tls, load
-from jdag.rpc.authority import Authority, fresh_authority
-from jdag.rpc.control import ControlClient, ControlServer
-from jdag.rpc.requests import Health
+from jdag.processes.session.authority import Authority, fresh_authority
+from jdag.processes.session.control import ControlClient, ControlServer
+from jdag.processes.session.requests import Health
 
 
 def tls_of(authority: Authority, worker: str, host: str, folder: Path) -> Tls:

@@ -17,8 +17,8 @@ from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import PROTOCOL
 from jdag.processes.net.shared_secrets import proof_of
 from jdag.processes.net.tls import load
-from jdag.rpc import control
-from jdag.rpc.control import (
+from jdag.processes.session import control
+from jdag.processes.session.control import (
     ANSWERS_MAX,
     BODY_BYTES_MAX,
     Answers,
@@ -26,7 +26,7 @@ from jdag.rpc.control import (
     ControlServer,
     channel_to,
 )
-from jdag.rpc.requests import Detach, Health, Info, Mesh, Request
+from jdag.processes.session.requests import Detach, Health, Info, Mesh, Request
 from tests.certificates import Issuer
 from tests.rpc_cases import free_address
 from tests.stream_cases import soon

@@ -12,9 +12,9 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
-from jdag.rpc.control import ControlServer
+from jdag.processes.session.control import ControlServer
+from jdag.processes.session.requests import Detach, Health
 from jdag.rpc.dialling import Lookout
-from jdag.rpc.requests import Detach, Health
 from jdag.rpc.session import Session
 from paper.proxy import Proxy
 from tests.rpc_cases import ANY, free_address, plan_of, seated

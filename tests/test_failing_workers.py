@@ -22,9 +22,9 @@ import jdag
 from jdag.errors import JoinError, WorkerLost
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.tls import load
-from jdag.rpc.control import ControlClient
+from jdag.processes.session.control import ControlClient
+from jdag.processes.session.requests import Health
 from jdag.rpc.launch import Launch
-from jdag.rpc.requests import Health
 from tests import failing_cases as cases
 from tests.certificates import Issuer
 from tests.rpc_workers import ALLOWED, Workers

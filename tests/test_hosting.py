@@ -12,11 +12,11 @@ import pytest
 
 from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
-from jdag.rpc.control import ControlClient
+from jdag.processes.session.cluster_file import ClusterSettings, load
+from jdag.processes.session.control import ControlClient
+from jdag.processes.session.requests import Health, Info
 from jdag.rpc.launch import is_here
-from jdag.rpc.requests import Health, Info
 from jdag.rpc.session import Session
-from jdag.rpc.settings import ClusterSettings, load
 from tests.command_cases import command
 from tests.rpc_cases import TOKEN, free_address, plain, plan_of
 from tests.stream_cases import soon

@@ -17,10 +17,10 @@ import pytest
 
 from jdag.errors import JoinError, ScenarioError
 from jdag.processes.net import background
+from jdag.processes.session.control import ControlClient
+from jdag.processes.session.requests import Info
 from jdag.rpc import launch as launch_module
-from jdag.rpc.control import ControlClient
 from jdag.rpc.launch import Launch
-from jdag.rpc.requests import Info
 from jdag.rpc.session import Session
 from jdag.rpc.watch import heard
 from tests import failing_cases

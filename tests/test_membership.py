@@ -3,7 +3,7 @@
 import pytest
 
 from jdag.errors import JoinError
-from jdag.rpc.membership import (
+from jdag.processes.session.membership import (
     ABSENT,
     HELD,
     IDLE,
@@ -14,7 +14,7 @@ from jdag.rpc.membership import (
     Transitions,
     after,
 )
-from jdag.rpc.requests import Whereabouts
+from jdag.processes.session.requests import Whereabouts
 
 NOBODY = Whereabouts(incarnation=0, data="", allow=())
 TABLES = {"member": MEMBER, "lease": LEASE}

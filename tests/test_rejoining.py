@@ -9,9 +9,9 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
+from jdag.processes.session.control import ControlClient
+from jdag.processes.session.requests import AttachWorker
 from jdag.rpc import session as module
-from jdag.rpc.control import ControlClient
-from jdag.rpc.requests import AttachWorker
 from jdag.rpc.session import Session
 from tests import stream_cases
 from tests.rpc_cases import PlainNode, Seated, plain, plan_of, seated

@@ -18,9 +18,8 @@ from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.listener import dial
 from jdag.processes.net.tls import load
-from jdag.rpc import session as module
-from jdag.rpc.control import Refusal, answering
-from jdag.rpc.requests import (
+from jdag.processes.session.control import Refusal, answering
+from jdag.processes.session.requests import (
     AttachWorker,
     Detach,
     Health,
@@ -28,6 +27,7 @@ from jdag.rpc.requests import (
     Mesh,
     Peer,
 )
+from jdag.rpc import session as module
 from jdag.rpc.session import Session
 from jdag.rpc.worker_server import CallerLease
 from tests.certificates import Issuer
@@ -257,7 +257,9 @@ def test_a_worker_cannot_speak_for_main_whatever_it_shows(three):
 
 
 def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("jdag.rpc.control._PROBE_S", LONG_S)  # However busy this is.
+    monkeypatch.setattr(
+        "jdag.processes.session.control._PROBE_S", LONG_S
+    )  # However busy this is.
     issuer = Issuer(tmp_path, "ca")
     tls = {name: load(*issuer.issue(name)) for name in "mab"}
     with ExitStack() as stack:

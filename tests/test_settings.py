@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from jdag.errors import ScenarioError
 from jdag.processes.net.addresses import Address, address_of
-from jdag.rpc.settings import load
+from jdag.processes.session.cluster_file import load
 from tests.certificates import Issuer
 
 GOOD = """

@@ -9,8 +9,8 @@ import pytest
 from cryptography import x509
 
 from jdag.errors import ScenarioError
+from jdag.processes.session.cluster_file import load
 from jdag.rpc.session import Session
-from jdag.rpc.settings import load
 from jdag.rpc.slurm import hosts_of, write_cluster_file
 from tests.certificates import Issuer
 from tests.command_cases import command as jdag

@@ -16,8 +16,7 @@ from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.listener import dial
 from jdag.processes.net.shared_secrets import proof_of
-from jdag.rpc import worker_server as module
-from jdag.rpc.requests import (
+from jdag.processes.session.requests import (
     AttachWorker,
     Detach,
     Health,
@@ -26,6 +25,7 @@ from jdag.rpc.requests import (
     Peer,
     Whereabouts,
 )
+from jdag.rpc import worker_server as module
 from tests.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.stream_cases import receive
 

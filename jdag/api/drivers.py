@@ -32,12 +32,7 @@ from jdag.processes.net.handshake import ours
 from jdag.processes.net.shared_secrets import fresh_secret
 from jdag.processes.net.tls import Tls
 from jdag.processes.net.tls import load as load_tls
-from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
-from jdag.rpc.launch import LOGS, Launch, is_here
-from jdag.rpc.node import MakeNode, Node
-from jdag.rpc.session import Session, SessionPlan
-from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import (
+from jdag.processes.session.cluster_file import (
     ALLOW,
     DEVICE,
     EVENTS_MAX,
@@ -48,6 +43,11 @@ from jdag.rpc.settings import (
     WorkerOptions,
     load,
 )
+from jdag.processes.session.session_info import SessionInfo
+from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
+from jdag.rpc.launch import LOGS, Launch, is_here
+from jdag.rpc.node import MakeNode, Node
+from jdag.rpc.session import Session, SessionPlan
 from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
 from jdag.settings.validation import (
     COUNT,

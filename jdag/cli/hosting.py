@@ -1,8 +1,8 @@
 """The commands `jdag worker` and `jdag up`: worker processes started by hand.
 
-Both read a cluster's file (`jdag.rpc.settings`), and make the secret beside it that is
-needed where nothing else keeps strangers out; `jdag.connect` joins what they start.
-Under Slurm, `jdag up --slurm` makes the file too (`jdag.rpc.slurm`).
+Both read a cluster's file (`jdag.processes.session.cluster_file`), and make the secret
+beside it that is needed where nothing else keeps strangers out; `jdag.connect` joins
+what they start. Under Slurm, `jdag up --slurm` makes the file too (`jdag.rpc.slurm`).
 """
 
 import os
@@ -17,14 +17,14 @@ from rich.text import Text
 
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
-from jdag.rpc.launch import Launch, is_here
-from jdag.rpc.settings import (
+from jdag.processes.session.cluster_file import (
     DEVICES,
     ClusterSettings,
     WorkerOptions,
     is_device,
     load,
 )
+from jdag.rpc.launch import Launch, is_here
 from jdag.rpc.slurm import write_cluster_file
 from jdag.rpc.worker import become
 

@@ -52,11 +52,11 @@ from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.processes.net.receiving import Event as PeerEvent
+from jdag.processes.session.session_info import SessionInfo
 from jdag.rpc.jobs import Jobs
 from jdag.rpc.node_trace import Collector, journal_of, recording_of
 from jdag.rpc.peers import LEFT, PeerTable, broke
 from jdag.rpc.questions import Questions
-from jdag.rpc.session_info import SessionInfo
 from jdag.rpc.stuck import Waits
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program

@@ -33,7 +33,7 @@ from jdag.processes.net.connection import Connection
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.pulse import Pulse
 from jdag.processes.net.streams import Stream
-from jdag.rpc.session_info import SessionInfo
+from jdag.processes.session.session_info import SessionInfo
 from jdag.runtime.failures import said
 from jdag.wire.messages import Codec
 

@@ -28,11 +28,10 @@ from jdag.processes.net.handshake import other_cpu, refuse_mismatch
 from jdag.processes.net.pulse import helper_at
 from jdag.processes.net.shared_secrets import fresh_secret, secret_between
 from jdag.processes.net.tls import Tls
-from jdag.rpc.control import ControlClient, ControlServer
-from jdag.rpc.dialling import Routes
-from jdag.rpc.membership import Membership
-from jdag.rpc.node import MakeNode
-from jdag.rpc.requests import (
+from jdag.processes.session.cluster_file import SessionSettings
+from jdag.processes.session.control import ControlClient, ControlServer
+from jdag.processes.session.membership import Membership
+from jdag.processes.session.requests import (
     AttachWorker,
     Detach,
     Health,
@@ -44,8 +43,9 @@ from jdag.rpc.requests import (
     Whereabouts,
     WorkerAttached,
 )
-from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import SessionSettings
+from jdag.processes.session.session_info import SessionInfo
+from jdag.rpc.dialling import Routes
+from jdag.rpc.node import MakeNode
 from jdag.schedules import to_csv
 
 POLL_S = 1.0
@@ -68,7 +68,7 @@ class SessionPlan:
     so that no other process can use the name; None if that is impossible. With
     `rejoin`, a new process at the address of a lost worker joins. Workers that have not
     started are waited for, for `ready_s` in all. `watched`, `program`: see
-    `jdag.rpc.session_info.SessionInfo`.
+    `jdag.processes.session.session_info.SessionInfo`.
     """
 
     main: str

@@ -21,9 +21,9 @@ from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.pulse import helper_at
 from jdag.processes.net.tls import load as load_tls
-from jdag.rpc.control import ControlServer
+from jdag.processes.session.cluster_file import WorkerOptions
+from jdag.processes.session.control import ControlServer
 from jdag.rpc.device import configure, use_device
-from jdag.rpc.settings import WorkerOptions
 from jdag.rpc.watch import Watch, leave
 from jdag.rpc.worker_server import WorkerServer
 

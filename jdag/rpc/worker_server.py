@@ -1,7 +1,7 @@
 """A worker process's side of sessions: it serves one caller after the other.
 
 Each session has a node, which runs on the thread that calls `serve`;
-`jdag.rpc.membership.LEASE` has the states of the process.
+`jdag.processes.session.membership.LEASE` has the states of the process.
 Invariants: there is a lease exactly while a caller holds the worker; another caller is
     told which one does. Before `serve` waits for the next session, the listener and
     the node of the former one are closed. No answer, error or log
@@ -27,11 +27,17 @@ from jdag.processes.net.pulse import Helper
 from jdag.processes.net.shared_secrets import proof_of
 from jdag.processes.net.streams import Stream
 from jdag.processes.net.tls import Tls
-from jdag.rpc.control import Answers
-from jdag.rpc.dialling import Lookout, Routes
-from jdag.rpc.membership import HELD, IDLE, LEASE, STOPPING, Membership, after
-from jdag.rpc.node import MakeNode
-from jdag.rpc.requests import (
+from jdag.processes.session.cluster_file import WorkerOptions
+from jdag.processes.session.control import Answers
+from jdag.processes.session.membership import (
+    HELD,
+    IDLE,
+    LEASE,
+    STOPPING,
+    Membership,
+    after,
+)
+from jdag.processes.session.requests import (
     AttachWorker,
     Detach,
     Health,
@@ -40,8 +46,9 @@ from jdag.rpc.requests import (
     Peer,
     Whereabouts,
 )
-from jdag.rpc.session_info import SessionInfo
-from jdag.rpc.settings import WorkerOptions
+from jdag.processes.session.session_info import SessionInfo
+from jdag.rpc.dialling import Lookout, Routes
+from jdag.rpc.node import MakeNode
 
 ENDING_S = 5.0
 _SHOWN_MAX = 300

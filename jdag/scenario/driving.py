@@ -10,7 +10,7 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
-from jdag.rpc.settings import DEVICES, is_device
+from jdag.processes.session.cluster_file import DEVICES, is_device
 from jdag.scenario.case import Figures
 from jdag.scenario.tables import (
     ScenarioTable,

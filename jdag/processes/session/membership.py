@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jdag.errors import JoinError
-from jdag.rpc.requests import Whereabouts
+from jdag.processes.session.requests import Whereabouts
 
 ABSENT, JOINED, LOST = "absent", "joined", "lost"
 IDLE, HELD, STOPPING = "idle", "held", "stopping"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAME, WORKERS_MAX
-from jdag.rpc.settings import SessionSettings
+from jdag.processes.session.cluster_file import SessionSettings
 from jdag.schedules import from_csv
 from jdag.settings.validation import decoded
 
@@ -47,7 +47,7 @@ class AttachWorker(Request, frozen=True):
     By `secret` the two know each other from now on; `secrets` has those by which the
     worker and each of the others do. `control` is where main itself answers Health, if
     it does. `settings` has the fields of `SessionSettings`, of which `schedule` is sent
-    as CSV. `watched`, `program`: see `jdag.rpc.session_info.SessionInfo`.
+    as CSV. `watched`, `program`: see `jdag.processes.session.session_info.SessionInfo`.
     """
 
     token: Text

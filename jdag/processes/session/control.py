@@ -1,8 +1,8 @@
 """The control plane: a gRPC server in each worker process, and its client.
 
 Inputs: calls whose metadata hold the caller's protocol version and a proof of a secret.
-    Each has one message, a request of `jdag.rpc.requests` in JSON; the rpc is named
-    after its class.
+    Each has one message, a request of `jdag.processes.session.requests` in JSON; the
+    rpc is named after its class.
 Outputs: answers in JSON, or a refusal. The client raises a one-line `JoinError` for a
     refusal, an unreachable host or an untrusted certificate.
 Invariants: without certificates, the server listens on loopback only; with them, TLS is
@@ -38,7 +38,7 @@ from jdag.processes.net.handshake import PROTOCOL, protocols_differ
 from jdag.processes.net.peer_identity import Names, check_identity, names_of
 from jdag.processes.net.shared_secrets import proof_of
 from jdag.processes.net.tls import Tls
-from jdag.rpc.requests import AttachWorker, Request
+from jdag.processes.session.requests import AttachWorker, Request
 
 BODY_BYTES_MAX = 1 << 22
 ANSWERS_MAX = 16

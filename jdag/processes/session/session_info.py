@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from jdag.processes.net.pulse import Helper
 from jdag.processes.net.streams import Stream
-from jdag.rpc.membership import Membership
-from jdag.rpc.settings import SessionSettings
+from jdag.processes.session.cluster_file import SessionSettings
+from jdag.processes.session.membership import Membership
 from jdag.schedules.actions import Step
 
 

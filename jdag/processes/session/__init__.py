@@ -1,0 +1,1 @@
+"""What a session is: its file, its members, and the control plane."""
