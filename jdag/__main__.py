@@ -1,6 +1,6 @@
 """The process of `jdag` and `python -m jdag`: signals are handled before imports."""
 
-from jdag.runtime import signals
+from jdag.processes.launch import signals
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.api.drivers import worker_options
+from jdag.processes.launch import worker_server
+from jdag.processes.launch.launch import Launch
 from jdag.processes.net.listener import Listener
 from jdag.processes.session.authority import fresh_authority
 from jdag.processes.session.cluster_file import WorkerOptions
-from jdag.rpc import worker_server
-from jdag.rpc.launch import Launch
 from jdag.rpc.node import MakeNode
 from paper.proxy import Gate, Proxy
 

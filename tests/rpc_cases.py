@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jdag.processes.launch.device import settings_of
+from jdag.processes.launch.main_session import Session, SessionPlan
+from jdag.processes.launch.worker_server import WorkerServer
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
 from jdag.processes.session.cluster_file import SessionSettings, WorkerOptions
 from jdag.processes.session.control import ControlClient, ControlServer
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.device import settings_of
-from jdag.rpc.session import Session, SessionPlan
-from jdag.rpc.worker_server import WorkerServer
 
 TOKEN = "the token of the tests"
 ANY = Address("127.0.0.1", 0)

@@ -16,8 +16,8 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.api.drivers import worker_options
+from jdag.processes.launch.launch import Launch
 from jdag.processes.session.cluster_file import WorkerOptions
-from jdag.rpc.launch import Launch
 from tests.certificates import Files
 from tests.rpc_cases import free_address
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.launch.dialling import Lookout
+from jdag.processes.launch.main_session import Session
 from jdag.processes.net.addresses import Address
 from jdag.processes.session.control import ControlServer
 from jdag.processes.session.requests import Detach, Health
-from jdag.rpc.dialling import Lookout
-from jdag.rpc.session import Session
 from paper.proxy import Proxy
 from tests.rpc_cases import ANY, free_address, plan_of, seated
 from tests.stream_cases import soon

@@ -24,8 +24,8 @@ from jdag.errors import (
     ScenarioError,
     WorkerLost,
 )
-from jdag.rpc import launch as launch_module
-from jdag.rpc.session import Session
+from jdag.processes.launch import launch as launch_module
+from jdag.processes.launch.main_session import Session
 from tests.rpc_cases import free_address
 from tests.rpc_workers import Workers, kept
 from tests.test_node import W, X, gradient, hidden, loss, simulated, total

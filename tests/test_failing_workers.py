@@ -20,11 +20,11 @@ from msgspec.structs import replace
 
 import jdag
 from jdag.errors import JoinError, WorkerLost
+from jdag.processes.launch.launch import Launch
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.tls import load
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health
-from jdag.rpc.launch import Launch
 from tests import failing_cases as cases
 from tests.certificates import Issuer
 from tests.rpc_workers import ALLOWED, Workers

@@ -12,11 +12,11 @@ import pytest
 
 from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
+from jdag.processes.launch.launch import is_here
+from jdag.processes.launch.main_session import Session
 from jdag.processes.session.cluster_file import ClusterSettings, load
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health, Info
-from jdag.rpc.launch import is_here
-from jdag.rpc.session import Session
 from tests.command_cases import command
 from tests.rpc_cases import TOKEN, free_address, plain, plan_of
 from tests.stream_cases import soon

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError, ScenarioError
+from jdag.processes.launch import launch as launch_module
+from jdag.processes.launch.launch import Launch
+from jdag.processes.launch.main_session import Session
+from jdag.processes.launch.parent_watch import heard
 from jdag.processes.net import background
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Info
-from jdag.rpc import launch as launch_module
-from jdag.rpc.launch import Launch
-from jdag.rpc.session import Session
-from jdag.rpc.watch import heard
 from tests import failing_cases
 from tests.rpc_cases import TOKEN, lives, options_of, plain, plan_of
 from tests.stream_cases import soon
@@ -217,8 +217,8 @@ def test_logs_that_cannot_be_written_are_named(tmp_path: Path):
 
 IDLE = """
 import json, os, signal, sys, threading
-from jdag.rpc.launch import Launch
-from jdag.rpc.session import Session
+from jdag.processes.launch.launch import Launch
+from jdag.processes.launch.main_session import Session
 from tests.rpc_cases import options_of, plan_of
 
 def main():

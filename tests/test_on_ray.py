@@ -19,9 +19,9 @@ import jdag
 from jdag.errors import JdagError, JoinError, RecoveryError, ScenarioError
 from jdag.lab.campaign import campaign
 from jdag.lab.sweep import sweep
+from jdag.processes.launch import on_ray
+from jdag.processes.launch.on_ray import _end_actor, _Parent, replies
 from jdag.processes.session.authority import fresh_authority
-from jdag.rpc import on_ray
-from jdag.rpc.on_ray import _end_actor, _Parent, replies
 from tests import stream_cases as waiting
 from tests.ray_cases import facts, layer
 from tests.recovery_cases import Patient, train

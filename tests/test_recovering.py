@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
-from jdag.rpc.launch import Launch
+from jdag.processes.launch.launch import Launch
 from tests.recovery_cases import WORKERS, Patient, train
 from tests.rpc_workers import Workers
 

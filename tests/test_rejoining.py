@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.launch import main_session as module
+from jdag.processes.launch.main_session import Session
 from jdag.processes.net.addresses import Address
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import AttachWorker
-from jdag.rpc import session as module
-from jdag.rpc.session import Session
 from tests import stream_cases
 from tests.rpc_cases import PlainNode, Seated, plain, plan_of, seated
 

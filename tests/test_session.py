@@ -13,6 +13,9 @@ import numpy as np
 import pytest
 
 from jdag.errors import JoinError
+from jdag.processes.launch import main_session as module
+from jdag.processes.launch.main_session import Session
+from jdag.processes.launch.worker_server import CallerLease
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import ours
@@ -27,9 +30,6 @@ from jdag.processes.session.requests import (
     Mesh,
     Peer,
 )
-from jdag.rpc import session as module
-from jdag.rpc.session import Session
-from jdag.rpc.worker_server import CallerLease
 from tests.certificates import Issuer
 from tests.rpc_cases import (
     Seated,

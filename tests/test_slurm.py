@@ -9,9 +9,9 @@ import pytest
 from cryptography import x509
 
 from jdag.errors import ScenarioError
+from jdag.processes.launch.main_session import Session
+from jdag.processes.launch.slurm import hosts_of, write_cluster_file
 from jdag.processes.session.cluster_file import load
-from jdag.rpc.session import Session
-from jdag.rpc.slurm import hosts_of, write_cluster_file
 from tests.certificates import Issuer
 from tests.command_cases import command as jdag
 from tests.rpc_cases import TOKEN, plain, plan_of

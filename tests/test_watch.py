@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jdag.rpc.launch import Launch
+from jdag.processes.launch.launch import Launch
 from tests.rpc_cases import lives, options_of
 from tests.stream_cases import soon
 
@@ -26,7 +26,7 @@ time.sleep(3600)
 """
 CALLER = """
 import os, sys
-from jdag.rpc.launch import Launch
+from jdag.processes.launch.launch import Launch
 from tests.rpc_cases import lives, options_of
 Launch(options_of("a"), env={"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.path])})
 """

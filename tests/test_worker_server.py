@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError
+from jdag.processes.launch import worker_server as module
 from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.listener import dial
@@ -25,7 +26,6 @@ from jdag.processes.session.requests import (
     Peer,
     Whereabouts,
 )
-from jdag.rpc import worker_server as module
 from tests.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.stream_cases import receive
 

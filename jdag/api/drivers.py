@@ -28,6 +28,9 @@ from jdag.processes.functions.script import (
     program_name,
     refuse_import,
 )
+from jdag.processes.launch.device import refuse_unusable, settings_of, share_gpu
+from jdag.processes.launch.launch import LOGS, Launch, is_here
+from jdag.processes.launch.main_session import Session, SessionPlan
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.shared_secrets import fresh_secret
 from jdag.processes.net.tls import Tls
@@ -44,10 +47,7 @@ from jdag.processes.session.cluster_file import (
     load,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.device import refuse_unusable, settings_of, share_gpu
-from jdag.rpc.launch import LOGS, Launch, is_here
 from jdag.rpc.node import MakeNode, Node
-from jdag.rpc.session import Session, SessionPlan
 from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
 from jdag.settings.validation import (
     COUNT,
@@ -283,7 +283,7 @@ def _started(
             raise ScenarioError(said)
         here = [replace(one, once=True) for one in options]
         return Launch(here, **settings), None
-    from jdag.rpc.on_ray import RayLaunch  # noqa: PLC0415 - it imports Ray.
+    from jdag.processes.launch.on_ray import RayLaunch  # noqa: PLC0415 - it imports Ray.
 
     # The cores are of another host.
     there = [replace(one, cores=()) for one in options]

@@ -44,6 +44,7 @@ from jdag.cli.cli_errors import (
 from jdag.cli.printing import Functions, print_functions, print_graph
 from jdag.cli.run_folder import replacing
 from jdag.errors import ScenarioError, reason, spelled, unusable
+from jdag.processes.launch import signals
 from jdag.report import (
     FORMATS,
     PAGE,
@@ -55,7 +56,6 @@ from jdag.report import (
 from jdag.report.formatting import formatted
 from jdag.report.page import WORKER, tables_of
 from jdag.report.result import RESULT, TRACE, read_result
-from jdag.runtime import signals
 from jdag.runtime.trace import read_trace
 from jdag.runtime.versions import version_of
 from jdag.scenario import Scenario, load

@@ -2,7 +2,8 @@
 
 Both read a cluster's file (`jdag.processes.session.cluster_file`), and make the secret
 beside it that is needed where nothing else keeps strangers out; `jdag.connect` joins
-what they start. Under Slurm, `jdag up --slurm` makes the file too (`jdag.rpc.slurm`).
+what they start. Under Slurm, `jdag up --slurm` makes the file too
+(`jdag.processes.launch.slurm`).
 """
 
 import os
@@ -17,6 +18,9 @@ from rich.text import Text
 
 from jdag.cli.cli_errors import Exit, errors_in_one_line
 from jdag.errors import ScenarioError, unusable
+from jdag.processes.launch.launch import Launch, is_here
+from jdag.processes.launch.slurm import write_cluster_file
+from jdag.processes.launch.worker import become
 from jdag.processes.session.cluster_file import (
     DEVICES,
     ClusterSettings,
@@ -24,9 +28,6 @@ from jdag.processes.session.cluster_file import (
     is_device,
     load,
 )
-from jdag.rpc.launch import Launch, is_here
-from jdag.rpc.slurm import write_cluster_file
-from jdag.rpc.worker import become
 
 # The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"

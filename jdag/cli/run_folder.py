@@ -18,7 +18,7 @@ import msgspec
 
 from jdag.api.checkpoint_file import is_mine
 from jdag.errors import reason
-from jdag.runtime import signals
+from jdag.processes.launch import signals
 
 _ABANDONED_MAX = 10  # Attempts: files may appear while others are removed.
 _OWN, _LOCK, _NEW, _COMMIT = ".jdag", "lock", "new", "commit.json"

@@ -2,7 +2,7 @@
 
 Options come as one line of JSON over a socket that is inherited (secrets are in no
 argument and no environment); over the same socket it says that it is ready, or why not.
-Signals and the end of its parent are for `jdag.rpc.watch`.
+Signals and the end of its parent are for `jdag.processes.launch.parent_watch`.
 """
 
 import gc
@@ -17,17 +17,17 @@ from typing import NoReturn
 from jdag.errors import JdagError, JoinError
 from jdag.processes.functions.allowed import missing
 from jdag.processes.functions.script import expect
+from jdag.processes.launch.device import configure, use_device
+from jdag.processes.launch.parent_watch import Watch, leave
+from jdag.processes.launch.worker_server import WorkerServer
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.pulse import helper_at
 from jdag.processes.net.tls import load as load_tls
 from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.processes.session.control import ControlServer
-from jdag.rpc.device import configure, use_device
-from jdag.rpc.watch import Watch, leave
-from jdag.rpc.worker_server import WorkerServer
 
-# Options of Python; the arguments of `jdag.rpc.watch` follow them.
+# Options of Python; the arguments of `jdag.processes.launch.parent_watch` follow them.
 COMMAND = ("-u", "-P", "-m", "jdag.rpc")
 STOP = b"stop\n"
 # The computing thread waits for its result; XLA's own thread would be woken first.
@@ -43,7 +43,7 @@ def become(options: WorkerOptions) -> NoReturn:
     ours.close()
     theirs.set_inheritable(True)
     arguments = [str(theirs.detach()), options.worker, "0", ""]
-    # Until `jdag.rpc.watch` handles them.
+    # Until `jdag.processes.launch.parent_watch` handles them.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     os.execve(sys.executable, [sys.executable, *COMMAND, *arguments], environment())
 

@@ -23,6 +23,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from jdag.errors import JdagError, JoinError
+from jdag.processes.launch.dialling import Routes
 from jdag.processes.net.addresses import Address, host_towards
 from jdag.processes.net.handshake import other_cpu, refuse_mismatch
 from jdag.processes.net.pulse import helper_at
@@ -44,7 +45,6 @@ from jdag.processes.session.requests import (
     WorkerAttached,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.dialling import Routes
 from jdag.rpc.node import MakeNode
 from jdag.schedules import to_csv
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from jdag.engine.protocol import Worker, incarnated, incarnation_of, named
 from jdag.errors import JoinError
+from jdag.processes.launch.dialling import Lookout, Routes
 from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import Handshake, refuse_mismatch
 from jdag.processes.net.listener import Listener
@@ -47,7 +48,6 @@ from jdag.processes.session.requests import (
     Whereabouts,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.dialling import Lookout, Routes
 from jdag.rpc.node import MakeNode
 
 ENDING_S = 5.0

@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from jdag.errors import JoinError, ScenarioError, reason, unusable
+from jdag.processes.launch.worker import COMMAND, STOP, environment
 from jdag.processes.net.addresses import Address, bound
 from jdag.processes.net.background import loop, wait_for
 from jdag.processes.session.cluster_file import READY_S, WorkerOptions
-from jdag.rpc.worker import COMMAND, STOP, environment
 
 LOGS = "the path of a folder that can be written"
 STOP_S = 5.0

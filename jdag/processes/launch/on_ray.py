@@ -19,12 +19,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError, ScenarioError, unusable
+from jdag.processes.launch.launch import STOP_S, Launch
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.tls import Tls
 from jdag.processes.net.tls import load as load_tls
 from jdag.processes.session.authority import IS_USABLE, Authority, fresh_authority
 from jdag.processes.session.cluster_file import READY_S, WorkerOptions
-from jdag.rpc.launch import STOP_S, Launch
 from jdag.settings.validation import is_number
 
 try:

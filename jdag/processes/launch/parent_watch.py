@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from jdag.runtime import signals
+from jdag.processes.launch import signals
 
 PARTING_S = 5.0
 _PR_SET_PDEATHSIG = 1
