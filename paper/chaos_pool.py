@@ -19,9 +19,9 @@ from jdag.api.drivers import worker_options
 from jdag.processes.launch import worker_server
 from jdag.processes.launch.launch import Launch
 from jdag.processes.net.listener import Listener
+from jdag.processes.node import MakeNode
 from jdag.processes.session.authority import fresh_authority
 from jdag.processes.session.cluster_file import WorkerOptions
-from jdag.rpc.node import MakeNode
 from paper.proxy import Gate, Proxy
 
 MODES = ("unix", "tcp", "tls")

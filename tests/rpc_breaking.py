@@ -15,7 +15,7 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.errors import JoinError
 from jdag.processes.net.streams import SocketStream
-from jdag.rpc.node import Node, Over
+from jdag.processes.node import Node, Over
 from jdag.wire.frames import FRAME_BYTES, unpack_header
 from tests.rpc_nodes import joined_by, made, whereabouts
 

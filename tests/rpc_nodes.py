@@ -12,11 +12,11 @@ from jdag.api.cluster_state import ClusterState
 from jdag.api.programs import run_program
 from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.net.streams import SocketStream
+from jdag.processes.node import Node
 from jdag.processes.session.cluster_file import SessionSettings
 from jdag.processes.session.membership import Membership
 from jdag.processes.session.requests import Whereabouts
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.node import Node
 
 
 def place_of(

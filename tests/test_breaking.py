@@ -11,8 +11,8 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, WorkerLost
+from jdag.processes import peers
 from jdag.processes.net.streams import SocketStream
-from jdag.rpc import peers
 from tests import plan_cases
 from tests.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
 from tests.tiers import sized

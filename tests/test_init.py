@@ -25,7 +25,7 @@ def test_a_worker_loads_nothing_that_it_does_not_need() -> None:
     command = [sys.executable, "-c", WORKER]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = run.stdout.split()
-    assert "jdag.rpc.node" in loaded
+    assert "jdag.processes.node" in loaded
     assert [name for name in LATER if name in loaded] == []
 
 

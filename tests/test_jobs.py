@@ -27,8 +27,8 @@ from jdag.engine.protocol import (
     Sum,
     Tag,
 )
+from jdag.processes.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
 from jdag.processes.net.loop import Loop, clock_ns
-from jdag.rpc.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
 from jdag.schedules import Action
 
 CONTEXT = ContextId(0, 1, 0)
@@ -117,7 +117,9 @@ def test_what_is_done_is_held_and_told_once(bench: Bench) -> None:
 def test_what_was_short_several_times_is_done_by_who_drives(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)  # However busy this is.
+    monkeypatch.setattr(
+        "jdag.processes.jobs.SHORT_NS", 1 << 60
+    )  # However busy this is.
     for number in range(1, 12):
         bench.forward(number, scaled, np.ones(3))
         due = bool(bench.jobs.due)
@@ -128,7 +130,7 @@ def test_what_was_short_several_times_is_done_by_who_drives(
 def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)
+    monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)
     with closing(Bench([Action("F", 0, m) for m in (2, 0, 1)])) as bench:
         for number in (1, 2):  # From now on they are known to be short.
             bench.forward(number, scaled, np.ones(3))

@@ -17,9 +17,9 @@ import jdag
 from jdag.api import program_frame
 from jdag.api.cluster import Cluster
 from jdag.errors import JdagError, RemoteError, WorkerLost
+from jdag.processes import node
 from jdag.processes.functions import encoder as function_encoder
-from jdag.rpc import node
-from jdag.rpc.node import ROUNDS_MAX
+from jdag.processes.node import ROUNDS_MAX
 from jdag.wire.trees import DEPTH_MAX
 from tests.rpc_nodes import cluster, connect, made, whereabouts
 
@@ -278,7 +278,7 @@ def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
 
 def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16 << 20
-    monkeypatch.setattr("jdag.rpc.peers.BULK_BYTES_MAX", most)
+    monkeypatch.setattr("jdag.processes.peers.BULK_BYTES_MAX", most)
     with cluster(("a", "b")) as c:
         for number in range(12):
             c.put("b", np.full(1 << 20, float(number)))
@@ -291,7 +291,9 @@ def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_acknowledgement_leaves_with_what_the_jobs_that_are_due_make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("jdag.rpc.jobs.SHORT_NS", 1 << 60)  # However busy this is.
+    monkeypatch.setattr(
+        "jdag.processes.jobs.SHORT_NS", 1 << 60
+    )  # However busy this is.
     did: list[str] = []
     with cluster(("a", "b")) as c, c.context() as ctx:
         for _ in range(4):  # Compiled, and then known to be short.

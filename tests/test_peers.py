@@ -5,8 +5,8 @@ import pytest
 
 from jdag.errors import JoinError, WorkerLost
 from jdag.processes.net.loop import clock_ns
-from jdag.rpc.node import Node
-from jdag.rpc.peers import LEFT
+from jdag.processes.node import Node
+from jdag.processes.peers import LEFT
 from tests.rpc_breaking import Breaking, breaking
 from tests.rpc_nodes import cluster
 from tests.stream_cases import soon

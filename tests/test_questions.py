@@ -15,7 +15,7 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
         quiet = questions.quiet_now
         questions.quiet_now = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
-            patched.setattr("jdag.rpc.questions.SETTLE_S", 0.2)
+            patched.setattr("jdag.processes.node_queries.SETTLE_S", 0.2)
             with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
                 c.driver.settle()
         del questions.quiet_now

@@ -106,7 +106,7 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
         "options = dict(worker='b', node='', control='')\n"
         "worker.become(worker.WorkerOptions(**options))\n"
     )
-    entry = "jdag/rpc/__main__.py" if when == "in its imports" else "none"
+    entry = "jdag/processes/__main__.py" if when == "in its imports" else "none"
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     variables = {"NUMBER": number, "ENTRY": entry, "PYTHONPATH": path}
     code, out, err = ended("-c", become, cwd=tmp_path, **variables)

@@ -15,7 +15,7 @@ import pytest
 import jdag
 from jdag import schedules
 from jdag.errors import JdagError, PassTimeout
-from jdag.rpc.stuck import Waits
+from jdag.processes.stuck import Waits
 from tests.pipeline_cases import layer, square
 from tests.stream_cases import soon
 from tests.test_scheduled_plans import await_file, awaits

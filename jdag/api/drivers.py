@@ -35,6 +35,7 @@ from jdag.processes.net.handshake import ours
 from jdag.processes.net.shared_secrets import fresh_secret
 from jdag.processes.net.tls import Tls
 from jdag.processes.net.tls import load as load_tls
+from jdag.processes.node import MakeNode, Node
 from jdag.processes.session.cluster_file import (
     ALLOW,
     DEVICE,
@@ -47,7 +48,6 @@ from jdag.processes.session.cluster_file import (
     load,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.node import MakeNode, Node
 from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
 from jdag.settings.validation import (
     COUNT,

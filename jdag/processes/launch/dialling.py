@@ -11,10 +11,10 @@ from jdag.processes.net.greeting import Pair
 from jdag.processes.net.listener import dial
 from jdag.processes.net.streams import Stream
 from jdag.processes.net.tls import Tls
+from jdag.processes.node import Node
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.membership import Membership
 from jdag.processes.session.requests import Health
-from jdag.rpc.node import Node
 
 _log = logging.getLogger(__name__)
 

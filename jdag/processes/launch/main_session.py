@@ -29,6 +29,7 @@ from jdag.processes.net.handshake import other_cpu, refuse_mismatch
 from jdag.processes.net.pulse import helper_at
 from jdag.processes.net.shared_secrets import fresh_secret, secret_between
 from jdag.processes.net.tls import Tls
+from jdag.processes.node import MakeNode
 from jdag.processes.session.cluster_file import SessionSettings
 from jdag.processes.session.control import ControlClient, ControlServer
 from jdag.processes.session.membership import Membership
@@ -45,7 +46,6 @@ from jdag.processes.session.requests import (
     WorkerAttached,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.node import MakeNode
 from jdag.schedules import to_csv
 
 POLL_S = 1.0

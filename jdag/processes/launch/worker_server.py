@@ -28,6 +28,7 @@ from jdag.processes.net.pulse import Helper
 from jdag.processes.net.shared_secrets import proof_of
 from jdag.processes.net.streams import Stream
 from jdag.processes.net.tls import Tls
+from jdag.processes.node import MakeNode
 from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.processes.session.control import Answers
 from jdag.processes.session.membership import (
@@ -48,7 +49,6 @@ from jdag.processes.session.requests import (
     Whereabouts,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.node import MakeNode
 
 ENDING_S = 5.0
 _SHOWN_MAX = 300

@@ -3,9 +3,9 @@
 There is one loop (`jdag.processes.net.loop`). What a connection receives comes out of
 it as events (`jdag.processes.net.connection`), which are handled here one by one: a
 message is handed to the engine, and the effects are carried out. Messages go to peers,
-jobs are computed (`jdag.rpc.jobs`), each program runs on a thread. All of it happens
-with the loop lock held, on the thread that has it: that of a program that tells or
-waits, or the background thread.
+jobs are computed (`jdag.processes.jobs`), each program runs on a thread. All of it
+happens with the loop lock held, on the thread that has it: that of a program that tells
+or waits, or the background thread.
 
 Invariants: an engine's effects are carried out in their order and before the next
 event; after `close` nothing is told, sent or computed, and programs that wait are
@@ -47,17 +47,17 @@ from jdag.errors import JdagError, other_thread
 from jdag.processes.functions.code_fingerprint import coded_name
 from jdag.processes.functions.decoder import BOUND, FunctionDecoder
 from jdag.processes.functions.encoder import NAMING, check_size
+from jdag.processes.jobs import Jobs
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.processes.net.receiving import Event as PeerEvent
+from jdag.processes.node_queries import Questions
+from jdag.processes.node_trace import Collector, journal_of, recording_of
+from jdag.processes.peers import LEFT, PeerTable, broke
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.jobs import Jobs
-from jdag.rpc.node_trace import Collector, journal_of, recording_of
-from jdag.rpc.peers import LEFT, PeerTable, broke
-from jdag.rpc.questions import Questions
-from jdag.rpc.stuck import Waits
+from jdag.processes.stuck import Waits
 from jdag.runtime.failures import failure_of
 from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.trace import Trace

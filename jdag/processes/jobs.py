@@ -39,7 +39,7 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.processes.net.loop import Loop, clock_ns
-from jdag.rpc.node_trace import Asked, Recording
+from jdag.processes.node_trace import Asked, Recording
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs

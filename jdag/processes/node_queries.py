@@ -10,10 +10,10 @@ from typing import Any
 from jdag.engine.drawing import Drawing
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
+from jdag.processes.jobs import Jobs
 from jdag.processes.net.loop import clock_ns
-from jdag.rpc.jobs import Jobs
-from jdag.rpc.node_trace import Recording
-from jdag.rpc.peers import PeerTable
+from jdag.processes.node_trace import Recording
+from jdag.processes.peers import PeerTable
 from jdag.runtime.host import Host
 from jdag.runtime.stats import info, total
 from jdag.wire.encoding import encoded

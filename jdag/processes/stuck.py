@@ -16,8 +16,8 @@ from typing import Any
 
 from jdag.errors import JdagError
 from jdag.processes.net.loop import clock_ns
-from jdag.rpc.peers import Asked
-from jdag.rpc.questions import Questions
+from jdag.processes.node_queries import Questions
+from jdag.processes.peers import Asked
 from jdag.runtime.waiters import Waiters, stuck
 
 LOOK_NS = 150_000_000

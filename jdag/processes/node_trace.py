@@ -16,8 +16,8 @@ from typing import Any
 from jdag.engine.protocol import Job, Key, Message, incarnated
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.loop import clock_ns
+from jdag.processes.peers import PeerTable
 from jdag.processes.session.session_info import SessionInfo
-from jdag.rpc.peers import PeerTable
 from jdag.runtime.journal import SUFFIX, Journal, head_of
 from jdag.runtime.merging import Part, Sample, merged, sampled
 from jdag.runtime.recorder import NO_CAUSE, Recorder, said

@@ -1,1 +1,0 @@
-"""The real driver: workers that are processes, on one host or on many."""
