@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 import jdag
-from jdag.parallel.routes import HOW, How
+from jdag.collectives.routes import HOW, How
 from paper.figures import RESULTS, machine
 
 COUNTS = (2, 4, 8, 16, 32, 64)

@@ -27,8 +27,8 @@ from jdag.api.compiling import compile
 from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.api.refs import fetch
+from jdag.collectives.routes import How
 from jdag.errors import ScenarioError
-from jdag.parallel.routes import How
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

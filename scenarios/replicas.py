@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jdag.api.cluster import Cluster
+from jdag.collectives.routes import HOW, How
 from jdag.errors import ScenarioError
-from jdag.parallel.routes import HOW, How
 from jdag.scenario.case import Case, Figures, Run, digest_of
 
 FIGURES: Mapping[str, str] = {

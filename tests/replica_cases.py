@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdag.parallel.routes import routes_from, routes_up
+from jdag.collectives.routes import routes_from, routes_up
 
 WORKERS = ("m", "a", "b", "c", "d")
 REPLICAS = WORKERS[1:]

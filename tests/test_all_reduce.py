@@ -11,8 +11,8 @@ import pytest
 import jdag
 from jdag.api.optimizer import Optimizer
 from jdag.api.refs import fetch
+from jdag.collectives.routes import HOW
 from jdag.errors import JdagError
-from jdag.parallel.routes import HOW
 from tests.face_cases import ONES
 from tests.replica_cases import (
     NAMES,

@@ -16,11 +16,11 @@ import pytest
 from jdag.api import optimizer as optim
 from jdag.api.cluster import run_here
 from jdag.api.leafwise import Leafwise
+from jdag.collectives.parts import added, copies, divided, joined
 from jdag.compute.duals import seeded
 from jdag.compute.refs import Reply
 from jdag.engine.functions import name_of, transferred
 from jdag.errors import JdagError
-from jdag.parallel.parts import added, copies, divided, joined
 from jdag.processes.functions.allowed import Allowed, missing, public
 from tests import names_cases
 

@@ -16,8 +16,8 @@ import pytest
 
 import jdag
 from jdag import sim
+from jdag.collectives.routes import HOW
 from jdag.errors import JdagError, RemoteError
-from jdag.parallel.routes import HOW
 from tests.face_cases import nothing_is_left
 from tests.replica_cases import NAMES, SHAPES, expected, factors, one_part, weighed
 from tests.tiers import FIRST

@@ -16,8 +16,8 @@ from hybrid import (
     hybrid,
     loss,
 )
+from jdag.collectives.routes import HOW
 from jdag.errors import ScenarioError
-from jdag.parallel.routes import HOW
 from tests.scenario_cases import JITTER, Stage
 
 WORKERS = ("main", "ps", "trainer0", "trainer1", "trainer2", "trainer3")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.parallel.routes import HOW
+from jdag.collectives.routes import HOW
 from paper import replicas
 from paper.figures import RESULTS
 from tests import rpc_nodes

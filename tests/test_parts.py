@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.parallel.parts import added, copies, divided, joined
+from jdag.collectives.parts import added, copies, divided, joined
 
 
 def test_copies_add_their_cotangents_from_the_first_to_the_last():

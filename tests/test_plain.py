@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
+from jdag.collectives import oracle_replicas as plain
+from jdag.collectives.routes import HOW
 from jdag.errors import JdagError
-from jdag.parallel import plain
-from jdag.parallel.routes import HOW
 from tests.replica_cases import REPLICAS, total, weighed
 
 

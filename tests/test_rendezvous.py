@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jdag.api.rendezvous import Call, Rendezvous
+from jdag.collectives.collective_matcher import Call, Rendezvous
 
 ALL = ("a", "b", "c")
 

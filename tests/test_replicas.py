@@ -10,8 +10,8 @@ import pytest
 import jdag
 import replicas as program
 from jdag import sim
+from jdag.collectives.routes import HOW
 from jdag.errors import ContextError, JdagError, ScenarioError, WorkerLost
-from jdag.parallel.routes import HOW
 from jdag.scenario import load
 from tests import rpc_nodes
 from tests.replica_cases import (
@@ -221,7 +221,7 @@ def test_reduce_add_is_one_node_of_the_owner_for_all_leaves():
             replicas = ctx.replicate(REPLICAS, params)
             graph = ctx.graph()
             functions = [node.function for node in graph["m"].nodes]
-            assert functions == ["jdag.parallel.parts:copies"]
+            assert functions == ["jdag.collectives.parts:copies"]
             assert [end.peer for end in graph["m"].sends] == list(REPLICAS)
             for worker in REPLICAS:
                 assert len(graph[worker].recvs) == 1

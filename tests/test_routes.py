@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from jdag.errors import JdagError
-from jdag.parallel.routes import (
+from jdag.collectives.routes import (
     HOW,
     check_how,
     routes_among,
     routes_from,
     routes_up,
 )
+from jdag.errors import JdagError
 
 COUNTS = (1, 2, 3, 4, 7, 64)
 

@@ -16,8 +16,10 @@ import jax.numpy as jnp
 
 from jdag.api.context import Context
 from jdag.api.refs import Hold, fetch
-from jdag.api.rendezvous import Call, Rendezvous, failure
 from jdag.api.tasks import Task
+from jdag.collectives import replicas
+from jdag.collectives.collective_matcher import Call, Rendezvous, failure
+from jdag.collectives.routes import How
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import RefData, is_ref
 from jdag.engine.functions import call_site
@@ -29,8 +31,6 @@ from jdag.errors import (
     named_text,
     text_of,
 )
-from jdag.parallel import replicas
-from jdag.parallel.routes import How
 
 Among = Sequence[str] | None
 
@@ -54,7 +54,7 @@ class Collectives:
             tree: a pytree of arrays, numbers and refs; equal in structure and shapes.
             among: the workers of the members, in the order of the sum; by default all
                 of this `cluster.run`.
-            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+            how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
 
         Returns:
             The pytree with arrays: the bits of `ctx.all_reduce`.

@@ -2,14 +2,14 @@
 
 Each is differentiable: the vjp of a gather is a sum of shares and the other way round,
 that of an all-to-all is one. Routes, and so the order of a sum, are those of
-`jdag.parallel.routes`.
+`jdag.collectives.routes`.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdag.api.cluster_state import ClusterState
-from jdag.parallel.routes import How
+from jdag.collectives.routes import How
 
 
 class Exchanges:
@@ -24,7 +24,7 @@ class Exchanges:
         Args:
             workers: workers, or devices of them.
             refs: a pytree of refs; what is untracked is copied as well.
-            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+            how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
 
         Returns:
             A tuple of such pytrees of refs, one for each worker, in order.
@@ -39,7 +39,7 @@ class Exchanges:
 
         Args:
             refs_by_worker: for each worker, or device of one, its pytree of refs.
-            how: "owner", "tree" or "ring"; see `jdag.parallel.routes`.
+            how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
 
         Returns:
             For each worker the sum, the same to the last bit; tracked.

@@ -22,6 +22,7 @@ from jdag.api.cotangent_hooks import CotangentHooks
 from jdag.api.program_frame import FramePhase
 from jdag.api.refs import Ref, fetch
 from jdag.api.tasks import Task
+from jdag.collectives import oracle_replicas as plain
 from jdag.compute.avals import aval_of, frozen
 from jdag.compute.devices import parsed
 from jdag.compute.pytrees import (
@@ -37,7 +38,6 @@ from jdag.compute.tracing import settled, strong
 from jdag.engine.functions import call_site, is_unjitted, name_of
 from jdag.engine.protocol import Hook, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays
-from jdag.parallel import plain
 from jdag.runtime.failures import remote_error
 
 HERE = "home"

@@ -22,6 +22,7 @@ from jdag.api.hosted import Hosted, is_live
 from jdag.api.refs import Hold, Ref
 from jdag.api.tags import tag_of
 from jdag.api.tasks import Task, collected
+from jdag.collectives import replicas
 from jdag.compute.avals import aval_of, frozen, is_deleted
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import (
@@ -56,7 +57,6 @@ from jdag.engine.protocol import (
     named,
 )
 from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
-from jdag.parallel import replicas
 from jdag.runtime.failures import exception_of, traced
 from jdag.runtime.host import Port
 from jdag.schedules import Action

@@ -7,8 +7,8 @@ import jax
 import pytest
 
 import jdag
+from jdag.collectives.routes import route_of
 from jdag.errors import CollectiveError, RemoteError, WorkerLost
-from jdag.parallel.routes import route_of
 from tests.collective_programs import (
     HOW,
     adds_of_length,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.parallel.routes import route_of
+from jdag.collectives.routes import route_of
 from tests.conformance.drivers import Driver
 from tests.replica_cases import (
     NAMES,

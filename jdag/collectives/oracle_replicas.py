@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 
-from jdag.compute.pytrees import unflatten
-from jdag.parallel import replicas
-from jdag.parallel.replicas import (
+from jdag.collectives import replicas
+from jdag.collectives.replicas import (
     Check,
     checked,
     checked_trees,
@@ -15,7 +14,8 @@ from jdag.parallel.replicas import (
     refs_of,
     shares_of,
 )
-from jdag.parallel.routes import How
+from jdag.collectives.routes import How
+from jdag.compute.pytrees import unflatten
 
 
 def replicate(

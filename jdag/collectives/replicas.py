@@ -1,9 +1,9 @@
 """Replicas over workers: broadcast of refs, and sums over workers.
 
-Values travel along routes (`jdag.parallel.routes`) by `ctx.call` and `ctx.move` only.
-Where a route branches, the graph has a call of `copies`, whose vjp adds the cotangents
-of all copies in order. So the bits of a gradient depend on the route, never on order of
-arrival. Arrays with the same route share one call and one transfer.
+Values travel along routes (`jdag.collectives.routes`) by `ctx.call` and `ctx.move`
+only. Where a route branches, the graph has a call of `copies`, whose vjp adds the
+cotangents of all copies in order. So the bits of a gradient depend on the route, never
+on order of arrival. Arrays with the same route share one call and one transfer.
 """
 
 import warnings
@@ -12,12 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdag.compute.pytrees import flatten_refs, paths, static, unflatten
-from jdag.compute.refs import is_ref
-from jdag.engine.functions import call_site
-from jdag.errors import JdagError, kind_of
-from jdag.parallel.parts import added, copies, divided, joined
-from jdag.parallel.routes import (
+from jdag.collectives.parts import added, copies, divided, joined
+from jdag.collectives.routes import (
     How,
     Route,
     check_how,
@@ -26,6 +22,10 @@ from jdag.parallel.routes import (
     routes_from,
     routes_up,
 )
+from jdag.compute.pytrees import flatten_refs, paths, static, unflatten
+from jdag.compute.refs import is_ref
+from jdag.engine.functions import call_site
+from jdag.errors import JdagError, kind_of
 
 Ref = Any  # A `jdag.Ref`.
 

@@ -1,0 +1,1 @@
+"""Routes, copies and sums over workers."""
