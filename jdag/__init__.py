@@ -29,18 +29,18 @@ if TYPE_CHECKING:
     from jdag import errors, parallel, schedules, sim, testing
     from jdag.api.cluster import Cluster
     from jdag.api.compiling import CompiledStep, compile
-    from jdag.api.context import Context
     from jdag.api.drivers import connect, launch, simulate
     from jdag.api.hessian import hvp
-    from jdag.api.hosted import Hosted
     from jdag.api.optimizer import Optimizer
     from jdag.api.oracle import oracle
     from jdag.api.pipeline import Pipeline, pipeline
-    from jdag.api.refs import Ref, fetch, stop_gradient
-    from jdag.api.tasks import Task, wait
     from jdag.api.transform import value_and_grad
     from jdag.compute.configuration import sum_in_float32
     from jdag.compute.pytrees import static
+    from jdag.context.context import Context
+    from jdag.context.hosted import Hosted
+    from jdag.context.refs import Ref, fetch, stop_gradient
+    from jdag.context.tasks import Task, wait
     from jdag.engine.functions import program, unjitted
     from jdag.errors import JdagError
     from jdag.lab import strategies
@@ -95,19 +95,19 @@ __all__ = [
 _LATER = {
     "Cluster": "jdag.api.cluster",
     "CompiledStep": "jdag.api.compiling",
-    "Context": "jdag.api.context",
-    "Hosted": "jdag.api.hosted",
+    "Context": "jdag.context.context",
+    "Hosted": "jdag.context.hosted",
     "JdagError": "jdag.errors",
     "Optimizer": "jdag.api.optimizer",
     "Pipeline": "jdag.api.pipeline",
-    "Ref": "jdag.api.refs",
-    "Task": "jdag.api.tasks",
+    "Ref": "jdag.context.refs",
+    "Task": "jdag.context.tasks",
     "calibrate": "jdag.lab.calibration",
     "compile": "jdag.api.compiling",
     "connect": "jdag.api.drivers",
     "errors": "",
     "explore": "jdag.lab.exploration",
-    "fetch": "jdag.api.refs",
+    "fetch": "jdag.context.refs",
     "hvp": "jdag.api.hessian",
     "launch": "jdag.api.drivers",
     "oracle": "jdag.api.oracle",
@@ -121,14 +121,14 @@ _LATER = {
     "sim": "",
     "simulate": "jdag.api.drivers",
     "static": "jdag.compute.pytrees",
-    "stop_gradient": "jdag.api.refs",
+    "stop_gradient": "jdag.context.refs",
     "strategies": "jdag.lab",
     "sum_in_float32": "jdag.compute.configuration",
     "sweep": "jdag.lab.sweep",
     "testing": "",
     "unjitted": "jdag.engine.functions",
     "value_and_grad": "jdag.api.transform",
-    "wait": "jdag.api.tasks",
+    "wait": "jdag.context.tasks",
 }
 
 

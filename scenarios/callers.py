@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array
 
 from jdag.api.cluster import Cluster
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
     LEFT_OVER,

@@ -21,7 +21,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.compiling import CompiledStep, compile
 from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
     Figures,

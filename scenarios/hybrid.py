@@ -26,8 +26,8 @@ from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
 from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
-from jdag.api.refs import fetch
 from jdag.collectives.routes import How
+from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
     LEFT_OVER,

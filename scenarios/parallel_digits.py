@@ -22,8 +22,8 @@ from digits import Images, load, logits, made_last
 from jdag.api.cluster import Cluster
 from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
-from jdag.api.refs import fetch
 from jdag.compute.pytrees import static
+from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.parallel import data_parallel
 from jdag.scenario.case import (

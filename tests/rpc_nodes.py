@@ -8,8 +8,8 @@ from itertools import combinations
 from typing import Any
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import ClusterState
-from jdag.api.programs import run_program
+from jdag.context.cluster_state import ClusterState
+from jdag.context.program_runner import run_program
 from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.net.streams import SocketStream
 from jdag.processes.node import Node

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import ClusterState
-from jdag.api.programs import run_program
+from jdag.context.cluster_state import ClusterState
+from jdag.context.program_runner import run_program
 from jdag.engine.credit import WHOLE
 from jdag.engine.protocol import (
     Answer,

@@ -10,8 +10,8 @@ import pytest
 
 import jdag
 from jdag.api.optimizer import Optimizer
-from jdag.api.refs import fetch
 from jdag.collectives.routes import HOW
+from jdag.context.refs import fetch
 from jdag.errors import JdagError
 from tests.face_cases import ONES
 from tests.replica_cases import (

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.leaves import Change
-from jdag.api.refs import fetch
+from jdag.context.leaves import Change
+from jdag.context.refs import fetch
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.sim import Crash, LinkModel
 from tests.face_cases import ONES, raises_at_run_time

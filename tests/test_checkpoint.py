@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.engine.arrays import DTYPES
 from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
 from jdag.sim import Crash, LinkModel

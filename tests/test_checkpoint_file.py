@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdag.api import checkpoint_file
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import JdagError
 from tests.face_cases import ONES
 from tests.test_checkpoint import bits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.engine.functions import program
 from jdag.errors import (
     ContextError,

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.api.cluster_state import ClusterState
 from jdag.compute.avals import Aval
+from jdag.context.cluster_state import ClusterState
 from jdag.engine.protocol import LeafId
 from jdag.errors import ContextError, JdagError
 from jdag.settings.session_settings import RunSettings

@@ -9,7 +9,7 @@ import pytest
 from msgspec import structs
 
 from jdag.api.cluster import Cluster
-from jdag.api.graph import Graph
+from jdag.context.graph import Graph
 from jdag.errors import ScenarioError
 from jdag.report import read_drawings, render
 from jdag.scenario import configured, load

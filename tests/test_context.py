@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.api.refs import stop_gradient
+from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program
 from jdag.errors import (
     GraphError,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jdag.api.oracle import oracle, pullback
-from jdag.api.refs import stop_gradient
 from jdag.api.transform import value_and_grad
+from jdag.context.refs import stop_gradient
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError
 from tests.face_cases import total
 

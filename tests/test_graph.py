@@ -11,7 +11,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 import jdag
-from jdag.api.graph import WORKERS_MAX, Graph, graph_of, labelled
+from jdag.context.graph import WORKERS_MAX, Graph, graph_of, labelled
 from jdag.errors import UnusedSendError
 from shapes import add_all, pipeline, product, scale, total
 

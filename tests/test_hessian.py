@@ -11,7 +11,7 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.hessian import hvp
 from jdag.api.oracle import oracle
-from jdag.api.refs import fetch, stop_gradient
+from jdag.context.refs import fetch, stop_gradient
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
 from tests.face_cases import nothing_is_left

@@ -11,10 +11,10 @@ import pytest
 
 from jdag.api.leafwise import Leafwise, Whole, leafwise
 from jdag.api.optimizer import Optimizer
-from jdag.api.refs import fetch
 from jdag.compute.avals import aval_of
 from jdag.compute.fingerprint import key_of
 from jdag.compute.pytrees import Form
+from jdag.context.refs import fetch
 from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError
 from tests.face_cases import ONES, total

@@ -11,7 +11,7 @@ import pytest
 
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
-from jdag.api.refs import stop_gradient
+from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program
 
 WIDTH = 1000

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.api import program_frame
 from jdag.api.cluster import Cluster
+from jdag.context import program_frame
 from jdag.errors import JdagError, RemoteError, WorkerLost
 from jdag.processes import node
 from jdag.processes.functions import encoder as function_encoder

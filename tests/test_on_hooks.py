@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.refs import stop_gradient
+from jdag.context.refs import stop_gradient
 from jdag.errors import ContextError, GraphError, JdagError, WorkerLost
 from jdag.sim import Crash
 from tests.face_cases import ONES, nothing_is_left, total

@@ -17,7 +17,7 @@ import pytest
 
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import JdagError
 
 contrib: Any = optax.contrib

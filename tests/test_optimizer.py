@@ -11,7 +11,7 @@ import pytest
 import jdag
 from jdag.api.drivers import simulate
 from jdag.api.optimizer import Optimizer, squared_norm
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.sim import Crash
 from tests.face_cases import ONES, total

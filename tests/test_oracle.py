@@ -10,7 +10,7 @@ import pytest
 
 from jdag.api.drivers import simulate
 from jdag.api.oracle import oracle, pullback
-from jdag.api.refs import stop_gradient
+from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program
 from jdag.errors import ContextError, JdagError, RemoteError, RootError
 

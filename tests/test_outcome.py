@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
-from jdag.api.outcome import expired, nanoseconds, stuck
+from jdag.context.outcome import expired, nanoseconds, stuck
 from jdag.engine.protocol import Failure, Outcome, Owed, PassResult
 from jdag.errors import JdagError, WorkerLost
 from jdag.sim.devices import MOVED

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.refs import stop_gradient
 from jdag.compute.pytrees import static
+from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
 from tests.face_cases import (
@@ -131,7 +131,7 @@ def test_what_a_program_raises_is_raised_where_it_was_called(cluster):
         assert re.search(r"inner failed on 'c', called at .*outer: ", said), said
         assert "ValueError: too sad" in said and 'raise ValueError("too sad")' in said
         assert isinstance(caught.value.__cause__, ValueError)
-        assert "jdag/api/context.py" not in said and "greenlet" not in said
+        assert "jdag/context/context.py" not in said and "greenlet" not in said
 
 
 def test_an_error_of_jdag_in_a_program_keeps_its_class(cluster):

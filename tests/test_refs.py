@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import jdag
-from jdag.api.refs import Leaf, Ref, fetch, stop_gradient
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import is_ref
+from jdag.context.refs import Leaf, Ref, fetch, stop_gradient
 from jdag.engine.protocol import (
     ContextId,
     Failure,

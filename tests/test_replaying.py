@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 import jdag
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import ClusterState
-from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
+from jdag.context.cluster_state import ClusterState
+from jdag.context.program_runner import run_program
 from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, WorkerLost
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Assembler

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.graph import graph_of
+from jdag.context.graph import graph_of
 from jdag.errors import JdagError
 from jdag.report import read_drawings, render
 from jdag.report.formatting import formatted

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.api.refs import stop_gradient
+from jdag.context.refs import stop_gradient
 from jdag.errors import RootError
 from tests.face_cases import ONES, total
 

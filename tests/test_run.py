@@ -10,7 +10,7 @@ import pytest
 
 from jdag import Optimizer, program
 from jdag.api.drivers import simulate
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError
 from jdag.sim import LinkModel
 from tests.face_cases import ONES, nothing_is_left, total

@@ -8,7 +8,7 @@ import pytest
 
 import jdag
 from jdag.api.optimizer import Optimizer
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from tests.face_cases import total
 
 

@@ -11,8 +11,8 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.hessian import hvp
 from jdag.api.oracle import oracle
-from jdag.api.refs import fetch
 from jdag.api.transform import value_and_grad
+from jdag.context.refs import fetch
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
 from tests.face_cases import ONES, nothing_is_left, total

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
-from jdag.api.cluster_state import ClusterState
+from jdag.context.cluster_state import ClusterState
 from jdag.engine import Engine
 from jdag.engine.backward import Backward
 from jdag.engine.graph import Fragment, Value

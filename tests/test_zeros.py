@@ -10,8 +10,8 @@ import pytest
 from jdag.api.drivers import simulate
 from jdag.api.hessian import hvp
 from jdag.api.oracle import oracle
-from jdag.api.refs import stop_gradient
 from jdag.api.transform import value_and_grad
+from jdag.context.refs import stop_gradient
 from tests.compute_cases import array
 from tests.face_cases import ONES, total
 

@@ -24,11 +24,11 @@ from jdag.api.checkpoint_file import (
     read_parts,
     write,
 )
-from jdag.api.leaves import Assignments
-from jdag.api.refs import Ref
 from jdag.compute.avals import KEYS, aval_of
 from jdag.compute.pytrees import flatten, is_static, paths
 from jdag.compute.refs import is_ref
+from jdag.context.leaves import Assignments
+from jdag.context.refs import Ref
 from jdag.engine.arrays import DTYPES
 from jdag.engine.protocol import Failure
 from jdag.errors import JdagError, WorkerLost, reason

@@ -7,18 +7,18 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
-from jdag.api import hosted
 from jdag.api.checkpoint import FilePath, load, save
-from jdag.api.cluster_state import ClusterState
 from jdag.api.collectives import Collectives, Coordinator
-from jdag.api.context import Context
-from jdag.api.hosted import Hosted
-from jdag.api.leaves import Assignments, Change, Copying, column
-from jdag.api.program_frame import ProgramFrame
 from jdag.api.recovery import Recoverable
-from jdag.api.tasks import collected
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.compute.refs import is_ref, taken
+from jdag.context import hosted
+from jdag.context.cluster_state import ClusterState
+from jdag.context.context import Context
+from jdag.context.hosted import Hosted
+from jdag.context.leaves import Assignments, Change, Copying, column
+from jdag.context.program_frame import ProgramFrame
+from jdag.context.tasks import collected
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost, repr_of

@@ -3,7 +3,7 @@
 A program puts its arrays on its own worker, as values of the run's context, and asks
 the main program, which waits in `Cluster.run` and knows which programs have ended. When
 all members of a group have asked, main moves and adds their values along the routes of
-`jdag.api.exchanges`, and answers each member with refs on its worker.
+`jdag.context.context_collectives`, and answers each member with refs on its worker.
 
 Lifetimes: asking hands a member's values to main. Main holds them until the collective
 is issued, and those of an answer until the same member asks again or ends.
@@ -14,14 +14,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jdag.api.context import Context
-from jdag.api.refs import Hold, fetch
-from jdag.api.tasks import Task
 from jdag.collectives import replicas
 from jdag.collectives.collective_matcher import Call, Rendezvous, failure
 from jdag.collectives.routes import How
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import RefData, is_ref
+from jdag.context.context import Context
+from jdag.context.refs import Hold, fetch
+from jdag.context.tasks import Task
 from jdag.engine.functions import call_site
 from jdag.engine.protocol import Answered, Asked, Path, Return, Tell
 from jdag.errors import (

@@ -15,12 +15,8 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import given
-from jdag.api.context import Context
-from jdag.api.graph import Graph
 from jdag.api.optimizer import Optimizer
 from jdag.api.plan_picture import graph_of_plan, table_of_plan
-from jdag.api.program_frame import FramePhase
 from jdag.api.progress import Bar
 from jdag.api.recording import (
     Drawn,
@@ -30,8 +26,6 @@ from jdag.api.recording import (
     record,
     roots_of,
 )
-from jdag.api.refs import Hold, Ref
-from jdag.api.tags import check_steps
 from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.cutting import Cut, cut
@@ -39,6 +33,12 @@ from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
 from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
+from jdag.context.cluster_state import given
+from jdag.context.context import Context
+from jdag.context.graph import Graph
+from jdag.context.program_frame import FramePhase
+from jdag.context.refs import Hold, Ref
+from jdag.context.tags import check_steps
 from jdag.engine.functions import call_site, code_of, name_of
 from jdag.engine.protocol import (
     Compiled,

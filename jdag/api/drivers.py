@@ -16,9 +16,9 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jdag.api.cluster import Cluster
-from jdag.api.cluster_state import ClusterState
-from jdag.api.programs import run_program
 from jdag.api.recovery import Recovery
+from jdag.context.cluster_state import ClusterState
+from jdag.context.program_runner import run_program
 from jdag.errors import JoinError, JournalsEnd, ReplayError, ScenarioError, unusable
 from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.functions.encoder import warn_unportable

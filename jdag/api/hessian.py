@@ -15,12 +15,12 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.api.cluster import Cluster
-from jdag.api.refs import Ref
-from jdag.api.roots import fitting
 from jdag.api.transform import check_program, fetched, leaves_of, run_pass
 from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
+from jdag.context.refs import Ref
+from jdag.context.roots import fitting
 from jdag.errors import ContextError, JdagError, kind_of
 from jdag.processes.functions.encoder import differentiating_twice
 

@@ -15,14 +15,14 @@ import optax
 from jax.tree_util import Partial
 from msgspec import Meta
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.context import Context
 from jdag.api.leafwise import Leafwise, leafwise
-from jdag.api.leaves import Assignments, Change
-from jdag.api.refs import Ref, fetch
 from jdag.compute.pairs import Pair
 from jdag.compute.pytrees import flatten, flatten_refs, paths, static, unflatten
 from jdag.compute.refs import is_ref
+from jdag.context.cluster_state import ClusterState
+from jdag.context.context import Context
+from jdag.context.leaves import Assignments, Change
+from jdag.context.refs import Ref, fetch
 from jdag.engine.functions import remote, unjitted
 from jdag.engine.protocol import Assignment, Key
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable

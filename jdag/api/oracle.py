@@ -17,11 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdag.api.context import Context
 from jdag.api.cotangent_hooks import CotangentHooks
-from jdag.api.program_frame import FramePhase
-from jdag.api.refs import Ref, fetch
-from jdag.api.tasks import Task
 from jdag.collectives import oracle_replicas as plain
 from jdag.compute.avals import aval_of, frozen
 from jdag.compute.devices import parsed
@@ -35,6 +31,10 @@ from jdag.compute.pytrees import (
 )
 from jdag.compute.refs import is_ref
 from jdag.compute.tracing import settled, strong
+from jdag.context.context import Context
+from jdag.context.program_frame import FramePhase
+from jdag.context.refs import Ref, fetch
+from jdag.context.tasks import Task
 from jdag.engine.functions import call_site, is_unjitted, name_of
 from jdag.engine.protocol import Hook, Key, LeafId, LeafKey, OutputKey, Path
 from jdag.errors import ContextError, JdagError, RootError, kind_of, no_arrays

@@ -11,9 +11,9 @@ Invariants: the call of stage s for micro-batch m is marked so (`ctx.tag`); the 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdag.api.context import Context
 from jdag.compute.pytrees import flatten_refs
 from jdag.compute.refs import is_ref
+from jdag.context.context import Context
 from jdag.engine.functions import name_of, remote
 from jdag.errors import JdagError, kind_of, unusable
 

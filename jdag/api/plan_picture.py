@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from jdag.api.graph import Edge, Graph, Vertex
 from jdag.compute.cutting import Cut, Piece
+from jdag.context.graph import Edge, Graph, Vertex
 from jdag.engine.protocol import LeafId, Worker, named
 
 NAMES_MAX = 4  # Functions of a segment that are named.

@@ -18,11 +18,6 @@ from jax._src.config import eager_constant_folding
 from jax._src.core import eval_context, trace_ctx
 from jax.extend.core import jaxpr_as_fun
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.context import Context
-from jdag.api.program_frame import FramePhase, ProgramFrame
-from jdag.api.refs import Ref
-from jdag.api.roots import checked_roots
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.dataflow import Graph
 from jdag.compute.pairs import pair
@@ -36,6 +31,11 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
+from jdag.context.cluster_state import ClusterState
+from jdag.context.context import Context
+from jdag.context.program_frame import FramePhase, ProgramFrame
+from jdag.context.refs import Ref
+from jdag.context.roots import checked_roots
 from jdag.engine.functions import call_site, name_of
 from jdag.engine.protocol import (
     LEAF_KINDS,

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from jdag.api import hosted
-from jdag.api.leaves import Assignments
-from jdag.api.outcome import nanoseconds
-from jdag.api.refs import Leaf, Ref
 from jdag.compute.avals import frozen
 from jdag.compute.pytrees import flatten, unflatten
+from jdag.context import hosted
+from jdag.context.leaves import Assignments
+from jdag.context.outcome import nanoseconds
+from jdag.context.refs import Leaf, Ref
 from jdag.engine.protocol import LeafId, Worker, incarnated, incarnation_of, named
 from jdag.errors import (
     JdagError,

@@ -7,9 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdag.api.cluster import Cluster
-from jdag.api.context import Context
-from jdag.api.refs import Ref, read
-from jdag.api.roots import checked_roots
 from jdag.compute.duals import primal_of
 from jdag.compute.pytrees import (
     argument_numbers,
@@ -21,6 +18,9 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
+from jdag.context.context import Context
+from jdag.context.refs import Ref, read
+from jdag.context.roots import checked_roots
 from jdag.errors import JdagError, RootError, no_arrays, repr_of
 
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jdag.api.graph import ContextGraph
 from jdag.cli.cli_errors import say
+from jdag.context.graph import ContextGraph
 from jdag.engine.drawing import Need
 from jdag.errors import spelled
 from jdag.report import GRAPH, GRAPH_DOT

@@ -24,7 +24,7 @@ import numpy as np
 
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
-from jdag.api.refs import fetch
+from jdag.context.refs import fetch
 from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
 from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load

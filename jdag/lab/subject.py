@@ -20,10 +20,10 @@ from msgspec import Meta
 
 from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulated
-from jdag.api.leaves import stored
-from jdag.api.refs import Ref
 from jdag.compute.avals import frozen, is_deleted
 from jdag.compute.duals import is_array
+from jdag.context.leaves import stored
+from jdag.context.refs import Ref
 from jdag.engine.functions import name_of, outermost
 from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable

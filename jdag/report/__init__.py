@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import convert, to_builtins
 
-from jdag.api.graph import Graph, graph_of
+from jdag.context.graph import Graph, graph_of
 from jdag.engine.drawing import Drawing
 from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of

@@ -15,7 +15,7 @@ Data and a program's order are both `data_deps`, the device's order is `ctrl_dep
 
 from collections.abc import Iterable, Sequence
 
-from jdag.api.graph import dotted
+from jdag.context.graph import dotted
 from jdag.report.operations import Operation, delivered
 from jdag.report.protobuf import nested, number, packed, varint
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jdag.api.graph import dotted
+from jdag.context.graph import dotted
 from jdag.report.formatting import formatted
 from jdag.report.operations import Operation
 from jdag.report.spans import Spans, Window, bubble

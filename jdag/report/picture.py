@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from msgspec.structs import replace
 
-from jdag.api.graph import Edge, Graph, Vertex, labelled
+from jdag.context.graph import Edge, Graph, Vertex, labelled
 from jdag.engine.drawing import Need
 from jdag.report.formatting import shortened
 

@@ -15,7 +15,7 @@ message that did not arrive is an instant.
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from jdag.api.graph import dotted
+from jdag.context.graph import dotted
 from jdag.report.operations import Operation
 from jdag.report.protobuf import fixed64, nested, number
 from jdag.report.spans import SpanMark

@@ -30,10 +30,10 @@ import numpy as np
 
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
-from jdag.api.graph import Graph
 from jdag.api.oracle import pullback
-from jdag.api.refs import Ref, fetch
 from jdag.compute.pytrees import NUMBERS
+from jdag.context.graph import Graph
+from jdag.context.refs import Ref, fetch
 from jdag.errors import (
     ContextError,
     JdagError,

@@ -8,8 +8,8 @@ that of an all-to-all is one. Routes, and so the order of a sum, are those of
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdag.api.cluster_state import ClusterState
 from jdag.collectives.routes import How
+from jdag.context.cluster_state import ClusterState
 
 
 class Exchanges:

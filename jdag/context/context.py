@@ -7,20 +7,20 @@ has, for each leaf that a finished pass has reached, the gradient after the last
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import move
-from jdag.api.exchanges import Exchanges
-from jdag.api.graph import ContextGraph
-from jdag.api.outcome import PassReport, expired, nanoseconds, remarked, stuck
-from jdag.api.program_frame import FramePhase, ProgramFrame
-from jdag.api.python_calls import is_waited_for, run_python
-from jdag.api.refs import Hold, Ref
-from jdag.api.roots import check_hook, seeded, unreached
-from jdag.api.tags import Tagged, move_shared, tagged
-from jdag.api.tasks import Task
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
 from jdag.compute.refs import is_ref
+from jdag.context.cluster_state import ClusterState
+from jdag.context.context_collectives import Exchanges
+from jdag.context.device_placement import move
+from jdag.context.graph import ContextGraph
+from jdag.context.outcome import PassReport, expired, nanoseconds, remarked, stuck
+from jdag.context.program_frame import FramePhase, ProgramFrame
+from jdag.context.python_calls import is_waited_for, run_python
+from jdag.context.refs import Hold, Ref
+from jdag.context.roots import check_hook, seeded, unreached
+from jdag.context.tags import Tagged, move_shared, tagged
+from jdag.context.tasks import Task
 from jdag.engine.functions import call_site, is_program, is_unjitted, name_of
 from jdag.engine.protocol import (
     Awaited,

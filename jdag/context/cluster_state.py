@@ -11,13 +11,13 @@ from weakref import WeakValueDictionary
 import jax
 from jax._src.core import trace_ctx
 
-from jdag.api.hosted import Hosted
-from jdag.api.refs import Leaf, Ref
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
 from jdag.compute.configuration import configuration
 from jdag.compute.devices import check, on_default, parsed
 from jdag.compute.refs import is_ref
+from jdag.context.hosted import Hosted
+from jdag.context.refs import Leaf, Ref
 from jdag.engine.protocol import (
     Failure,
     Fetched,

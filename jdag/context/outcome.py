@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from jdag.api.refs import Ref
+from jdag.context.refs import Ref
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import Owed, PassResult
 from jdag.errors import JdagError, WorkerLost

@@ -2,9 +2,9 @@
 
 from msgspec.structs import replace
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.context import Context
-from jdag.api.program_frame import FramePhase, ProgramFrame
+from jdag.context.cluster_state import ClusterState
+from jdag.context.context import Context
+from jdag.context.program_frame import FramePhase, ProgramFrame
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import Returned, Spawn
 from jdag.errors import ContextError

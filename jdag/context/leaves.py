@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.refs import Hold, Leaf, Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import called
 from jdag.compute.duals import is_array
@@ -35,6 +33,8 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
+from jdag.context.cluster_state import ClusterState
+from jdag.context.refs import Hold, Leaf, Ref
 from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Assigned,

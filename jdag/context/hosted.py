@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from jdag.api.tasks import Task, wait
 from jdag.compute.pytrees import flatten, split
 from jdag.compute.refs import is_ref
+from jdag.context.tasks import Task, wait
 from jdag.engine.functions import program, remote
 from jdag.engine.protocol import ObjectId, Worker, named
 from jdag.errors import JdagError, WorkerLost, kind_of, meant

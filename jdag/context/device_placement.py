@@ -8,7 +8,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from jdag.api.refs import Ref
 from jdag.compute.pytrees import (
     Split,
     flatten,
@@ -18,6 +17,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import is_ref
+from jdag.context.refs import Ref
 from jdag.engine.functions import transferred
 from jdag.engine.protocol import Key, Worker
 

@@ -16,12 +16,6 @@ from typing import Any
 import jax
 from msgspec.structs import replace
 
-from jdag.api.cluster_state import ClusterState
-from jdag.api.device_placement import Copies, at_home
-from jdag.api.hosted import Hosted, is_live
-from jdag.api.refs import Hold, Ref
-from jdag.api.tags import tag_of
-from jdag.api.tasks import Task, collected
 from jdag.collectives import replicas
 from jdag.compute.avals import aval_of, frozen, is_deleted
 from jdag.compute.placed import placed
@@ -34,6 +28,12 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.compute.refs import Identity, RefData, Reply
+from jdag.context.cluster_state import ClusterState
+from jdag.context.device_placement import Copies, at_home
+from jdag.context.hosted import Hosted, is_live
+from jdag.context.refs import Hold, Ref
+from jdag.context.tags import tag_of
+from jdag.context.tasks import Task, collected
 from jdag.engine.functions import call_site, name_of, transferred
 from jdag.engine.protocol import (
     Argument,

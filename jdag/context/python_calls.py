@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from jdag.api.refs import fetch
 from jdag.compute.devices import put, working_on
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.compute.refs import is_ref
 from jdag.compute.tracing import arrays_of, as_jax
+from jdag.context.refs import fetch
 from jdag.engine.functions import name_of, program, remote, shapes_of
 from jdag.errors import JdagError
 

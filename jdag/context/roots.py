@@ -6,9 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdag.api.refs import Ref
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.refs import is_ref
+from jdag.context.refs import Ref
 from jdag.engine.protocol import LEAF_KINDS, Key, Root, SeedKey
 from jdag.errors import ContextError, GraphError, JdagError, RootError, kind_of
 

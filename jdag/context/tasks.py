@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jdag.api.outcome import nanoseconds
+from jdag.context.outcome import nanoseconds
 from jdag.engine.protocol import Worker, named
 from jdag.errors import CollectiveError, JdagError, TaskTimeout, kind_of
 
