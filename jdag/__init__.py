@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from jdag.api.compiling import CompiledStep, compile
     from jdag.api.drivers import connect, launch, simulate
     from jdag.api.hessian import hvp
-    from jdag.api.optimizer import Optimizer
     from jdag.api.oracle import oracle
     from jdag.api.pipeline import Pipeline, pipeline
     from jdag.api.transform import value_and_grad
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from jdag.lab.prediction import predict
     from jdag.lab.retiming import retime
     from jdag.lab.sweep import sweep
+    from jdag.training.optimizer import Optimizer
 
 __all__ = [
     "Cluster",
@@ -98,7 +98,7 @@ _LATER = {
     "Context": "jdag.context.context",
     "Hosted": "jdag.context.hosted",
     "JdagError": "jdag.errors",
-    "Optimizer": "jdag.api.optimizer",
+    "Optimizer": "jdag.training.optimizer",
     "Pipeline": "jdag.api.pipeline",
     "Ref": "jdag.context.refs",
     "Task": "jdag.context.tasks",

@@ -19,7 +19,6 @@ from jax import Array
 
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import CompiledStep, compile
-from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
@@ -32,6 +31,7 @@ from jdag.scenario.case import (
     total,
     worst,
 )
+from jdag.training.optimizer import Optimizer
 
 KEPT_ASIDE = 360
 CLASSES = 10

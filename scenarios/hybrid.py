@@ -24,7 +24,6 @@ from jax import Array
 
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
-from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.collectives.routes import How
 from jdag.context.refs import fetch
@@ -42,6 +41,7 @@ from jdag.scenario.case import (
     time_of,
     worst,
 )
+from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

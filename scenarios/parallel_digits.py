@@ -20,7 +20,6 @@ from jax import Array
 
 from digits import Images, load, logits, made_last
 from jdag.api.cluster import Cluster
-from jdag.api.optimizer import Optimizer
 from jdag.api.oracle import pullback
 from jdag.compute.pytrees import static
 from jdag.context.refs import fetch
@@ -39,6 +38,7 @@ from jdag.scenario.case import (
     time_of,
     worst,
 )
+from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

@@ -29,7 +29,6 @@ from jax import Array
 
 from jdag.api.cluster import Cluster
 from jdag.api.compiling import compile
-from jdag.api.optimizer import Optimizer
 from jdag.api.transform import value_and_grad
 from jdag.errors import ScenarioError
 from jdag.scenario.case import (
@@ -45,6 +44,7 @@ from jdag.scenario.case import (
     time_of,
     worst,
 )
+from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",

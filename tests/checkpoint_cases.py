@@ -14,8 +14,8 @@ import numpy as np
 from safetensors import safe_open
 
 import jdag
-from jdag.api.checkpoint_file import Saved, write
 from jdag.processes.net import shared_memory
+from jdag.training.checkpoint_file import Saved, write
 
 EVENTS = ("open", "fcntl.flock", "os.rename", "os.mkdir")
 ARRAYS = 3

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 import jdag
-from jdag.api.optimizer import Optimizer
 from jdag.collectives.routes import HOW
 from jdag.context.refs import fetch
 from jdag.errors import JdagError
+from jdag.training.optimizer import Optimizer
 from tests.face_cases import ONES
 from tests.replica_cases import (
     NAMES,

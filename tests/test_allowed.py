@@ -13,15 +13,15 @@ import numpy as np
 import optax
 import pytest
 
-from jdag.api import optimizer as optim
 from jdag.api.cluster import run_here
-from jdag.api.leafwise import Leafwise
 from jdag.collectives.parts import added, copies, divided, joined
 from jdag.compute.duals import seeded
 from jdag.compute.refs import Reply
 from jdag.engine.functions import name_of, transferred
 from jdag.errors import JdagError
 from jdag.processes.functions.allowed import Allowed, missing, public
+from jdag.training import optimizer as optim
+from jdag.training.leafwise import Leafwise
 from tests import names_cases
 
 HERE = Allowed(["tests.names_cases"])
@@ -122,7 +122,7 @@ ATTACKS = [
     *("jdag.api.cluster:Cluster", "jdag.launch:launch", "jdag.api.cluster:simulate"),
     *(
         "jdag.processes.functions.allowed:Allowed",
-        "jdag.api.checkpoint:save",
+        "jdag.training.checkpoint:save",
         "jdag.engine.functions:Applied",
     ),
     *("jdag.api.cluster:run_here.__wrapped__", "jdag.api.cluster:flatten"),

@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdag.api.drivers import simulate
-from jdag.api.optimizer import Optimizer
 from jdag.context.refs import fetch
 from jdag.engine.arrays import DTYPES
 from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
 from jdag.sim import Crash, LinkModel
+from jdag.training.optimizer import Optimizer
 from tests.face_cases import ONES, raises_at_run_time
 
 DATA = jnp.linspace(-1, 1, 12).reshape(4, 3)

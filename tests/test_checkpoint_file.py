@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jdag.api import checkpoint_file
 from jdag.context.refs import fetch
 from jdag.errors import JdagError
+from jdag.training import checkpoint_file
 from tests.face_cases import ONES
 from tests.test_checkpoint import bits
 

@@ -12,12 +12,12 @@ import pytest
 import jdag
 from jdag.api.compiling import compile
 from jdag.api.drivers import simulate
-from jdag.api.optimizer import Optimizer
 from jdag.api.transform import value_and_grad
 from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, RootError, WorkerLost
 from jdag.schedules import one_f_one_b
 from jdag.sim import Crash, LinkModel
+from jdag.training.optimizer import Optimizer
 from tests import pipeline_cases
 
 X = jnp.linspace(-0.5, 1, 12).reshape(3, 4)

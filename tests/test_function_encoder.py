@@ -14,8 +14,6 @@ import optax
 import pytest
 from msgspec.structs import replace
 
-from jdag.api.leafwise import Leafwise
-from jdag.api.optimizer import squared_norms, stepped
 from jdag.compute.pairs import PAIRS_MAX
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
@@ -38,6 +36,8 @@ from jdag.errors import JdagError, RemoteError
 from jdag.processes.functions import decoder as functions_module
 from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.functions.encoder import FunctionEncoder
+from jdag.training.leafwise import Leafwise
+from jdag.training.optimizer import squared_norms, stepped
 from jdag.wire.specs import PairData, read_spec, spec_of
 from tests import names_cases
 from tests.compute_cases import array

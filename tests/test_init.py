@@ -13,7 +13,7 @@ LATER = (
     *("jinja2", "matplotlib", "optax", "safetensors", "rich", "typer"),
     *(
         "jdag.cli.commands",
-        "jdag.api.optimizer",
+        "jdag.training.optimizer",
         "jdag.report",
         "jdag.scenario",
     ),
@@ -64,7 +64,7 @@ def test_all_that_is_public_is_there_and_is_listed() -> None:
 
 
 def test_what_is_found_at_first_use_is_the_same_thing() -> None:
-    from jdag.api.optimizer import Optimizer  # noqa: PLC0415
+    from jdag.training.optimizer import Optimizer  # noqa: PLC0415
 
     assert jdag.Optimizer is Optimizer
 

@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from jdag.api.leafwise import Leafwise, Whole, leafwise
-from jdag.api.optimizer import Optimizer
 from jdag.compute.avals import aval_of
 from jdag.compute.fingerprint import key_of
 from jdag.compute.pytrees import Form
 from jdag.context.refs import fetch
 from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError
+from jdag.training.leafwise import Leafwise, Whole, leafwise
+from jdag.training.optimizer import Optimizer
 from tests.face_cases import ONES, total
 
 

@@ -16,9 +16,9 @@ import optax.contrib
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.optimizer import Optimizer
 from jdag.context.refs import fetch
 from jdag.errors import JdagError
+from jdag.training.optimizer import Optimizer
 
 contrib: Any = optax.contrib
 # Modules of optax, by the ends of their names, without transformations.

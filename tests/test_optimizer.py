@@ -10,10 +10,10 @@ import pytest
 
 import jdag
 from jdag.api.drivers import simulate
-from jdag.api.optimizer import Optimizer, squared_norm
 from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, WorkerLost
 from jdag.sim import Crash
+from jdag.training.optimizer import Optimizer, squared_norm
 from tests.face_cases import ONES, total
 
 

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 import jdag
 from jdag.api.cluster import Cluster
-from jdag.api.recovery import Recovery
 from jdag.cli.commands import app
 from jdag.context.cluster_state import ClusterState
 from jdag.context.program_runner import run_program
@@ -26,6 +25,7 @@ from jdag.processes.net.large_values import Assembler
 from jdag.runtime.journal import Entries, read_journals
 from jdag.settings.session_settings import RunSettings
 from jdag.sim.replaying import Replaying, _Worker
+from jdag.training.recovery import Recovery
 from tests.pipeline_cases import step
 from tests.rpc_nodes import cluster, connect, made, whereabouts
 from tests.test_node import W, X, gradient, hidden, total

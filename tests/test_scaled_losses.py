@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jdag
-from jdag.api.optimizer import Optimizer
 from jdag.context.refs import fetch
+from jdag.training.optimizer import Optimizer
 from tests.face_cases import total
 
 

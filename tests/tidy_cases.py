@@ -59,7 +59,7 @@ BREACHES: tuple[tuple[str, str, str, int], ...] = (
     ("libraries_stay_at_home", "jdag/sim/run.py", "import threading", 1),
     (
         "libraries_stay_at_home",
-        "jdag/api/optimizer.py",
+        "jdag/training/optimizer.py",
         "from hypothesis import given",
         1,
     ),

@@ -7,9 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
 
-from jdag.api.checkpoint import FilePath, load, save
 from jdag.api.collectives import Collectives, Coordinator
-from jdag.api.recovery import Recoverable
 from jdag.compute.pytrees import flatten, flatten_refs, unflatten
 from jdag.compute.refs import is_ref, taken
 from jdag.context import hosted
@@ -23,6 +21,8 @@ from jdag.engine.functions import call_site, is_program, name_of, program, remot
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost, repr_of
 from jdag.runtime.host import Port
+from jdag.training.checkpoint import FilePath, load, save
+from jdag.training.recovery import Recoverable
 
 CONTEXTS_MAX = (1 << 48) - 1
 

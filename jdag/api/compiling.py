@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.optimizer import Optimizer
 from jdag.api.plan_picture import graph_of_plan, table_of_plan
 from jdag.api.progress import Bar
 from jdag.api.recording import (
@@ -58,6 +57,7 @@ from jdag.errors import (
     no_arrays,
 )
 from jdag.runtime.failures import exception_of
+from jdag.training.optimizer import Optimizer
 
 KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
 

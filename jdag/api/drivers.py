@@ -16,7 +16,6 @@ from msgspec import Meta
 from msgspec.structs import replace
 
 from jdag.api.cluster import Cluster
-from jdag.api.recovery import Recovery
 from jdag.context.cluster_state import ClusterState
 from jdag.context.program_runner import run_program
 from jdag.errors import JoinError, JournalsEnd, ReplayError, ScenarioError, unusable
@@ -61,6 +60,7 @@ from jdag.settings.validation import (
 from jdag.sim.replaying import Replaying
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
+from jdag.training.recovery import Recovery
 
 REPLAY = "JDAG_REPLAY"  # The folder of the journals that a script repeats.
 REPLAYED = "JDAG_REPLAYED"  # A file that is written once all of them are repeated.

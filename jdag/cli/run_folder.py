@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from jdag.api.checkpoint_file import is_mine
 from jdag.errors import reason
 from jdag.processes.launch import signals
+from jdag.training.checkpoint_file import is_mine
 
 _ABANDONED_MAX = 10  # Attempts: files may appear while others are removed.
 _OWN, _LOCK, _NEW, _COMMIT = ".jdag", "lock", "new", "commit.json"

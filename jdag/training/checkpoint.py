@@ -1,9 +1,9 @@
 """Checkpoints: leaves, states of optimizers and plain values in a file, and back.
 
-`jdag.api.checkpoint_file` has the file. A checkpoint knows nothing of workers: what was
-saved is restored wherever its leaves are now. Invariants: `save` keeps the versions
-that all leaves have as it begins, on their workers, and fetches one at a time; `load`
-changes no leaf before all that was asked for has been found, read and checked.
+`jdag.training.checkpoint_file` has the file. A checkpoint knows nothing of workers:
+what was saved is restored wherever its leaves are now. Invariants: `save` keeps the
+versions that all leaves have as it begins, on their workers, and fetches one at a time;
+`load` changes no leaf before all that was asked for has been found, read and checked.
 """
 
 import os
@@ -15,15 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.dtypes import canonicalize_dtype
 
-from jdag.api.checkpoint_file import (
-    ARRAY,
-    NUMBERS,
-    STATIC,
-    Saved,
-    read_array,
-    read_parts,
-    write,
-)
 from jdag.compute.avals import KEYS, aval_of
 from jdag.compute.pytrees import flatten, is_static, paths
 from jdag.compute.refs import is_ref
@@ -33,6 +24,15 @@ from jdag.engine.arrays import DTYPES
 from jdag.engine.protocol import Failure
 from jdag.errors import JdagError, WorkerLost, reason
 from jdag.runtime.failures import exception_of
+from jdag.training.checkpoint_file import (
+    ARRAY,
+    NUMBERS,
+    STATIC,
+    Saved,
+    read_array,
+    read_parts,
+    write,
+)
 
 SUFFIX = ".safetensors"
 

@@ -15,7 +15,6 @@ import optax
 from jax.tree_util import Partial
 from msgspec import Meta
 
-from jdag.api.leafwise import Leafwise, leafwise
 from jdag.compute.pairs import Pair
 from jdag.compute.pytrees import flatten, flatten_refs, paths, static, unflatten
 from jdag.compute.refs import is_ref
@@ -27,6 +26,7 @@ from jdag.engine.functions import remote, unjitted
 from jdag.engine.protocol import Assignment, Key
 from jdag.errors import ContextError, JdagError, WorkerLost, kind_of, unusable
 from jdag.settings.validation import converted
+from jdag.training.leafwise import Leafwise, leafwise
 from jdag.wire.specs import PairData
 
 _POSITIVE = Meta(gt=0, description="a number above 0, or None")

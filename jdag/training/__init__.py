@@ -1,0 +1,1 @@
+"""What trains: optimizers, checkpoints, recovery from losses."""
