@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from jdag import errors, parallel, schedules, sim, testing
     from jdag.api.cluster import Cluster
-    from jdag.api.compiling import CompiledStep, compile
     from jdag.api.drivers import connect, launch, simulate
     from jdag.api.hessian import hvp
     from jdag.api.oracle import oracle
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from jdag.lab.prediction import predict
     from jdag.lab.retiming import retime
     from jdag.lab.sweep import sweep
+    from jdag.plans.compiling import CompiledStep, compile
     from jdag.training.optimizer import Optimizer
 
 __all__ = [
@@ -94,7 +94,7 @@ __all__ = [
 # signals before that. The value is the module that defines the name, "" for a module.
 _LATER = {
     "Cluster": "jdag.api.cluster",
-    "CompiledStep": "jdag.api.compiling",
+    "CompiledStep": "jdag.plans.compiling",
     "Context": "jdag.context.context",
     "Hosted": "jdag.context.hosted",
     "JdagError": "jdag.errors",
@@ -103,7 +103,7 @@ _LATER = {
     "Ref": "jdag.context.refs",
     "Task": "jdag.context.tasks",
     "calibrate": "jdag.lab.calibration",
-    "compile": "jdag.api.compiling",
+    "compile": "jdag.plans.compiling",
     "connect": "jdag.api.drivers",
     "errors": "",
     "explore": "jdag.lab.exploration",

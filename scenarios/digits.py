@@ -18,10 +18,10 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
-from jdag.api.compiling import CompiledStep, compile
 from jdag.api.oracle import pullback
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
+from jdag.plans.compiling import CompiledStep, compile
 from jdag.scenario.case import (
     Figures,
     Run,

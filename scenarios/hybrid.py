@@ -23,11 +23,11 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
-from jdag.api.compiling import compile
 from jdag.api.oracle import pullback
 from jdag.collectives.routes import How
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
+from jdag.plans.compiling import compile
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

@@ -28,9 +28,9 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
-from jdag.api.compiling import compile
 from jdag.api.transform import value_and_grad
 from jdag.errors import ScenarioError
+from jdag.plans.compiling import compile
 from jdag.scenario.case import (
     LEFT_OVER,
     SENT,

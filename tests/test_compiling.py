@@ -10,11 +10,11 @@ import optax
 import pytest
 
 import jdag
-from jdag.api.compiling import compile
 from jdag.api.drivers import simulate
 from jdag.api.transform import value_and_grad
 from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, RootError, WorkerLost
+from jdag.plans.compiling import compile
 from jdag.schedules import one_f_one_b
 from jdag.sim import Crash, LinkModel
 from jdag.training.optimizer import Optimizer

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from jdag.api import progress
-from jdag.api.progress import Bar
+from jdag.plans import progress
+from jdag.plans.progress import Bar
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, after_s: float) -> bytes:

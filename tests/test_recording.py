@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.api.compiling import compile
 from jdag.compute.pytrees import static
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
+from jdag.plans.compiling import compile
 
 X = jnp.linspace(-0.5, 1, 12).reshape(3, 4)
 W = jnp.linspace(-1, 1, 16).reshape(4, 4)

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 
 from jdag.api.drivers import REPLAY, REPLAYED
-from jdag.api.progress import Bar
 from jdag.cli.cli_errors import File, check_one_of, errors_in_one_line, natural
 from jdag.cli.sweeping import On
 from jdag.engine.protocol import named
@@ -30,6 +29,7 @@ from jdag.lab.failures import (
 from jdag.lab.places import at, check_is_here
 from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import Played, Subject
+from jdag.plans.progress import Bar
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
 from jdag.scenario.program import raising_nothing

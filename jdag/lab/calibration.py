@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.compiling import compile
 from jdag.context.refs import fetch
 from jdag.errors import JdagError, ScenarioError, reason, text_of, unusable
+from jdag.plans.compiling import compile
 from jdag.runtime.versions import version_of
 from jdag.scenario import Case, Scenario, configured, load
 from jdag.scenario.costs import written

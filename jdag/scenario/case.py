@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.compiling import compile
 from jdag.api.oracle import pullback
 from jdag.compute.pytrees import NUMBERS
 from jdag.context.graph import Graph
@@ -43,6 +42,7 @@ from jdag.errors import (
     text_of,
     unusable,
 )
+from jdag.plans.compiling import compile
 from jdag.settings.validation import NS, converted, where
 from jdag.sim.simulation import Simulation
 

@@ -15,16 +15,6 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.plan_picture import graph_of_plan, table_of_plan
-from jdag.api.progress import Bar
-from jdag.api.recording import (
-    Drawn,
-    Recording,
-    RecordingFrame,
-    check_same,
-    record,
-    roots_of,
-)
 from jdag.api.transform import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.cutting import Cut, cut
@@ -55,6 +45,16 @@ from jdag.errors import (
     WorkerLost,
     kind_of,
     no_arrays,
+)
+from jdag.plans.plan_picture import graph_of_plan, table_of_plan
+from jdag.plans.progress import Bar
+from jdag.plans.recording import (
+    Drawn,
+    Recording,
+    RecordingFrame,
+    check_same,
+    record,
+    roots_of,
 )
 from jdag.runtime.failures import exception_of
 from jdag.training.optimizer import Optimizer
