@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from jdag import errors, parallel, schedules, sim, testing
     from jdag.api.cluster import Cluster
     from jdag.api.drivers import connect, launch, simulate
-    from jdag.api.hessian import hvp
+    from jdag.api.hvp import hvp
     from jdag.api.oracle import oracle
     from jdag.api.pipeline import Pipeline, pipeline
-    from jdag.api.transform import value_and_grad
+    from jdag.api.value_and_grad import value_and_grad
     from jdag.compute.configuration import sum_in_float32
     from jdag.compute.pytrees import static
     from jdag.context.context import Context
@@ -108,7 +108,7 @@ _LATER = {
     "errors": "",
     "explore": "jdag.lab.exploration",
     "fetch": "jdag.context.refs",
-    "hvp": "jdag.api.hessian",
+    "hvp": "jdag.api.hvp",
     "launch": "jdag.api.drivers",
     "oracle": "jdag.api.oracle",
     "parallel": "",
@@ -127,7 +127,7 @@ _LATER = {
     "sweep": "jdag.lab.sweep",
     "testing": "",
     "unjitted": "jdag.engine.functions",
-    "value_and_grad": "jdag.api.transform",
+    "value_and_grad": "jdag.api.value_and_grad",
     "wait": "jdag.context.tasks",
 }
 

@@ -28,7 +28,7 @@ import optax
 from jax import Array
 
 from jdag.api.cluster import Cluster
-from jdag.api.transform import value_and_grad
+from jdag.api.value_and_grad import value_and_grad
 from jdag.errors import ScenarioError
 from jdag.plans.compiling import compile
 from jdag.scenario.case import (

@@ -11,7 +11,7 @@ import pytest
 
 import jdag
 from jdag.api.drivers import simulate
-from jdag.api.transform import value_and_grad
+from jdag.api.value_and_grad import value_and_grad
 from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, RootError, WorkerLost
 from jdag.plans.compiling import compile

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdag.api.oracle import oracle, pullback
-from jdag.api.transform import value_and_grad
+from jdag.api.value_and_grad import value_and_grad
 from jdag.context.refs import stop_gradient
 from jdag.errors import ContextError, GraphError, JdagError, RemoteError
 from tests.face_cases import total

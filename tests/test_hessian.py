@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.hessian import hvp
+from jdag.api.hvp import hvp
 from jdag.api.oracle import oracle
 from jdag.context.refs import fetch, stop_gradient
 from jdag.engine.functions import program

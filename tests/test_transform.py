@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.hessian import hvp
+from jdag.api.hvp import hvp
 from jdag.api.oracle import oracle
-from jdag.api.transform import value_and_grad
+from jdag.api.value_and_grad import value_and_grad
 from jdag.context.refs import fetch
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.api.hessian import hvp
+from jdag.api.hvp import hvp
 from jdag.api.oracle import oracle
-from jdag.api.transform import value_and_grad
+from jdag.api.value_and_grad import value_and_grad
 from jdag.context.refs import stop_gradient
 from tests.compute_cases import array
 from tests.face_cases import ONES, total

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.transform import check_leaf, check_program, filled
+from jdag.api.value_and_grad import check_leaf, check_program, filled
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.cutting import Cut, cut
 from jdag.compute.duals import is_array_type

@@ -15,7 +15,7 @@ import jax
 import jax.tree_util as jtu
 
 from jdag.api.cluster import Cluster
-from jdag.api.transform import check_program, fetched, leaves_of, run_pass
+from jdag.api.value_and_grad import check_program, fetched, leaves_of, run_pass
 from jdag.compute.duals import is_dual, seeded
 from jdag.compute.pytrees import argument_numbers, flatten, is_constant
 from jdag.compute.refs import is_ref
