@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.digest import fingerprint
 from jdag.compute.pairs import ANEW_MAX, Pair, PairCache
 from jdag.compute.pytrees import split, static
 from jdag.compute.sums import add, filled, fold
 from jdag.errors import JdagError
+from jdag.sim.digest import fingerprint
 from tests.compute_cases import Call, Leaf, array, setting, summed
 
 # The cache

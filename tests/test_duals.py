@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import aval_of, is_deleted
-from jdag.compute.digest import fingerprint
 from jdag.compute.duals import Dual, along, is_dual, primal_of, seeded
 from jdag.compute.moves import transferred
 from jdag.compute.sums import add
@@ -17,6 +16,7 @@ from jdag.engine.addends import top
 from jdag.engine.arrays import ArrayType
 from jdag.engine.protocol import ContextId, Primal
 from jdag.errors import JdagError
+from jdag.sim.digest import fingerprint
 from jdag.wire.arrays import type_of
 from jdag.wire.messages import Codec, size
 from tests.compute_cases import pair_of

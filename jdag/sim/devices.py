@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from msgspec import Meta, field
 
 from jdag.compute.pairs import typed_name
-from jdag.compute.xla_cost import xla_cost
 from jdag.engine.functions import name_of, transferred
 from jdag.engine.protocol import (
     Apply,
@@ -23,6 +22,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import CostWarning, ScenarioError, unusable
 from jdag.settings.validation import COUNT, NS, NS_MAX, Settings, where
+from jdag.sim.xla_cost import xla_cost
 
 # As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
 _NAME = r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
@@ -50,7 +50,7 @@ class Roofline(Settings, frozen=True, kw_only=True):
     """Times of functions from XLA's counts of their operations and bytes.
 
     A forward or a vjp takes the larger of flops / `flops_per_s` and bytes accessed /
-    `bytes_per_s`, each rounded up to whole ns; see `jdag.compute.xla_cost`.
+    `bytes_per_s`, each rounded up to whole ns; see `jdag.sim.xla_cost`.
 
     Source: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance
     Model for Multicore Architectures", CACM 2009.

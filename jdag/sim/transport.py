@@ -29,7 +29,6 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from jdag.compute.digest import fingerprint
 from jdag.engine.protocol import (
     Acknowledge,
     Key,
@@ -43,6 +42,7 @@ from jdag.engine.protocol import (
 from jdag.runtime.host import Host
 from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
+from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings, SureLink
