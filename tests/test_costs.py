@@ -10,7 +10,7 @@ from jdag.errors import ScenarioError
 from jdag.scenario import load
 from jdag.scenario.costs import read_costs, written
 from jdag.scenario.run_scenario import run_scenario
-from jdag.scenario.tables import devices_of, network_of
+from jdag.scenario.scenario_schema import devices_of, network_of
 from jdag.settings.toml_files import read
 from jdag.sim import DeviceModel, LinkModel
 from tests.scenario_cases import written as scenario

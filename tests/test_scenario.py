@@ -9,7 +9,7 @@ import pytest
 from jdag.errors import JdagError, ScenarioError
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
-from jdag.scenario.tables import devices_of, network_of
+from jdag.scenario.scenario_schema import devices_of, network_of
 from jdag.sim import Crash, DeviceModel, Drop, LinkModel, LinkSettings, Partition
 from tests.scenario_cases import scenario_of, written
 

@@ -9,7 +9,7 @@ import pytest
 from jdag.errors import ScenarioError
 from jdag.scenario import load
 from jdag.scenario.run_scenario import run_scenario
-from jdag.scenario.tables import devices_of, network_of, schedule_of
+from jdag.scenario.scenario_schema import devices_of, network_of, schedule_of
 from jdag.schedules import one_f_one_b
 from jdag.sim import DeviceModel, LinkModel, LogGP, Network, Roofline
 from jdag.sim.presets import ethernet_100g, h100_node

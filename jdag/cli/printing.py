@@ -14,7 +14,7 @@ from jdag.engine.drawing import Need
 from jdag.errors import spelled
 from jdag.report import GRAPH, GRAPH_DOT
 from jdag.scenario import Scenario
-from jdag.scenario.tables import devices_of
+from jdag.scenario.scenario_schema import devices_of
 from jdag.sim.devices import FREE
 
 Functions = Annotated[

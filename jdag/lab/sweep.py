@@ -33,7 +33,7 @@ from jdag.runtime.versions import version_of
 from jdag.scenario import load
 from jdag.scenario.driving import Virtual
 from jdag.scenario.run_scenario import run_scenario
-from jdag.scenario.tables import devices_of, network_of
+from jdag.scenario.scenario_schema import devices_of, network_of
 from jdag.settings.validation import COUNT, converted, is_listed, is_number
 
 Row = dict[str, Any]  # Numbers, texts, flags and None, by column.

@@ -22,7 +22,7 @@ from jdag.scenario.costs import with_costs
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
-from jdag.scenario.tables import ScenarioTable
+from jdag.scenario.scenario_schema import ScenarioTable
 from jdag.scenario.training import Training
 from jdag.settings.toml_files import read, wrong
 from jdag.settings.validation import decoded

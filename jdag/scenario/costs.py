@@ -12,7 +12,7 @@ from typing import Any
 
 from jdag.errors import ScenarioError, meant, spelled
 from jdag.runtime.trace import Record
-from jdag.scenario.tables import ScenarioTable, devices_of, network_of
+from jdag.scenario.scenario_schema import ScenarioTable, devices_of, network_of
 from jdag.settings.toml_files import read, wrong
 from jdag.settings.validation import TABLE, Settings, decoded
 from jdag.sim.devices import MOVED

@@ -12,7 +12,7 @@ from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.processes.session.cluster_file import DEVICES, is_device
 from jdag.scenario.case import Figures
-from jdag.scenario.tables import (
+from jdag.scenario.scenario_schema import (
     ScenarioTable,
     devices_of,
     network_of,

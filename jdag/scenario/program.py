@@ -16,7 +16,7 @@ import numpy as np
 
 from jdag.errors import ScenarioError, meant, named_text, repr_of, text_of, unusable
 from jdag.scenario.case import Case, Player
-from jdag.scenario.tables import ScenarioTable
+from jdag.scenario.scenario_schema import ScenarioTable
 from jdag.settings.validation import converted
 
 _FOLDER = "folder"  # A program that takes it is told where the scenario's file is.

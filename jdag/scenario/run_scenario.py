@@ -14,7 +14,7 @@ from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import Driver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raising_nothing
-from jdag.scenario.tables import has_jitter
+from jdag.scenario.scenario_schema import has_jitter
 from jdag.settings.toml_files import wrong
 
 Progress = Callable[[int, int, Mapping[str, float]], None]
