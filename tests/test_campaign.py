@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jdag.cli import exploring
 from jdag.cli.commands import app
-from jdag.engine import share
+from jdag.engine import worker_pass as share
 from jdag.lab import campaign as campaigns
 from jdag.lab.campaign import campaign
 from jdag.runtime.trace import read_trace

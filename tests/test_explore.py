@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.engine import share
+from jdag.engine import worker_pass as share
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError
 from jdag.lab.exploration import order_of, sound

@@ -20,7 +20,7 @@ from jdag.engine.protocol import (
     Ship,
     Start,
 )
-from jdag.engine.share import Pass
+from jdag.engine.worker_pass import Pass
 from tests.engine_cases import SEEDS, begun, holding, leaves_nothing, net_of, pausing
 from tests.engine_net import Net
 from tests.engine_programs import Run, draw, in_modes

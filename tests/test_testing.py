@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jdag
 from jdag import testing
-from jdag.engine import share
+from jdag.engine import worker_pass as share
 from jdag.errors import ScenarioError
 from jdag.lab.subject import Subject
 from jdag.scenario import Case

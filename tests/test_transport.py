@@ -23,8 +23,8 @@ from jdag.engine.protocol import (
     Resume,
     Send,
 )
-from jdag.engine.share import Pass
 from jdag.engine.state import State
+from jdag.engine.worker_pass import Pass
 from jdag.runtime.host import Host
 from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel

@@ -63,7 +63,8 @@ from jdag.engine.protocol import (
     landing,
     made_by,
 )
-from jdag.engine.share import (
+from jdag.engine.state import State
+from jdag.engine.worker_pass import (
     SEED,
     Due,
     Outgoing,
@@ -74,7 +75,6 @@ from jdag.engine.share import (
     ordered,
     walk,
 )
-from jdag.engine.state import State
 
 
 class Backward:

@@ -21,7 +21,7 @@ from jdag.engine.names import (
     Record,
     Worker,
 )
-from jdag.engine.share import Due, walk
+from jdag.engine.worker_pass import Due, walk
 
 
 class Need(Enum):

@@ -6,13 +6,13 @@ from typing import Any
 
 from jdag.engine import protocol
 from jdag.engine.backward import Backward
+from jdag.engine.context_teardown import Ends
 from jdag.engine.drawing import Drawing, draw
-from jdag.engine.ends import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment
 from jdag.engine.leaves import Leaves
+from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import WAITS, Lists
-from jdag.engine.lives import Lives
 from jdag.engine.passes import Passes
 from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Situation, phase_of
 from jdag.engine.plans import Plans

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves, unused
-from jdag.engine.lives import Lives
+from jdag.engine.lifetimes import Lives
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Call,

@@ -36,8 +36,8 @@ from jdag.engine.protocol import (
     ScratchKey,
     Sum,
 )
-from jdag.engine.share import Pass
 from jdag.engine.state import State
+from jdag.engine.worker_pass import Pass
 
 Then = Callable[[Key], None]
 Told = Callable[[Failure | None], None]

@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, LeafEnd, LeafVersions, Value, Version
-from jdag.engine.lives import Lives
+from jdag.engine.lifetimes import Lives
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Assign,

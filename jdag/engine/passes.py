@@ -25,8 +25,8 @@ from jdag.engine.backward import Backward
 from jdag.engine.credit import WHOLE
 from jdag.engine.graph import Fragment, Node
 from jdag.engine.leaves import Leaves
+from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import Lists
-from jdag.engine.lives import Lives
 from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
@@ -51,8 +51,8 @@ from jdag.engine.protocol import (
     Worker,
 )
 from jdag.engine.protocol import Lost as LostEvent
-from jdag.engine.share import Outgoing, Pass
 from jdag.engine.state import State
+from jdag.engine.worker_pass import Outgoing, Pass
 
 
 class Passes(Struct, eq=False):

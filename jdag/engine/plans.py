@@ -9,7 +9,7 @@ that anything here sends for a program; one that fails anywhere is dropped every
 
 from msgspec import Struct
 
-from jdag.engine.lives import Lives
+from jdag.engine.lifetimes import Lives
 from jdag.engine.protocol import (
     Compiled,
     ContextId,

@@ -25,7 +25,7 @@ from msgspec import Struct, field
 from msgspec.structs import astuple
 
 from jdag.engine.graph import Fragment, ProgramFrame
-from jdag.engine.lives import Lives
+from jdag.engine.lifetimes import Lives
 from jdag.engine.locks import Locks
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
