@@ -10,7 +10,7 @@ from rich.text import Text
 
 from jdag.cli.cli_errors import say
 from jdag.context.graph import ContextGraph
-from jdag.engine.drawing import Need
+from jdag.engine.graph_snapshot import Need
 from jdag.errors import spelled
 from jdag.report import GRAPH, GRAPH_DOT
 from jdag.scenario import Scenario

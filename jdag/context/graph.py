@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from jdag.engine.drawing import Drawing, Need
+from jdag.engine.graph_snapshot import Drawing, Need
 from jdag.engine.protocol import Key, Path
 
 WORKERS_MAX = 8

@@ -7,9 +7,9 @@ from typing import Any
 from jdag.engine import protocol
 from jdag.engine.backward import Backward
 from jdag.engine.context_teardown import Ends
-from jdag.engine.drawing import Drawing, draw
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment
+from jdag.engine.graph_snapshot import Drawing, draw
 from jdag.engine.leaves import Leaves
 from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import WAITS, Lists

@@ -7,7 +7,7 @@ Invariants: what is asked changes nothing; a node answers with the loop lock hel
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdag.engine.drawing import Drawing
+from jdag.engine.graph_snapshot import Drawing
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
 from jdag.processes.jobs import Jobs

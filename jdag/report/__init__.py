@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from jdag.context.graph import Graph, graph_of
-from jdag.engine.drawing import Drawing
+from jdag.engine.graph_snapshot import Drawing
 from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of
 from jdag.report.gantt import gantt_of, lists_of

@@ -14,7 +14,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from msgspec.structs import replace
 
 from jdag.context.graph import Edge, Graph, Vertex, labelled
-from jdag.engine.drawing import Need
+from jdag.engine.graph_snapshot import Need
 from jdag.report.formatting import shortened
 
 HEIGHTS_MAX = 40

@@ -22,7 +22,7 @@ from greenlet import GreenletExit, getcurrent
 
 from jdag.compute.machine import Machine, Work, blamed
 from jdag.engine import Engine
-from jdag.engine.drawing import Drawing
+from jdag.engine.graph_snapshot import Drawing
 from jdag.engine.protocol import (
     Acknowledge,
     Alarm,

@@ -24,7 +24,7 @@ from weakref import finalize
 
 from greenlet import GreenletExit, getcurrent
 
-from jdag.engine.drawing import Drawing
+from jdag.engine.graph_snapshot import Drawing
 from jdag.engine.protocol import (
     Alarm,
     ContextId,

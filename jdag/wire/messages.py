@@ -21,8 +21,8 @@ from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import replace
 
 from jdag.engine.arrays import ArrayType
-from jdag.engine.drawing import Drawing
 from jdag.engine.functions import name_of
+from jdag.engine.graph_snapshot import Drawing
 from jdag.engine.messages import (
     Assign,
     Assignment,
