@@ -21,8 +21,8 @@ from jdag.engine.protocol import (
     Spawn,
 )
 from jdag.errors import JdagError
-from jdag.runtime.host import Host, Port, run_program
 from jdag.runtime.waiters import Waiters
+from jdag.runtime.worker_runtime import Host, Port, run_program
 
 CONTEXT = ContextId(0, 0, 0)
 EVENT: Any = None

@@ -25,7 +25,7 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.state import State
 from jdag.engine.worker_pass import Pass
-from jdag.runtime.host import Host
+from jdag.runtime.worker_runtime import Host
 from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition

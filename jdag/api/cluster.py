@@ -20,7 +20,7 @@ from jdag.context.tasks import collected
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost, repr_of
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 from jdag.training.checkpoint import FilePath, load, save
 from jdag.training.recovery import Recoverable
 

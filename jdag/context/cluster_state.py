@@ -30,7 +30,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 from jdag.settings.session_settings import RunSettings
 
 

@@ -49,7 +49,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, JdagError
 from jdag.runtime.failures import traced
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 
 
 class Change(NamedTuple):

@@ -58,7 +58,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
 from jdag.runtime.failures import exception_of, traced
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 from jdag.schedules import Action
 from jdag.wire.trees import check_travels
 

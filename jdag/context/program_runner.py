@@ -9,7 +9,7 @@ from jdag.engine.functions import name_of
 from jdag.engine.protocol import Returned, Spawn
 from jdag.errors import ContextError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 
 
 def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:

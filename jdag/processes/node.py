@@ -59,9 +59,9 @@ from jdag.processes.peers import LEFT, PeerTable, broke
 from jdag.processes.session.session_info import SessionInfo
 from jdag.processes.stuck import Waits
 from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
+from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05

@@ -14,8 +14,8 @@ from jdag.processes.jobs import Jobs
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.node_trace import Recording
 from jdag.processes.peers import PeerTable
-from jdag.runtime.host import Host
 from jdag.runtime.stats import info, total
+from jdag.runtime.worker_runtime import Host
 from jdag.wire.encoding import encoded
 
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001

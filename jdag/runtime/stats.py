@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from jdag.runtime.host import Host
+from jdag.runtime.worker_runtime import Host
 
 
 @dataclass(slots=True)

@@ -4,10 +4,10 @@ from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.protocol import Worker, incarnated
 from jdag.runtime.chooser import Chooser
-from jdag.runtime.host import Driver, Host
 from jdag.runtime.recorder import NoRecorder, Recorder
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Waiters
+from jdag.runtime.worker_runtime import Driver, Host
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline

@@ -27,9 +27,9 @@ from jdag.engine.protocol import (
 )
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Host
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
+from jdag.runtime.worker_runtime import Host
 from jdag.schedules.actions import Step
 from jdag.sim.devices import FREE, functions_of, models
 from jdag.sim.environment import Environment
@@ -83,7 +83,7 @@ class Jobs:
         return [(worker, *of) for worker, job in jobs for of in functions_of(job)]
 
     def compute(self, host: Host, job: Job, cause: int) -> None:
-        """Have a device compute a job; see `jdag.runtime.host.Driver`."""
+        """Have a device compute a job; see `jdag.runtime.worker_runtime.Driver`."""
         device = self._device(host, host.machine.device_of(job))
         device.ready.add(job, (job, cause, self._timeline.now_ns))
         self._choose(host, device)

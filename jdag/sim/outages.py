@@ -21,8 +21,8 @@ from jdag.engine.protocol import (
     incarnation_of,
     named,
 )
-from jdag.runtime.host import Host
 from jdag.runtime.recorder import NO_CAUSE
+from jdag.runtime.worker_runtime import Host
 from jdag.sim.environment import Environment
 from jdag.sim.faults import Crash, Partition
 from jdag.sim.jobs import Jobs

@@ -18,7 +18,7 @@ from types import FrameType
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError, other_thread
-from jdag.runtime.host import Host, Port
+from jdag.runtime.worker_runtime import Host, Port
 
 
 class Programs:

@@ -45,10 +45,10 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError, JournalsEnd, ReplayError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.journal import FULL, Entries, entry
 from jdag.runtime.stats import Sent, info
 from jdag.runtime.waiters import Cancel, Waiters
+from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
 from jdag.sim.programs import Programs
 
 _Values = tuple[Any, ...]

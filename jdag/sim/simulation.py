@@ -36,9 +36,9 @@ from jdag.engine.protocol import (
     named,
 )
 from jdag.errors import JdagError
-from jdag.runtime.host import Host, Port, RunProgram, run_program
 from jdag.runtime.stats import info
 from jdag.runtime.waiters import Cancel, stuck
+from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
 from jdag.sim.devices import check_costs
 from jdag.sim.environment import Environment
 from jdag.sim.jobs import Jobs

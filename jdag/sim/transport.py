@@ -39,9 +39,9 @@ from jdag.engine.protocol import (
     incarnated,
     named,
 )
-from jdag.runtime.host import Host
 from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
+from jdag.runtime.worker_runtime import Host
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
@@ -208,7 +208,7 @@ class SimTransport:
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
         cause: int,
     ) -> None:
-        """Send a message of a worker with values; see `jdag.runtime.host.Driver`."""
+        """Send a message of a worker with values; see `jdag.runtime.worker_runtime.Driver`."""
         worker, (keys, arrays) = host.worker, values
         end = self._ends[worker].get(send.to) or self._end(worker, send.to)
         if self._joins:

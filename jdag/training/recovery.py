@@ -33,7 +33,7 @@ from jdag.errors import (
     meant,
     unusable,
 )
-from jdag.runtime.host import Port
+from jdag.runtime.worker_runtime import Port
 
 Copies = tuple[Ref, ...]
 TIMEOUT_S = 60.0
