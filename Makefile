@@ -23,7 +23,7 @@ SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
 # The command says which tier, not the environment.
 unexport JDAG_TIER
 # Which make runs lint beside the tests.
-SUITE := MAKE="$(MAKE)" $(BIN)/python -m tests.suite
+SUITE := MAKE="$(MAKE)" $(BIN)/python -m tests.tools.suite
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-all test-for test-long versions lint mutants bench chaos
@@ -32,7 +32,7 @@ SUITE := MAKE="$(MAKE)" $(BIN)/python -m tests.suite
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
 
-# Every fact once, and lint. Failed tests are run again; see tests/suite.py.
+# Every fact once, and lint. Failed tests are run again; see tests/tools/suite.py.
 test: install-test
 	@$(SUITE) --lint --tier first
 
@@ -46,7 +46,7 @@ versions: install-test
 
 # The tests of changed files: make test-for FILES="jdag/sim/network.py"
 test-for: install-test
-	@$(BIN)/python -m tests.for_change $(if $(MUTANTS),--mutants) $(FILES)
+	@$(BIN)/python -m tests.tools.for_change $(if $(MUTANTS),--mutants) $(FILES)
 
 test-long: install-test
 	JDAG_PROGRAMS=$(N) $(BIN)/python -m pytest -q -n 2 -m long tests/
@@ -56,9 +56,9 @@ lint: install-test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
 
-# Each fault of tests/mutants.toml has to make a test fail.
+# Each fault of tests/tools/mutants.toml has to make a test fail.
 mutants: install-test
-	$(BIN)/python -m tests.mutants -n 2
+	$(BIN)/python -m tests.tools.mutants -n 2
 
 bench: install
 	$(BIN)/python paper/figures.py

@@ -20,7 +20,7 @@ from jdag.lab.strategies import Exhaustive
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
 from paper.figures import RESULTS, machine
-from tests.brute_orders import TWO_CALLS, case_of, searched
+from tests.tools.brute_orders import TWO_CALLS, case_of, searched
 
 RUNS = 100_000
 FOUR_CALLS = {

@@ -30,7 +30,7 @@ from jdag.lab.subject import Subject
 from paper.figures import RESULTS, machine
 from paper.planted import BUGS, Bug
 from paper.planted_programs import PROGRAMS
-from tests.mutants import ROOT, Mutant, copied, put
+from tests.tools.mutants import ROOT, Mutant, copied, put
 
 STRATEGIES = ("random", "pct:1", "pct:2", "pct:3")
 CONFIDENCE = 0.001

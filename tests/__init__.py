@@ -4,7 +4,7 @@ import os
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.tiers import TIER
+from tests.tools.tiers import TIER
 
 # Compiled functions are kept for the processes of this run and for the next run. JAX
 # reads these when it is imported, here and in the processes that tests start.

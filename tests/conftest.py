@@ -11,9 +11,9 @@ import pytest
 from hypothesis import settings
 
 from jdag.api.drivers import simulate
-from tests.connection_cases import either, make, sides, tls  # noqa: F401
-from tests.spreading import Groups, place_of
-from tests.tiers import FIRST, sized
+from tests.tools.connection_cases import either, make, sides, tls  # noqa: F401
+from tests.tools.spreading import Groups, place_of
+from tests.tools.tiers import FIRST, sized
 
 jax.config.update("jax_enable_x64", True)
 
@@ -74,7 +74,7 @@ def cluster():
 
     After the test none has a context or a pass, but those of objects that it hosts.
     """
-    from tests.face_cases import nothing_is_left  # noqa: PLC0415 - of 64 bits by now.
+    from tests.tools.face_cases import nothing_is_left  # noqa: PLC0415 - of 64 bits by now.
 
     with simulate(["a", "b", "c", "d"], seed=0) as made:
         yield made

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.conformance import functions
-from tests.rpc_workers import NAMES, Workers, kept
-from tests.stream_cases import soon
+from tests.tools.rpc_workers import NAMES, Workers, kept
+from tests.tools.stream_cases import soon
 
 
 class Real:

@@ -9,7 +9,8 @@ import pytest
 import jdag
 from jdag.collectives.routes import route_of
 from jdag.errors import CollectiveError, RemoteError, WorkerLost
-from tests.collective_programs import (
+from tests.conformance.drivers import Driver, leaving_nothing
+from tests.tools.collective_programs import (
     HOW,
     adds_of_length,
     all_kinds,
@@ -22,8 +23,7 @@ from tests.collective_programs import (
     sums,
     trains,
 )
-from tests.conformance.drivers import Driver, leaving_nothing
-from tests.replica_cases import (
+from tests.tools.replica_cases import (
     NAMES,
     SHAPES,
     added_up,

@@ -12,9 +12,9 @@ import optax
 import pytest
 
 import jdag
-from tests import random_plans
 from tests.conformance.drivers import WORKERS, leaving_nothing
-from tests.plan_cases import (
+from tests.tools import random_plans
+from tests.tools.plan_cases import (
     batch,
     bits,
     close,
@@ -24,9 +24,9 @@ from tests.plan_cases import (
     stepping,
     train,
 )
-from tests.random_programs import draw
-from tests.random_source import source_of
-from tests.tiers import sized
+from tests.tools.random_programs import draw
+from tests.tools.random_source import source_of
+from tests.tools.tiers import sized
 
 
 @pytest.mark.parametrize("number", range(sized(3, 6)))

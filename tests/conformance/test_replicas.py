@@ -11,7 +11,7 @@ import pytest
 import jdag
 from jdag.collectives.routes import route_of
 from tests.conformance.drivers import Driver
-from tests.replica_cases import (
+from tests.tools.replica_cases import (
     NAMES,
     SHAPES,
     added_up,

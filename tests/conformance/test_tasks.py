@@ -40,7 +40,9 @@ def test_programs_at_once_have_the_gradients_of_the_oracle(
 def test_two_programs_that_were_started_run_at_the_same_time(
     cluster: Any, driver: Driver, tmp_path: Path
 ):
-    if driver.name == "sim":  # No user code there waits; see tests/test_tasks.py.
+    if (
+        driver.name == "sim"
+    ):  # No user code there waits; see tests/unit/context/test_tasks.py.
         return
     with cluster.context() as ctx:
         tasks = [ctx.start(worker, meet, str(tmp_path)) for worker in "bcd"[:2]]

@@ -1,0 +1,140 @@
+"""Hooks as users see them: what they are given, what they change, what is refused."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdag.api.drivers import simulate
+from jdag.context.refs import stop_gradient
+from jdag.errors import ContextError, GraphError, JdagError, WorkerLost
+from jdag.sim import Crash
+from tests.tools.face_cases import ONES, nothing_is_left, total
+
+
+def noting(seen: list[Any], hook: Any) -> Any:
+    """A hook that notes what it is given."""
+
+    def noted(cotangent: Any) -> Any:
+        seen.append(cotangent)
+        return hook(cotangent)
+
+    return noted
+
+
+# ---- what they are given, and change
+
+
+def test_any_callable_can_be_a_hook(cluster: Any):
+    class Plus:
+        def __call__(self, c: Any) -> Any:
+            return c + 1
+
+    seen: list[Any] = []
+    hooks = [jnp.negative, functools.partial(jnp.multiply, 3), Plus(), seen.append]
+    w = cluster.put("b", ONES)
+    with cluster.context() as ctx:
+        for hook in (*hooks, jax.jit(lambda c: c * 5)):
+            ctx.on_cotangent(w, hook)
+        ctx.backward(ctx.call("c", total, w))
+        np.testing.assert_array_equal(ctx.gradient(w).fetch(), -10 * ONES)
+    assert len(seen) == 1
+
+
+def test_where_values_are_abstract_hooks_are_traced():
+    seen: list[Any] = []
+    with simulate(["a", "b"], seed=0, values="abstract") as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            ctx.on_cotangent(w, noting(seen, lambda c: 2 * c))
+            ctx.on_gradient(w, seen.append)
+            ctx.backward(ctx.call("a", total, w))
+            assert ctx.gradient(w).shape == (3, 3)
+            ctx.on_cotangent(w, lambda c: c[0])
+            loss = ctx.call("a", total, w)
+            with pytest.raises(JdagError, match=r"the hook returned float64\[3\]"):
+                ctx.backward(loss)
+        nothing_is_left(cluster)
+    assert [one.shape for one in seen[:2]] == [(3, 3), (3, 3)]
+
+
+# ---- what goes wrong
+
+
+def test_a_hook_cannot_use_the_cluster(cluster: Any):
+    w = cluster.put("b", ONES)
+    used = [
+        lambda ctx: w.fetch(),
+        lambda ctx: cluster.put("b", 1.0),
+        lambda ctx: cluster.context().__enter__(),
+        lambda ctx: cluster.close(),
+        lambda ctx: ctx.call("b", total, w),
+    ]
+    for use in used:
+        with cluster.context() as ctx:
+            ctx.on_cotangent(w, lambda _, use=use, ctx=ctx: use(ctx))
+            loss = ctx.call("c", total, w)
+            said = "such as a hook, cannot use the cluster"
+            with pytest.raises(JdagError, match=said):
+                ctx.backward(loss)
+
+
+def test_what_cannot_be_hooked_says_why(cluster: Any):
+    w, n = cluster.put("b", ONES), cluster.put("b", 3)
+    with cluster.context() as other:
+        theirs = other.call("b", jnp.square, w)
+        with cluster.context() as ctx:
+            h = ctx.call("b", jnp.square, w)
+            i = ctx.call("b", jnp.argmax, w)
+            constant = ctx.call("b", jnp.square, ONES)
+            for ref in (n, i, constant, stop_gradient(w), stop_gradient(h)):
+                with pytest.raises(GraphError, match=r"on_cotangent: .*is not tracked"):
+                    ctx.on_cotangent(ref, jnp.negative)
+            with pytest.raises(GraphError, match=r"on_gradient: .*is not tracked"):
+                ctx.on_gradient(n, jnp.negative)
+            with pytest.raises(JdagError, match=r"on_gradient takes a leaf, .*is none"):
+                ctx.on_gradient(h, jnp.negative)
+            with pytest.raises(JdagError, match="takes a ref first, not 3"):
+                ctx.on_cotangent(3, jnp.negative)
+            for hook in (None, 3, "negative"):
+                with pytest.raises(JdagError, match=f"takes a function.*not {hook!r}"):
+                    ctx.on_cotangent(h, hook)
+            with pytest.raises(ContextError, match=r"is of context .* and this is"):
+                ctx.on_cotangent(theirs, jnp.negative)
+            with simulate(["a", "b"], seed=0) as another:
+                far = another.put("a", ONES)
+                with pytest.raises(ContextError, match="refs do not leave their"):
+                    ctx.on_gradient(far, jnp.negative)
+            ctx.backward(ctx.call("b", total, h))
+            gradient = ctx.gradient(w)
+            with pytest.raises(GraphError, match="is not tracked"):
+                ctx.on_cotangent(gradient, jnp.negative)
+            np.testing.assert_array_equal(gradient.fetch(), 2 * ONES)
+
+
+def test_on_a_worker_that_is_lost_nothing_can_be_hooked():
+    faults = [Crash("c", at_ns=10, detect_ns=10)]
+    with simulate(["a", "b", "c"], seed=0, faults=faults) as cluster:
+        w = cluster.put("c", ONES)
+        cluster.driver.settle()
+        with (
+            cluster.context() as ctx,
+            pytest.raises(WorkerLost, match="hooked on 'c': worker 'c' is lost"),
+        ):
+            ctx.on_cotangent(w, jnp.negative)
+        nothing_is_left(cluster)
+
+
+def test_a_worker_that_is_lost_before_it_hears_of_a_hook_fails_the_context():
+    faults = [Crash("c", at_ns=10, detect_ns=10)]
+    with simulate(["a", "b", "c"], seed=0, faults=faults) as cluster:
+        w, v = cluster.put("c", ONES), cluster.put("b", ONES)
+        with cluster.context() as ctx, pytest.raises(WorkerLost):
+            ctx.on_cotangent(w, jnp.negative)
+            ctx.backward(ctx.call("b", total, v))
+            cluster.driver.settle()
+            ctx.backward(ctx.call("b", total, v))
+        nothing_is_left(cluster)

@@ -1,0 +1,196 @@
+"""Types of users over workers, and what is refused: by name, where it is given."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.tree_util import Partial
+
+import jdag
+from jdag.errors import ContextError, JdagError, RemoteError
+from tests.tools.compute_cases import array, assert_same, setting
+from tests.tools.face_cases import squares, total
+
+# ---- types
+
+
+def test_each_parameter_keeps_its_dtype_and_so_does_its_gradient(cluster):
+    kinds = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+    tree = {kind: array(3, seed=n, dtype=kind) for n, kind in enumerate(kinds)}
+
+    def loss(ctx: Any, tree: Any) -> Any:
+        out = ctx.call("b", lambda t: jax.tree.map(jnp.sin, t), tree)
+        assert {name: ref.dtype.name for name, ref in out.items()} == {
+            kind: kind for kind in kinds
+        }
+        return ctx.call("c", lambda t: squares(*jax.tree.leaves(t)), out)
+
+    _, found = jdag.value_and_grad(loss, cluster)(tree)
+    _, wanted = jdag.oracle(loss)(tree)
+    for kind in kinds:
+        assert found[kind].dtype == wanted[kind].dtype == kind
+        digits = float(jnp.finfo(kind).eps)  # A fused sine is not that of one by one.
+        np.testing.assert_allclose(
+            found[kind].astype("complex128"),
+            wanted[kind].astype("complex128"),
+            atol=4 * digits,
+        )
+
+
+def test_keys_split_travel_and_draw_the_same_everywhere(cluster):
+    key = cluster.put("b", jax.random.key(7))
+    with cluster.context() as ctx:
+        halves = ctx.call("c", jax.random.split, key)
+        drawn = ctx.call("d", lambda keys: jax.random.normal(keys[1], (3,)), halves)
+        wanted = jax.random.normal(jax.random.split(jax.random.key(7))[1], (3,))
+        np.testing.assert_array_equal(drawn.fetch(), wanted)
+        assert not halves.tracked and drawn.dtype == np.float64
+
+
+def test_an_integer_beyond_those_of_jax_is_named_where_it_is_given(cluster):
+    huge = 2**70
+    with cluster.context() as ctx:
+        with pytest.raises(JdagError, match=r"argument 'n'\[1\]: 1180591.*64 bits"):
+            ctx.call("b", lambda n: n, n=[1, huge])
+        assert ctx.call("b", lambda n: n % 7.0, jdag.static(huge)).fetch() == huge % 7
+    with pytest.raises(JdagError, match=r"cluster\.put: 1180591.*64 bits"):
+        cluster.put("b", huge)
+
+
+# ---- what was deleted
+
+
+def gone(*shape: int) -> jax.Array:
+    array = jnp.ones(shape)
+    array.delete()
+    return array
+
+
+@jdag.program
+def given(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+    return None
+
+
+@jdag.program
+def gives_what_is_gone(ctx: Any) -> Any:
+    return {"x": gone(3)}
+
+
+@pytest.mark.parametrize(
+    ("use", "said"),
+    [
+        (lambda c, ctx: ctx.call("b", total, 1.0, gone(3)), r"argument 1: .*\[3\] was"),
+        (lambda c, ctx: ctx.call("b", total, w=[gone(3)]), r"argument 'w'\[0\]: float"),
+        (lambda c, ctx: ctx.call("b", given, {"x": gone(2)}), r"argument 0\['x'\]: fl"),
+        (lambda c, ctx: ctx.call("b", gives_what_is_gone), r"returned .* \(at \['x'\]"),
+        (lambda c, ctx: ctx.call("b", Partial(total, w=gone(2))), r"the function's "),
+        (lambda c, ctx: ctx.move("b", [gone(3)]), r"argument 0: float64\[3\] was del"),
+        (lambda c, ctx: c.put("b", {"w": gone(3)}), r"cluster.put, at \['w'\]: float"),
+        (lambda c, ctx: c.make("b", total, gone(3)), r"argument 0: float64\[3\] was"),
+        (
+            lambda c, ctx: ctx.backward(
+                ctx.call("b", jnp.sin, c.put("b", jnp.ones(3))), cotangents=gone(3)
+            ),
+            r"cotangent 0: float64\[3\] was deleted, or donated",
+        ),
+    ],
+)
+def test_an_array_that_was_deleted_is_named_where_it_is_given(cluster, use, said):
+    with cluster.context() as ctx, pytest.raises(JdagError, match=said):
+        use(cluster, ctx)
+
+
+@pytest.mark.parametrize("worker", ["a", "b", "c"])
+def test_a_leaf_that_was_donated_later_is_named_by_who_uses_it(cluster, worker):
+    mine, spare = jnp.ones(3), jnp.ones(3)
+    kept, lost = cluster.put("b", [spare, mine])
+    cluster.driver.settle()
+    mine.delete()
+    with pytest.raises(JdagError, match=r"leaf 1 on b, float64\[3\], was deleted"):
+        lost.fetch()
+    with cluster.context() as ctx:
+        out = ctx.call(worker, lambda lost, kept: lost + kept, lost, kept=kept)
+        with pytest.raises(JdagError, match=r"(leaf 1 on b|argument 0 of .*), float64"):
+            ctx.backward(ctx.call("d", total, out, kept))
+    with cluster.context() as ctx:
+        ctx.backward(ctx.call("d", total, kept))
+        assert_same(ctx.gradient(kept).fetch(), jnp.ones(3))
+
+
+# ---- misuse
+
+
+def test_configuration_is_fixed_per_cluster_and_named_when_it_changed(cluster):
+    w = cluster.put("b", jnp.ones(3))
+    with cluster.context() as ctx:
+        out = ctx.call("b", total, w)
+        with setting("jax_enable_x64", False):
+            said = "jax_enable_x64 is False and was True when it was made"
+            for use in (
+                lambda: ctx.call("b", total, w),
+                lambda: ctx.backward(out),
+                lambda: cluster.put("b", 1.0),
+                out.fetch,
+            ):
+                with pytest.raises(JdagError, match=said):
+                    use()
+        with (
+            jax.default_matmul_precision("float32"),
+            pytest.raises(
+                JdagError,
+                match="jax_default_matmul_precision is 'float32' and was None",
+            ),
+        ):
+            ctx.call("b", total, w)
+        ctx.backward(out)
+        assert out.fetch() == 3
+
+
+def test_a_call_that_does_not_fit_says_what_python_says_and_no_more(cluster):
+    def two(a: Any, b: Any) -> Any:
+        return a + b
+
+    with cluster.context() as ctx, pytest.raises(RemoteError) as raised:
+        ctx.call("b", two, 1.0)
+    assert str(raised.value).endswith("missing 1 required positional argument: 'b'")
+    assert "Traceback" not in str(raised.value)
+
+
+def test_the_lines_of_a_user_come_without_what_jax_says_of_its_own(cluster):
+    with cluster.context() as ctx, pytest.raises(RemoteError) as raised:
+        ctx.call("b", lambda a: a @ jnp.ones(7), jnp.ones(3))
+    assert "a @ jnp.ones(7)" in str(raised.value)
+    assert "JAX has removed" not in str(raised.value)
+
+
+def test_a_program_that_is_called_without_a_context_says_how_to_call_it():
+    for args in ((), (3,), (3, jnp.ones(2))):
+        with pytest.raises(
+            ContextError, match=r"given is a program.*ctx\.call\(worker"
+        ):
+            given(*args)
+
+
+def test_argnums_name_arguments_that_there_are(cluster):
+    def loss(ctx: Any, w: Any, v: Any) -> Any:
+        return ctx.call("b", squares, w, v)
+
+    ones = jnp.ones(3)
+    for made in (
+        lambda n: jdag.value_and_grad(loss, cluster, argnums=n),
+        _oracle(loss),
+    ):
+        assert_same(made(-1)(ones, 2 * ones), made(1)(ones, 2 * ones))
+        for wrong in (2, -3, (0, 5)):
+            with pytest.raises(
+                JdagError, match=r"argnums=.* with 2 arguments.* -2 to 1"
+            ):
+                made(wrong)(ones, ones)
+        with pytest.raises(JdagError, match="argnums='w': allowed are an int"):
+            made("w")(ones, ones)
+
+
+def _oracle(loss: Any) -> Any:
+    return lambda argnums: jdag.oracle(loss, argnums=argnums)

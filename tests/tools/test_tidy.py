@@ -1,0 +1,461 @@
+"""The laws of the source: sizes, layers, homes of libraries, docstrings, order.
+
+A law is a function from one module to its breaches. Each is held against every
+module of jdag, and against sources that break it, so that we know that it bites.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests import ROOT
+from tests.tools.tidy_cases import BREACHES, OBEDIENT
+
+FILE_LINES_MAX = 499
+FUNCTION_LINES_MAX = 69
+COLUMNS_MAX = 88
+
+# Bottom to top: a folder may import itself and what stands in an earlier row, and
+# nothing beside it in its own row (so that sim and rpc never meet).
+LAYERS = (
+    ("errors", "gone"),
+    ("engine", "schedules"),
+    ("wire", "compute"),
+    ("runtime", "parallel"),
+    ("sim", "rpc"),
+    ("api",),
+    ("report", "scenario"),
+    ("lab",),
+    ("cli", "testing"),
+    ("__main__", "__init__"),
+)
+RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
+
+# Where a library, or one of its functions, may be named.
+HOMES = {
+    "typer": ("cli",),
+    "rich": ("cli", "api.progress"),
+    "tomllib": ("runtime.tables",),
+    "matplotlib": ("report",),
+    "jinja2": ("report",),
+    "pyarrow": ("lab.parquet",),
+    "ray": ("rpc.on_ray",),
+    "cryptography": ("rpc.authority",),
+    "optax": ("api.leafwise", "api.optimizer"),
+    "safetensors": ("api.checkpoint",),
+    "greenlet": ("sim",),
+    "random": ("runtime.chooser", "lab.strategies"),
+    "grpc": ("rpc",),
+    "socket": ("rpc",),
+    "threading": ("rpc", "parallel.waiting", "sim.programs", "api.refs"),
+    "time": ("rpc", "parallel.waiting", "runtime.signals"),
+    "secrets": ("rpc",),
+    "ctypes": ("rpc",),
+    "signal": ("rpc", "runtime.signals"),
+    "subprocess": ("rpc", "cli", "lab.sweep_pool"),
+    "jax.pmap": (),
+    "jax.shard_map": ("parallel",),
+    "jax.vjp": ("compute",),
+    "jax.jvp": ("compute",),
+    "hypothesis": ("testing.strategies",),
+    "pytest": ("testing.plugin",),
+    "numpy.random": (),
+    "pickle": (),
+}
+
+# Pure modules know neither of these.
+PURE = ("engine", "schedules", "wire.frames", "sim.reliable_link")
+ARRAYS = ("jax", "jaxlib", "numpy")
+
+# Built-ins that pass on the order of what they are given.
+KEEPS_ORDER = ("list", "tuple", "iter", "enumerate", "zip", "map", "filter", "reversed")
+# What a set's own method gives is a set again.
+GIVES_SET = ("union", "intersection", "difference", "symmetric_difference", "copy")
+
+FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: its path from the root, and its text."""
+
+    path: str
+    source: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, self.path)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of its tree."""
+        return [*ast.walk(self.tree)]
+
+    @cached_property
+    def attributes_of_sets(self) -> dict[str, bool]:
+        """Attributes that are declared or made as sets."""
+        known: dict[str, bool] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.AnnAssign | ast.Assign) and _makes_set(node, known):
+                for target in _targets(node):
+                    if isinstance(target, ast.Attribute):
+                        known[ast.unparse(target)] = True
+        return known
+
+    @property
+    def name(self) -> str:
+        """The name below jdag: `wire.frames`; a folder's __init__ has the folder's."""
+        parts = Path(self.path).with_suffix("").parts[1:]
+        if len(parts) > 1 and parts[-1] == "__init__":
+            parts = parts[:-1]
+        return ".".join(parts)
+
+    @property
+    def unit(self) -> str:
+        """The folder or top-level module that the table of layers names."""
+        return unit_of(self.name)
+
+    def at(self, node: ast.AST | int, said: str) -> str:
+        line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+        return f"{self.path}:{line}: {said}"
+
+
+def unit_of(name: str) -> str:
+    """The unit of a module, by its dotted name below jdag."""
+    return name.split(".", maxsplit=1)[0]
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def imports(module: Module) -> Iterator[tuple[ast.stmt, str, str]]:
+    """Each import as (statement, dotted name of what it brings, name it binds)."""
+    for node in module.nodes:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name, alias.asname or alias.name.split(".")[0]
+        elif isinstance(node, ast.ImportFrom):
+            base = "" if node.level == 0 else "jdag"
+            source = ".".join(part for part in (base, node.module) if part)
+            for alias in node.names:
+                yield node, f"{source}.{alias.name}", alias.asname or alias.name
+
+
+def mentions(module: Module) -> Iterator[tuple[ast.AST, str]]:
+    """Each dotted name from outside that the module imports or reaches for."""
+    bound = {}
+    for statement, name, binding in imports(module):
+        yield statement, name
+        plain = isinstance(statement, ast.Import) and binding == name.split(".")[0]
+        bound[binding] = binding if plain else name
+    for node in module.nodes:
+        if isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            if first in bound:
+                yield node, f"{bound[first]}.{rest}"
+
+
+def functions(module: Module) -> Iterator[FunctionNode]:
+    for node in module.nodes:
+        if isinstance(node, FunctionNode):
+            yield node
+
+
+# The laws, each from a module to its breaches.
+
+
+def a_file_has_fewer_than_500_lines(module: Module) -> Iterator[str]:
+    lines = len(module.source.splitlines())
+    if lines > FILE_LINES_MAX:
+        yield module.at(lines, f"{lines} lines; at most {FILE_LINES_MAX}")
+
+
+def a_function_has_fewer_than_70_lines(module: Module) -> Iterator[str]:
+    for node in functions(module):
+        assert node.end_lineno is not None, node
+        lines = node.end_lineno - node.lineno + 1
+        if lines > FUNCTION_LINES_MAX:
+            said = f"{node.name} has {lines} lines; at most {FUNCTION_LINES_MAX}"
+            yield module.at(node, said)
+
+
+def a_line_has_at_most_88_columns(module: Module) -> Iterator[str]:
+    for number, line in enumerate(module.source.splitlines(), 1):
+        if len(line) > COLUMNS_MAX:
+            said = f"{len(line)} columns; at most {COLUMNS_MAX}"
+            yield module.at(number, said)
+
+
+def relative_imports_are_not_used(module: Module) -> Iterator[str]:
+    for node in module.nodes:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield module.at(node, "a relative import; write it from jdag down")
+
+
+def every_module_has_a_layer(module: Module) -> Iterator[str]:
+    if module.unit not in RANK:
+        yield module.at(
+            1, f"{module.unit} has no row in LAYERS of tests/tools/test_tidy.py"
+        )
+
+
+def imports_point_down(module: Module) -> Iterator[str]:
+    """Also those of imports in functions, and of names of modules in strings."""
+    found: list[tuple[ast.AST, str]]
+    found = [(node, name) for node, name, _ in imports(module)]
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            name = node.value.partition(":")[0]
+            if all(part.isidentifier() for part in name.split(".")):
+                found.append((node, name))
+    for node, name in found:
+        if not within(name, "jdag"):
+            continue
+        target = unit_of([*name.split("."), "__init__"][1])
+        if target not in RANK:
+            # `from jdag import put` asks the top; a text may name one of its functions.
+            if isinstance(node, ast.Constant):
+                continue
+            target = "__init__"
+        if target == module.unit:
+            continue
+        if isinstance(node, ast.Constant) and target == "__init__":
+            continue
+        if RANK[target] >= RANK.get(module.unit, -1):
+            said = f"{module.unit} names {name}, which is not below it in LAYERS"
+            yield module.at(node, said)
+
+
+def libraries_stay_at_home(module: Module) -> Iterator[str]:
+    for node, name in mentions(module):
+        for library, homes in HOMES.items():
+            if within(name, library) and not any(
+                within(module.name, home) for home in homes
+            ):
+                allowed = ", ".join(homes) or "nowhere in jdag"
+                yield module.at(node, f"names {library}; its home: {allowed}")
+
+
+def pure_modules_know_no_arrays(module: Module) -> Iterator[str]:
+    if not any(within(module.name, pure) for pure in PURE):
+        return
+    for statement, name, _ in imports(module):
+        if any(within(name, library) for library in ARRAYS):
+            yield module.at(statement, f"{module.name} is pure and imports {name}")
+
+
+def a_module_says_its_idea_in_one_sentence(module: Module) -> Iterator[str]:
+    text = ast.get_docstring(module.tree)
+    if text is None:
+        yield module.at(1, "no docstring; its first line says the module's one idea")
+    elif not text.splitlines()[0].endswith("."):
+        yield module.at(1, "the docstring's first line does not end with a period")
+
+
+def public_things_have_docstrings(module: Module) -> Iterator[str]:
+    if any(part.startswith("_") for part in module.name.split(".") if part[:2] != "__"):
+        return
+    yield from _undocumented(module, module.tree.body, "")
+
+
+def _undocumented(module: Module, body: list[ast.stmt], owner: str) -> Iterator[str]:
+    for node in body:
+        if not isinstance(node, FunctionNode | ast.ClassDef):
+            continue
+        if node.name.startswith("_") or _repeats_a_contract(node):
+            continue
+        if ast.get_docstring(node) is None:
+            yield module.at(node, f"{owner}{node.name} is public and says nothing")
+        if isinstance(node, ast.ClassDef):
+            yield from _undocumented(module, node.body, f"{owner}{node.name}.")
+
+
+def _repeats_a_contract(node: FunctionNode | ast.ClassDef) -> bool:
+    """Overloads, setters and overrides are documented where they began."""
+    ends = [ast.unparse(decorator).split(".")[-1] for decorator in node.decorator_list]
+    return any(end in ("overload", "setter", "override") for end in ends)
+
+
+def sets_are_never_iterated(module: Module) -> Iterator[str]:
+    for scope in [module.tree, *functions(module)]:
+        known = _names_of_sets(module, scope)
+        for node in _own_nodes(scope):
+            for iterated in _iterated(node):
+                if _is_set(iterated, known):
+                    said = f"iterates over a set: {ast.unparse(iterated)}; sort it"
+                    yield module.at(iterated, said)
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of one scope, without those of the functions inside it."""
+    todo = list(ast.iter_child_nodes(scope))
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, FunctionNode):
+            todo.extend(ast.iter_child_nodes(node))
+
+
+def _iterated(node: ast.AST) -> Iterator[ast.expr]:
+    match node:
+        case ast.For(iter=iterated) | ast.AsyncFor(iter=iterated):
+            yield iterated
+        # A set made from a set has no order to lose.
+        case ast.ListComp() | ast.GeneratorExp() | ast.DictComp():
+            yield from (generator.iter for generator in node.generators)
+        case ast.Call(func=ast.Name(id=name), args=args) if name in KEEPS_ORDER:
+            yield from args
+        case ast.Call(func=ast.Attribute(attr="join" | "extend"), args=args):
+            yield from args
+        case ast.Starred(value=value):
+            yield value
+
+
+def _names_of_sets(module: Module, scope: ast.AST) -> dict[str, bool]:
+    """Names in scope, and attributes anywhere, that are declared or made as sets."""
+    known = dict(module.attributes_of_sets)
+    if isinstance(scope, FunctionNode):
+        arguments = scope.args
+        for argument in (
+            *arguments.posonlyargs,
+            *arguments.args,
+            *arguments.kwonlyargs,
+        ):
+            if argument.annotation is not None and _says_set(argument.annotation):
+                known[argument.arg] = True
+    for node in sorted(_own_nodes(scope), key=lambda node: getattr(node, "lineno", 0)):
+        if isinstance(node, ast.AnnAssign | ast.Assign) and _makes_set(node, known):
+            known.update({ast.unparse(target): True for target in _targets(node)})
+    return known
+
+
+def _targets(node: ast.AnnAssign | ast.Assign) -> list[ast.expr]:
+    return [node.target] if isinstance(node, ast.AnnAssign) else node.targets
+
+
+def _makes_set(node: ast.AnnAssign | ast.Assign, known: dict[str, bool]) -> bool:
+    if isinstance(node, ast.AnnAssign):
+        return _says_set(node.annotation)
+    return _is_set(node.value, known)
+
+
+def _says_set(annotation: ast.expr) -> bool:
+    outer = annotation.value if isinstance(annotation, ast.Subscript) else annotation
+    return ast.unparse(outer) in ("set", "frozenset", "AbstractSet", "Set")
+
+
+def _is_set(node: ast.expr, known: dict[str, bool]) -> bool:
+    match node:
+        case ast.Set() | ast.SetComp():
+            return True
+        case ast.Call(func=ast.Name(id="set" | "frozenset")):
+            return True
+        case ast.Call(func=ast.Attribute(value=value, attr=attr)):
+            return attr in GIVES_SET and _is_set(value, known)
+        case ast.BinOp(op=ast.BitOr() | ast.BitAnd() | ast.BitXor() | ast.Sub()):
+            return _is_set(node.left, known) or _is_set(node.right, known)
+        case ast.IfExp(body=body, orelse=orelse):
+            return _is_set(body, known) or _is_set(orelse, known)
+        case ast.Name() | ast.Attribute():
+            return known.get(ast.unparse(node), False)
+        case _:
+            return False
+
+
+def only_the_command_line_prints(module: Module) -> Iterator[str]:
+    if module.unit == "cli":
+        return
+    for node in module.nodes:
+        if isinstance(node, ast.Name) and node.id == "print":
+            yield module.at(node, "prints; only cli.py does")
+
+
+Law = Callable[[Module], Iterator[str]]
+LAWS: tuple[Law, ...] = (
+    a_file_has_fewer_than_500_lines,
+    a_function_has_fewer_than_70_lines,
+    a_line_has_at_most_88_columns,
+    relative_imports_are_not_used,
+    every_module_has_a_layer,
+    imports_point_down,
+    libraries_stay_at_home,
+    pure_modules_know_no_arrays,
+    a_module_says_its_idea_in_one_sentence,
+    public_things_have_docstrings,
+    sets_are_never_iterated,
+    only_the_command_line_prints,
+)
+LAWS_OF_ALL_SOURCES: tuple[Law, ...] = (
+    a_file_has_fewer_than_500_lines,
+    a_function_has_fewer_than_70_lines,
+    a_line_has_at_most_88_columns,
+    a_module_says_its_idea_in_one_sentence,
+)
+
+
+@cache
+def modules(folder: str) -> list[Module]:
+    return [
+        Module(path.relative_to(ROOT).as_posix(), path.read_text())
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
+
+
+def name_of(law: Law) -> str:
+    return law.__name__
+
+
+@pytest.mark.parametrize("law", LAWS, ids=name_of)
+def test_in_every_module(law: Law):
+    found = modules("jdag")
+    assert found
+    breaches = [breach for module in found for breach in law(module)]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+@pytest.mark.parametrize("law", LAWS_OF_ALL_SOURCES, ids=name_of)
+def test_in_every_test_and_benchmark(law: Law):
+    found = modules("tests") + modules("paper")
+    assert found
+    breaches = [breach for module in found for breach in law(module)]
+    assert not breaches, "\n" + "\n".join(breaches)
+
+
+def test_the_layers_name_each_unit_once_and_these_folders_exist():
+    units = [unit for row in LAYERS for unit in row]
+    assert sorted(units) == sorted(RANK)
+    assert all(RANK[unit] <= RANK[upper] for unit, upper in pairwise(units))
+    for folder in ("engine", "compute", "wire", "sim", "report"):
+        assert (ROOT / "jdag" / folder / "__init__.py").is_file(), folder
+
+
+def test_the_house_has_at_most_ten_floors_and_four_modules_outside_of_folders():
+    assert len(LAYERS) <= 10
+    flat = sorted(path.stem for path in (ROOT / "jdag").glob("*.py"))
+    assert flat == ["__init__", "__main__", "errors", "gone"]
+
+
+BY_NAME = {name_of(law): law for law in LAWS}
+
+
+@pytest.mark.parametrize(("law", "path", "source", "line"), BREACHES)
+def test_the_law_bites(law: str, path: str, source: str, line: int):
+    breaches = list(BY_NAME[law](Module(path, source)))
+    assert breaches, f"{law} let pass:\n{source}"
+    assert breaches[0].startswith(f"{path}:{line}: "), breaches
+
+
+@pytest.mark.parametrize(("law", "path", "source"), OBEDIENT)
+def test_the_law_leaves_right_sources_alone(law: str, path: str, source: str):
+    assert list(BY_NAME[law](Module(path, source))) == []
+
+
+def test_every_law_is_shown_to_bite():
+    shown = [law for law, *_ in BREACHES]
+    assert [law for law in BY_NAME if law not in shown] == []

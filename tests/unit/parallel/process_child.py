@@ -1,0 +1,102 @@
+"""One of two processes that work together: `process_child PORT NUMBER MODE`.
+
+It prints a line of JSON for each check: its name, what went wrong, what it returned.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+def said(name: str, call: Callable[[], Any]) -> None:
+    """Run a check and print what came of it."""
+    wrong, value = "", None
+    try:
+        value = call()
+    except BaseException:
+        wrong = traceback.format_exc()
+    print(json.dumps({"name": name, "wrong": wrong, "value": value}), flush=True)
+
+
+def lost(text: str) -> None:
+    """The other process is gone, and this one is told so each time that it waits."""
+    import pytest  # noqa: PLC0415 - after JAX was told its processes.
+
+    from jdag.errors import WorkerLost  # noqa: PLC0415
+    from tests.unit.parallel.process_checks import gradient  # noqa: PLC0415
+
+    with pytest.raises(WorkerLost, match=text):
+        gradient()
+    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+        gradient()
+
+
+def until_said(name: str, value: str) -> None:
+    """Wait until the other process has said so in the store of both."""
+    from jdag.parallel.waiting import _store  # noqa: PLC0415 - after JAX was told.
+
+    for _ in range(12_000):
+        listed = _store().key_value_dir_get("jdag/cpu/")
+        if any(key.endswith(name) and said == value for key, said in listed):
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{name} is never {value!r}: {listed}")
+
+
+def waits(number: int) -> None:
+    """The second process comes late: in time, then too late; both are told of that."""
+    import pytest  # noqa: PLC0415 - after JAX was told its processes.
+
+    from jdag.errors import JdagError, WorkerLost  # noqa: PLC0415
+    from tests.unit.parallel.process_checks import gradient  # noqa: PLC0415
+
+    late = [
+        "data_parallel over 2 processes: process 1 did not come within 3 seconds ",
+        r"process 1 came too late; others have waited for deadline_s = 3 seconds and g",
+    ]
+    differs = "deadline_s = 60 on process 0 and 61 on process 1"
+    with pytest.raises(JdagError, match=differs):
+        gradient(deadline_s=60.0 + number)
+    assert gradient(deadline_s=60.0) == 8
+    if number == 1:
+        until_said("/waits/0", "")
+    assert gradient(deadline_s=60.0) == 8
+    if number == 1:
+        until_said("/verdict", "given up")
+    with pytest.raises(WorkerLost, match=late[number]):
+        gradient(deadline_s=3.0)
+    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+        gradient(deadline_s=3.0)
+
+
+def main(port: str, number: int, mode: str) -> None:
+    """Run all checks, or see what becomes of one process when the other leaves."""
+    jax.config.update("jax_enable_x64", True)
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
+    from tests.unit.parallel.process_checks import CHECKS, gradient  # noqa: PLC0415
+
+    if mode == "ends":
+        gradient()
+        if number == 1:
+            raise KeyError("mine")
+        said("ends", lambda: lost("the program of process 1 has ended"))
+        return
+    if mode == "waits":
+        said("waits", lambda: waits(number))
+        return
+    for name, check in CHECKS.items():
+        said(name, check)
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    said("killed", lambda: lost("one of the 2 processes that work together is gone: "))
+    os._exit(0)  # JAX would wait for the other process.
+
+
+main(sys.argv[1], int(sys.argv[2]), sys.argv[3])

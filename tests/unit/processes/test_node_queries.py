@@ -1,0 +1,29 @@
+"""What nodes ask each other beside their engines."""
+
+import pytest
+
+from jdag.errors import JdagError, ProtocolError
+from tests.tools.rpc_nodes import cluster
+
+
+def test_settling_has_an_end_and_says_who_does_not_settle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with cluster(("a", "b")) as c:
+        c.driver.settle()
+        questions = c.nodes["b"]._questions
+        quiet = questions.quiet_now
+        questions.quiet_now = lambda: {**quiet(), "idle": False}
+        with monkeypatch.context() as patched:
+            patched.setattr("jdag.processes.node_queries.SETTLE_S", 0.2)
+            with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
+                c.driver.settle()
+        del questions.quiet_now
+        c.driver.settle()
+
+
+def test_a_node_without_a_trace_has_none_to_send() -> None:
+    with cluster(("a", "b")) as c:
+        for asked in ({"what": "trace", "from": 0}, {"what": "weather"}):
+            with pytest.raises(ProtocolError, match="is no question for a node"):
+                c.nodes["b"]._questions.answer(asked)

@@ -1,0 +1,52 @@
+"""What a recorder writes to a trace, and what it remembers until then."""
+
+from collections import defaultdict
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from jdag import simulate
+from jdag.sim import Crash, DeviceModel, LinkModel
+from tests.tools.face_cases import ONES, total
+
+
+def any_of(held: Any) -> bool:
+    return any(held.values()) if isinstance(held, defaultdict) else bool(held)
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_nothing_is_remembered_of_what_is_over(trace: bool):
+    with simulate(["a", "b", "c"], seed=0, trace=trace) as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            out = ctx.call("c", total, ctx.call("b", jnp.sin, w), w)
+            ctx.backward(out)
+            (gradient,) = ctx.gradient([w])
+            gradient.fetch()
+        cluster.drop([w])
+        del w, out, gradient
+        cluster.driver.settle()
+        recorder: Any = cluster.driver._env.recorder
+        remembered = {name: of for name, of in vars(recorder).items() if name[0] == "_"}
+        assert bool(remembered) == trace  # Else there is nothing to remember it in.
+        assert not any(map(any_of, remembered.values()))
+
+
+def test_every_record_names_causes_that_came_before_it():
+    network, devices = LinkModel(latency_ns=10), DeviceModel(forward_ns=100)
+    settings: Any = {"network": network, "devices": devices}
+    crash = Crash("b", detect_ns=5, at_ns=500, restart_ns=500)
+    with simulate(["a", "b", "c"], seed=0, faults=[crash], **settings) as cluster:
+        while cluster.now_ns < 1_500:
+            with cluster.context() as ctx:
+                ctx.call("c", total, ctx.call("a", jnp.sin, ONES)).fetch()
+        assert cluster.trace is not None
+        records = list(cluster.trace)
+    kinds = dict.fromkeys(record.kind for record in records)
+    wanted = ["issue", "send", "deliver", "start", "finish", "resume", "lost", "joined"]
+    assert [kind for kind in wanted if kind not in kinds] == []
+    for record in records:
+        assert all(cause < record.index for cause in record.causes)
+        began = record.kind in ("crash", "issue")
+        assert began or record.causes, record

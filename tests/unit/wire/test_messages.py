@@ -1,0 +1,265 @@
+"""Messages as bytes: sizes are exact, and what was written is what is read."""
+
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import astuple
+
+from jdag.compute.avals import aval_of
+from jdag.compute.pairs import pair
+from jdag.compute.pytrees import split
+from jdag.engine.arrays import ArrayType
+from jdag.engine.credit import NOTHING, WHOLE, Credit, credit_of
+from jdag.engine.protocol import (
+    Acknowledge,
+    Answer,
+    Call,
+    ContextId,
+    Cotangent,
+    Fail,
+    Failure,
+    Hook,
+    LeafId,
+    LeafKey,
+    Message,
+    Owed,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Released,
+)
+from jdag.errors import SHOWN_MAX, ProtocolError
+from jdag.wire.arrays import type_of
+from jdag.wire.messages import WHOLE_MAX, Codec, size
+from jdag.wire.specs import spec_of
+from tests.tools.tiers import sized
+from tests.tools.wire_cases import OPAQUE, WORKERS, messages, read_message
+
+CODEC = Codec(WORKERS)
+CONTEXT = ContextId(1, 2, 3)
+TYPES = pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
+
+
+def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
+    assert set(get_args(Message)) == set(messages)
+    tags = sorted((kind.__struct_config__.tag, kind.__name__) for kind in messages)
+    assert [tag for tag, _ in tags] == list(range(len(tags)))
+    assert " ".join(name for _, name in tags) == (
+        "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
+        "Cotangent Answer Fail End Ended Release Released Mark Attach Discard "
+        "Tell Prepare Step Hop Stepped Settle Listing"
+    )
+
+
+def as_unicode(value: Any) -> Any:
+    """A field with the signs escaped that are not Unicode, as names of files have."""
+    if isinstance(value, str):
+        return value.replace("\udc80", "\\udc80")
+    if isinstance(value, tuple):
+        return tuple(map(as_unicode, value))
+    if isinstance(value, Failure | Owed | Hook):
+        return type(value)(*map(as_unicode, astuple(value)))
+    return value
+
+
+@TYPES
+@given(data=st.data())
+@settings(max_examples=sized(15, 40))
+def test_what_was_written_is_read_and_has_its_size_and_nothing_less_or_more_is_read(
+    kind: type[Any], data: st.DataObject
+) -> None:
+    message = data.draw(messages[kind])
+    written = CODEC.encode(message)
+    assert size(message, ()) == (0, len(written))
+    with pytest.raises(ProtocolError):
+        read_message(CODEC, written[: data.draw(st.integers(0, len(written) - 1))])
+    with pytest.raises(ProtocolError, match="1 of"):
+        read_message(CODEC, written + b"\0")
+    read = read_message(CODEC, written)
+    assert type(read) is kind
+    assert CODEC.encode(read) == written
+    assert size(read, ()) == (0, len(written))
+    for name in kind.__struct_fields__:
+        if name not in OPAQUE.get(kind, ()):
+            assert getattr(read, name) == as_unicode(getattr(message, name))
+
+
+def test_values_add_their_headers_and_their_bytes() -> None:
+    values = (
+        jnp.ones((3, 4), jnp.float32),
+        np.ones(5, np.int8),
+        jnp.ones((), jnp.bfloat16),
+    )
+    message = Primal(CONTEXT, (1,), "a", (None, None, None))
+    head = CODEC.encode(message, [type_of(value) for value in values])
+    elements = 48 + 5 + 2
+    assert size(message, values) == (elements, len(head) + elements)
+    assert len(head) > len(CODEC.encode(message)) + 3 * len("float32")
+
+
+def test_an_abstract_run_is_charged_for_the_same_bytes() -> None:
+    values = (jnp.ones((3, 4)), 2.5, 3, 1j, jax.random.split(jax.random.key(0), 3))
+    message = Primal(CONTEXT, (1,), "a", (None,) * len(values))
+    assert size(message, tuple(map(aval_of, values))) == size(message, values)
+
+
+def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(w @ x)
+
+
+def test_a_compiled_function_travels_as_its_spec() -> None:
+    arguments = (jnp.ones((2, 3), jnp.float32), jnp.ones(3, jnp.bfloat16))
+    template = split(arguments, {}, lambda _: False).template
+    made = pair(layer, template, tuple(map(aval_of, arguments)), (True, True))
+    call = Call(CONTEXT, (1,), made, (), (), (True,), (), "x.py:1")
+    written = CODEC.encode(call)
+    assert size(call, ()) == (0, len(written))
+    read = read_message(CODEC, written)
+    assert isinstance(read, Call)
+    assert read.function == spec_of(made)
+
+
+def test_an_exception_stays_where_it_was_raised() -> None:
+    bare = Failure("RemoteError", "no", "a", (1,), route=("home", "a"))
+    raised = Failure(
+        "RemoteError", "no", "a", (1,), route=("home", "a"), exception=ValueError("no")
+    )
+    assert read_message(CODEC, CODEC.encode(Fail(CONTEXT, 1, raised))) == Fail(
+        CONTEXT, 1, bare
+    )
+
+
+def test_of_many_failures_in_one_message_all_but_the_first_say_less() -> None:
+    long = "x" * (1 << 16)
+    many = tuple(
+        Failure("RemoteError", f"{number}{long}", "a", (number,), traceback=long)
+        for number in range(1024)
+    )
+    mixed = (None, *many, None)
+    for reading in (Reading(1, mixed), Released(CONTEXT, many)):
+        data = CODEC.encode(reading)
+        assert len(data) == size(reading, ())[1] < 1 << 26
+        read: Any = read_message(CODEC, data)
+        failures = [one for one in read.failures if one is not None]
+        assert tuple(failures[:WHOLE_MAX]) == many[:WHOLE_MAX]
+        assert [one.path for one in failures] == [one.path for one in many]
+        for one in failures[WHOLE_MAX:]:
+            assert one.message.startswith(f"{one.path[0]}xxx")
+            assert "characters are left out here" in one.message
+            assert len(one.message) < 2 * SHOWN_MAX and one.traceback == ""
+
+
+def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
+    weight = Credit(0x203, 10)
+    answer = Answer(ContextId(1, 2, 3), 4, weight, -1)
+    assert CODEC.encode(answer) == bytes.fromhex(
+        "0f000000" "92" "95" "0d" "93010203" "04" "92cd02030a" "ff" "90"
+    )  # fmt: skip
+    context, slots = ContextId(1, 2, 3), (True, False, True)
+    cotangent = Cotangent(context, 4, (5, 6), slots, True, weight, 7)
+    assert CODEC.encode(cotangent, [ArrayType((2,), "int8", False)]) == (
+        bytes.fromhex(
+            "22000000" "92" "98" "0c" "93010203" "04" "920506" "93c3c2c3" "c3"
+            "92cd02030a" "07" "91" "95" "9102" "a4"
+        ) + b"int8" + bytes.fromhex("c2c0c2")
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (Acknowledge(ContextId(1, 1 << 48, 0), ((1,),)), r"`int` <= 281474976710655"),
+        (Acknowledge(ContextId(1 << 16, 1, 0), ((1,),)), r"`int` <= 65535"),
+        (Acknowledge(CONTEXT, ((1, 1 << 32),)), r"`int` <= 4294967295 - at .*\[1\]"),
+        (Acknowledge(CONTEXT, ((-1,),)), r"`int` >= 0"),
+        (Answer(CONTEXT, 1, WHOLE, 1 << 31), r"`int` <= 2147483647"),
+        (Answer(CONTEXT, 1, Credit(1, 1 << 32), 0), r"`int` <= 1048576"),
+        (Primal(CONTEXT, (1,), "z", ()), r"worker 'z': the cluster has 4 workers"),
+        (
+            Release(CONTEXT, (1.5,), False),  # type: ignore[arg-type]
+            r"Expected `int`, got `float`",
+        ),
+    ],
+    ids=str,
+)
+def test_what_a_field_cannot_hold_is_refused(message: Message, said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        read_message(CODEC, CODEC.encode(message))
+
+
+@pytest.mark.parametrize("bits", [1, 8, 9, 63, 64, 5_000, 8 * 65_536])
+def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
+    answer = Answer(CONTEXT, 1, credit_of((1 << bits) - 1, bits + 3), -2)
+    written = CODEC.encode(answer)
+    nothing = CODEC.encode(Answer(CONTEXT, 1, NOTHING, -2))
+    assert 0 <= len(written) - len(nothing) - bits // 8 < 10
+    assert size(answer, ()) == (0, len(written))
+    assert read_message(CODEC, written) == answer
+
+
+def test_a_weight_that_is_longer_than_a_weight_may_be_is_refused() -> None:
+    weight = credit_of(1 << (8 << 16), 8 << 16)
+    with pytest.raises(ProtocolError, match=r"`bytes` of length <= 65536"):
+        CODEC.encode(Answer(CONTEXT, 1, weight, 0))
+
+
+def test_a_cluster_has_no_more_workers_than_numbers() -> None:
+    names = [f"w{number}" for number in range((1 << 16) + 1)]
+    Codec(names[:-1])
+    with pytest.raises(ProtocolError, match="65537 workers: allowed are 65536"):
+        Codec(names)
+
+
+HERE = "93000000"  # A context.
+
+
+def framed(data: str) -> bytes:
+    """A message, in hexadecimal digits, without values."""
+    envelope = bytes.fromhex("92" + data + "90")
+    return len(envelope).to_bytes(4, "little") + envelope
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", r"a message of 4 bytes; 0 are there"),
+        (b"\1\0\0\0\x92", r"1 bytes cannot be read: Input data was truncated"),
+        (b"\5\0\0\0\x92", r"a message of 9 bytes; 5 are there"),
+        (framed("9130"), r"Invalid value 48 - at `\$\[0\]\[0\]`"),
+        (framed("93020590"), r"Expected `array \| null`, got `int`"),
+        (framed("950f" + HERE + "01a46c6f7374c2"), r"Invalid enum value 'lost'"),
+        (framed("920991" + "92a17a01"), r"worker 'z': the cluster has 4 workers"),
+        (framed("93060091" + "940fc09000"), r"Invalid value 15"),
+        (framed("920991" + "93a1610107"), r"length 2, got 3"),
+        (framed("92099192a1ff01"), r"invalid start byte|can't decode"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bytes_that_mean_nothing_are_named_with_what_would(
+    data: bytes, said: str
+) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        read_message(CODEC, data)
+
+
+def test_of_a_worker_that_joined_anew_each_incarnation_has_a_number_of_its_own():
+    codec = Codec(WORKERS)
+    given: list[Message] = [
+        Release(ContextId(1, 2, 3), (), abort=True),
+        *(Read(7, (LeafKey(None, LeafId(w, 1), 0),)) for w in ("a#1", "ü#2", "a")),
+    ]
+    other = CODEC.encode(given[1])
+    with pytest.raises(ProtocolError, match="worker 'a#1': the cluster has 4 workers"):
+        read_message(codec, other)
+    codec.joined("a", 1)
+    codec.joined("ü", 2)
+    for message in given:
+        data = codec.encode(message)
+        assert read_message(codec, data) == message
+        assert len(data) == size(message, ())[1]

@@ -1,0 +1,256 @@
+"""Which messages overtake which: all small cases against a rule that is plainly so."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdag.engine.credit import NOTHING
+from jdag.engine.protocol import (
+    Acknowledge,
+    Assign,
+    Call,
+    ContextId,
+    Cotangent,
+    Forget,
+    Hop,
+    LeafId,
+    Message,
+    NewestKey,
+    OutputKey,
+    Primal,
+    Read,
+    Reading,
+    Release,
+    Settle,
+    Stepped,
+)
+from jdag.engine.protocol import Step as Begun
+from jdag.errors import ProtocolError
+from jdag.wire.order import ALL, RULES, Order
+from tests.tools.wire_cases import messages
+
+X, Y, Z = (ContextId(0, counter, 0) for counter in (1, 2, 3))
+
+
+@dataclass(eq=False)
+class Item:
+    message: Any
+    name: str
+
+
+def primal(context: ContextId) -> Message:
+    return Primal(context, (1,), "a", (None,))
+
+
+def read(*contexts: ContextId) -> Message:
+    keys = [OutputKey(context, (1,), 0) for context in contexts]
+    return Read(1, (NewestKey(None, LeafId("b", 1), 0), *keys))
+
+
+# Name, message, whether it can come in pieces.
+KINDS: tuple[tuple[str, Message, bool], ...] = (
+    ("x", primal(X), True),
+    ("y", primal(Y), True),
+    ("read leaf", read(), False),
+    ("read x", read(X), False),
+    ("read xy", read(X, Y), False),
+    ("answer", Reading(1, (None,)), True),
+    ("assign", Assign((0, 1), ()), True),
+    ("forget", Forget(()), False),
+    ("ack", Acknowledge(None, ((0, 1),)), False),
+)
+OF = {
+    "x": "x",
+    "y": "y",
+    "read leaf": "",
+    "read x": "x",
+    "read xy": "xy",
+    "assign": "all",
+    "forget": "all",
+}
+
+
+def in_order(earlier: Item, later: Item) -> bool:
+    """Whether the later one has to wait for the earlier one."""
+    if earlier.name not in OF or later.name not in OF:
+        return False
+    one, other = OF[earlier.name], OF[later.name]
+    return "all" in (one, other) or any(letter in other for letter in one)
+
+
+class Naive:
+    """What is held, in the order of the link; one goes on when none before it holds."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Item, bool]] = []
+
+    def step(self, item: Item, whole: bool) -> list[Item]:
+        self.held = [(one, is_whole or one is item) for one, is_whole in self.held]
+        if all(one is not item for one, _ in self.held):
+            self.held.append((item, whole))
+        gone: list[Item] = []
+        while free := self._free():
+            gone.append(free)
+            self.held = [(one, w) for one, w in self.held if one is not free]
+        return gone
+
+    def _free(self) -> Item | None:
+        for place, (item, whole) in enumerate(self.held):
+            before = [one for one, _ in self.held[:place]]
+            if whole and not any(in_order(one, item) for one in before):
+                return item
+        return None
+
+
+Step = tuple[int, bool]  # Which message; whether it is whole then.
+
+
+def interleavings(partial: Sequence[int], length: int) -> Iterator[list[Step]]:
+    """Arrivals in order; of those in pieces the rest later, in any order."""
+    total = length + len(partial)
+    for places in combinations(range(total), len(partial)):
+        yield from _filled(places, tuple(partial), total)
+
+
+def _filled(
+    places: Sequence[int], rest: tuple[int, ...], total: int
+) -> Iterator[list[Step]]:
+    def go(at: int, arrived: int, left: tuple[int, ...]) -> Iterator[list[Step]]:
+        if at == total:
+            yield []
+        elif at not in places:
+            for more in go(at + 1, arrived + 1, left):
+                yield [(arrived, arrived not in rest), *more]
+        else:
+            for one in left:
+                if one < arrived:
+                    others = tuple(each for each in left if each != one)
+                    for more in go(at + 1, arrived, others):
+                        yield [(one, True), *more]
+
+    yield from go(0, 0, rest)
+
+
+def held_against(kinds: Sequence[tuple[str, Message, bool]]) -> int:
+    """Hold all ways in which these can come against the naive rule; how many."""
+    count = 0
+    may = [number for number, (_, _, pieces) in enumerate(kinds) if pieces]
+    for size in range(len(may) + 1):
+        for partial in combinations(may, size):
+            for steps in interleavings(partial, len(kinds)):
+                _hold(kinds, steps)
+                count += 1
+    return count
+
+
+def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None:
+    items = [Item(message, name) for name, message, _ in kinds]
+    order: Order = Order()
+    naive, seen = Naive(), []
+    out: list[Item] = []
+    for number, whole in steps:
+        item = items[number]
+        if number in seen:
+            ready = list(order.completed(item))
+        else:
+            ready = list(order.arrived(item, whole))
+        seen.append(number)
+        wanted = naive.step(item, whole)
+        told = ([one.name for one in items], steps)
+        assert sorted(map(id, ready)) == sorted(map(id, wanted)), told
+        assert len(order) == len(naive.held), told
+        out += ready
+    places = {id(item): place for place, item in enumerate(out)}
+    assert len(places) == len(items)
+    for earlier, later in combinations(items, 2):
+        if in_order(earlier, later):
+            assert places[id(earlier)] < places[id(later)], told
+
+
+def test_all_ways_in_which_three_messages_can_come_are_as_the_naive_rule_says():
+    counts = [held_against(kinds) for kinds in product(KINDS, repeat=3)]
+    assert sum(counts) > 5_000
+
+
+@pytest.mark.second
+def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well():
+    names = ("x", "y", "read xy", "assign")
+    few = [kind for kind in KINDS if kind[0] in names]
+    assert sum(held_against(kinds) for kinds in product(few, repeat=4)) > 10_000
+
+
+def test_every_message_has_a_rule():
+    assert set(RULES) == set(get_args(Message))
+
+
+@pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=20)
+def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
+    kind: type[Any], data: st.DataObject
+):
+    message: Any = data.draw(messages[kind])
+    lanes = RULES[kind](message)
+    match message:
+        case Assign() | Forget() | Begun() | Settle():
+            assert lanes is ALL
+        case Reading() | Acknowledge(context=None) | Hop() | Stepped():
+            assert lanes == ()
+        case Read(keys=keys):
+            found = [key.context for key in keys if key.context is not None]
+            assert lanes == ("leaves",) if not found else set(lanes) == set(found)
+            assert len(lanes) == len(set(lanes))
+        case _:
+            assert lanes == (message.context,)
+
+
+def large(context: ContextId) -> Item:
+    return Item(primal(context), "large")
+
+
+def test_a_small_message_overtakes_a_large_one_of_another_context_alone():
+    order: Order = Order()
+    assert list(order.arrived(first := large(X), whole=False)) == []
+    same = Item(Cotangent(X, 1, (2,), (), False, NOTHING, 0), "same context")
+    other = Item(Cotangent(Y, 1, (2,), (), False, NOTHING, 0), "another one")
+    assert list(order.arrived(same, whole=True)) == []
+    assert list(order.arrived(other, whole=True)) == [other]
+    assert list(order.completed(first)) == [first, same]
+    assert len(order) == 0
+
+
+def test_the_constants_of_a_call_hold_the_release_of_its_context_up():
+    order: Order = Order()
+    call = Call(X, (1,), None, (), (), (), (), "here")
+    order.arrived(first := Item(call, "call"), whole=False)
+    release = Item(Release(X, (), abort=False), "release")
+    assert list(order.arrived(release, whole=True)) == []
+    assert list(order.completed(first)) == [first, release]
+
+
+def test_what_is_acknowledged_in_a_context_is_in_its_order():
+    order: Order = Order()
+    order.arrived(first := large(X), whole=False)
+    mine = Item(Acknowledge(X, ((2,),)), "of the context")
+    assert list(order.arrived(mine, whole=True)) == []
+    free = Item(Acknowledge(None, ((0, 1),)), "of an assignment")
+    assert list(order.arrived(free, whole=True)) == [free]
+    assert list(order.completed(first)) == [first, mine]
+
+
+def test_no_more_are_held_than_may_be():
+    order: Order = Order(held_max=2)
+    first, second = large(X), large(Y)
+    order.arrived(first, whole=False)
+    order.arrived(second, whole=False)
+    other = large(Z)
+    with pytest.raises(ProtocolError, match="2 messages of one peer wait"):
+        order.arrived(other, whole=False)
+    assert list(order.completed(second)) == [second]
+    assert list(order.arrived(other, whole=False)) == []
+    assert list(order.completed(first)) == [first]
