@@ -5,6 +5,7 @@ import sys
 GONE = {
     "jdag.programs": "programs of scenarios are files beside their TOML file, such as "
     "scenarios/shapes.py; Case is jdag.scenario.Case",
+    "jdag.rpc": "worker processes are in jdag.processes",
 }
 
 

@@ -20,7 +20,7 @@ from jdag.context.tasks import collected
 from jdag.engine.functions import call_site, is_program, name_of, program, remote
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost, repr_of
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 from jdag.training.checkpoint import FilePath, load, save
 from jdag.training.recovery import Recoverable
 
@@ -35,7 +35,7 @@ class Cluster(Collectives, Copying, Recoverable):
     same `state`.
     """
 
-    def __init__(self, state: ClusterState, port: Port, ctx: Any = None) -> None:
+    def __init__(self, state: ClusterState, port: ProgramPort, ctx: Any = None) -> None:
         self.state = state
         self._port = port
         self._context = ctx  # In which `run` runs its program.

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdag.collectives import replicas
-from jdag.collectives.collective_matcher import Call, Rendezvous, failure
+from jdag.collectives.collective_matcher import Call, CollectiveMatcher, failure
 from jdag.collectives.routes import How
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import RefData, is_ref
@@ -146,7 +146,7 @@ class Coordinator:
 
     def __init__(self, ctx: Context, members: Sequence[str]) -> None:
         self._ctx, self._frame = ctx, ctx._frame
-        self._rendezvous = Rendezvous(members)
+        self._rendezvous = CollectiveMatcher(members)
         self._paths: dict[str, Path] = {}  # Of the members' programs.
         self._held: dict[str, Any] = {}  # The last answer to each.
 

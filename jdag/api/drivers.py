@@ -283,7 +283,7 @@ def _started(
             raise ScenarioError(said)
         here = [replace(one, once=True) for one in options]
         return Launch(here, **settings), None
-    from jdag.processes.launch.on_ray import RayLaunch  # noqa: PLC0415 - it imports Ray.
+    from jdag.processes.launch.on_ray import RayLaunch  # noqa: PLC0415 - imports Ray.
 
     # The cores are of another host.
     there = [replace(one, cores=()) for one in options]

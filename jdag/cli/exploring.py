@@ -28,7 +28,7 @@ from jdag.lab.failures import (
 )
 from jdag.lab.places import at, check_is_here
 from jdag.lab.strategies import FAULTS
-from jdag.lab.subject import Played, Subject
+from jdag.lab.subject import RunResult, Subject
 from jdag.plans.progress import Bar
 from jdag.runtime.journal import check_journals
 from jdag.scenario import configured, load
@@ -248,7 +248,7 @@ def _property(held: Mapping[str, Any], place: str) -> str:
     return f"{script}:{name}" if is_there else str(held["property"])
 
 
-def _timeline(held: Mapping[str, Any], played: Played) -> Iterator[str]:
+def _timeline(held: Mapping[str, Any], played: RunResult) -> Iterator[str]:
     """Yield a line for each step of a run, with a lane for each worker."""
     workers, waited = held["workers"], held["held"]
     width = len(str(len(played.steps)))

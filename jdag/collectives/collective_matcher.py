@@ -30,7 +30,7 @@ Calls = dict[str, Call]
 Errors = dict[str, str]
 
 
-class Rendezvous:
+class CollectiveMatcher:
     """The collective calls of the programs on these workers."""
 
     def __init__(self, members: Sequence[str]) -> None:

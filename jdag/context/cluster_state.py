@@ -30,12 +30,12 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, JdagError, meant
 from jdag.runtime.failures import exception_of
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 from jdag.settings.session_settings import RunSettings
 
 
 @dataclass(slots=True)
-class Numbers:
+class IdCounters:
     """Counters of what the programs of one worker make, each with its own numbers."""
 
     index: int  # Of the worker.
@@ -86,11 +86,11 @@ class ClusterState:
         self.process = os.getpid()
         # Whether an argument is a ref or, in abstract mode, a ShapeDtypeStruct.
         self.is_named: Callable[[object], bool] = _stands if abstract else is_ref
-        self._numbers: dict[str, Numbers] = {}
+        self._numbers: dict[str, IdCounters] = {}
         self.recordings: Counter[Any] = Counter()  # By the code of the program.
         # Of the programs that run, by port.
-        self.clusters: dict[Port, Any] = {}
-        self.frames: dict[Port, Any] = {}  # Of those on workers.
+        self.clusters: dict[ProgramPort, Any] = {}
+        self.frames: dict[ProgramPort, Any] = {}  # Of those on workers.
 
     def __str__(self) -> str:
         return f"the cluster of {', '.join(map(repr, self.workers))}"
@@ -102,10 +102,10 @@ class ClusterState:
             return f"another cluster of the same names{closed}"
         return f"{self}{closed}"
 
-    def numbers(self, worker: str) -> Numbers:
+    def numbers(self, worker: str) -> IdCounters:
         """Return the counters of a worker's incarnation."""
         index = self.workers.index(named(worker))
-        made = Numbers(index, incarnation_of(worker))
+        made = IdCounters(index, incarnation_of(worker))
         return self._numbers.setdefault(worker, made)
 
     @property
@@ -128,7 +128,7 @@ class ClusterState:
         """Whether an argument of a program is a ref, or a handle of an object."""
         return isinstance(value, Hosted) or self.is_named(value)
 
-    def check_current(self, what: str, port: Port, on: object) -> None:
+    def check_current(self, what: str, port: ProgramPort, on: object) -> None:
         """Raise ContextError unless the program of this port is the one that runs."""
         current = self.driver.current
         if current is not port:
@@ -153,7 +153,7 @@ class ClusterState:
                 self.check_own(ref)
         return self.fetched(refs, self.driver.current)
 
-    def fetched(self, refs: Sequence[Ref], port: Port) -> list[Any]:
+    def fetched(self, refs: Sequence[Ref], port: ProgramPort) -> list[Any]:
         """Return for each ref its value or a `Failure`; the program of `port` waits."""
         waiter = port.waiter()
         port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))

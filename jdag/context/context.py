@@ -447,9 +447,9 @@ class Context(Exchanges):
     def graph(self) -> ContextGraph:
         """Return the recorded graph as it is now: for each worker its part.
 
-        A mapping of workers to `Drawing`s, with `counts()` and `dot()`. The program
-        that opened the context waits until all its calls have arrived; one that it
-        called does not wait.
+        A mapping of workers to `GraphSnapshot`s, with `counts()` and `dot()`. The
+        program that opened the context waits until all its calls have arrived; one that
+        it called does not wait.
         """
         frame = self._frame
         frame.check("ctx.graph")

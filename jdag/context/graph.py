@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
-from jdag.engine.graph_snapshot import Drawing, Need
+from jdag.engine.graph_snapshot import GraphSnapshot, Need
 from jdag.engine.protocol import Key, Path
 
 WORKERS_MAX = 8
@@ -70,7 +70,7 @@ class Graph(Struct, frozen=True):
 
 
 def graph_of(
-    drawings: Mapping[str, Drawing], workers_max: int | None = WORKERS_MAX
+    drawings: Mapping[str, GraphSnapshot], workers_max: int | None = WORKERS_MAX
 ) -> Graph:
     """Join the fragments of `ctx.graph()`, of the first `workers_max` workers."""
     workers = tuple(drawings)[:workers_max]
@@ -86,11 +86,11 @@ def graph_of(
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
 
 
-class ContextGraph(dict[str, Drawing]):
-    """What each worker has of a context's graph: `{worker: Drawing}`.
+class ContextGraph(dict[str, GraphSnapshot]):
+    """What each worker has of a context's graph: `{worker: GraphSnapshot}`.
 
-    A `Drawing` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program order,
-    and `last`, the last pass that came by: its number, mode and outcome.
+    A `GraphSnapshot` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
+    order, and `last`, the last pass that came by: its number, mode and outcome.
     """
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
+def _vertices(worker: str, drawing: GraphSnapshot) -> Iterator[Vertex]:
     for leaf in drawing.leaves:
         label = leaf.leaf.label
         id = f"{worker}/{label}"
@@ -137,7 +137,7 @@ def _vertices(worker: str, drawing: Drawing) -> Iterator[Vertex]:
         yield Vertex(id, worker, "recv", recv.path, label, awaited=recv.awaited)
 
 
-def _edges(worker: str, drawing: Drawing) -> Iterator[Edge]:
+def _edges(worker: str, drawing: GraphSnapshot) -> Iterator[Edge]:
     for edge in drawing.edges:
         kind, _, path = edge.consumer.partition(" ")
         target = _id(worker, kind, literal_eval(path))

@@ -49,7 +49,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, JdagError
 from jdag.runtime.failures import traced
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 
 
 class Change(NamedTuple):
@@ -94,7 +94,7 @@ class Assignments:
     # Of the main program, if it was asked for: it copies what is assigned.
     recovery: Any = None
 
-    def __init__(self, state: ClusterState, port: Port) -> None:
+    def __init__(self, state: ClusterState, port: ProgramPort) -> None:
         self.state = state
         self._port = port
         self._numbers = state.numbers(port.worker)

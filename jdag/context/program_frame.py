@@ -1,9 +1,9 @@
 """Program frames: one run of a program in a context, and the calls that it makes.
 
-A program tells its engine what it wants through the `Port` of the driver that runs it,
-and waits there. Its calls are numbered from 1, so that the path of such numbers from
-the top frame down is the place of a call in the program; keys, and the order of
-every sum, are made from paths.
+A program tells its engine what it wants through the `ProgramPort` of the driver that
+runs it, and waits there. Its calls are numbered from 1, so that the path of such
+numbers from the top frame down is the place of a call in the program; keys, and the
+order of every sum, are made from paths.
 
 Invariants: a number is used once; a frame that is over sends nothing to the engine.
 """
@@ -58,7 +58,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
 from jdag.runtime.failures import exception_of, traced
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 from jdag.schedules import Action
 from jdag.wire.trees import check_travels
 
@@ -84,7 +84,12 @@ class ProgramFrame:
     tag: Tag | None = None  # Of the calls from now on.
 
     def __init__(
-        self, state: ClusterState, port: Port, id: ContextId, prefix: Path, program: str
+        self,
+        state: ClusterState,
+        port: ProgramPort,
+        id: ContextId,
+        prefix: Path,
+        program: str,
     ) -> None:
         self.state = state
         self.port = port

@@ -9,10 +9,10 @@ from jdag.engine.functions import name_of
 from jdag.engine.protocol import Returned, Spawn
 from jdag.errors import ContextError
 from jdag.runtime.failures import failure_of
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 
 
-def run_program(state: ClusterState, port: Port, spawn: Spawn) -> Returned:
+def run_program(state: ClusterState, port: ProgramPort, spawn: Spawn) -> Returned:
     """Run a program on a worker, in a context of its own frame.
 
     What it raises is the failure that it returns.

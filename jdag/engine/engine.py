@@ -9,7 +9,7 @@ from jdag.engine.backward import Backward
 from jdag.engine.context_teardown import Ends
 from jdag.engine.forward import Forwarding
 from jdag.engine.graph import Fragment
-from jdag.engine.graph_snapshot import Drawing, draw
+from jdag.engine.graph_snapshot import GraphSnapshot, snapshot
 from jdag.engine.leaves import Leaves
 from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import WAITS, Lists
@@ -96,10 +96,10 @@ class Engine:
         for part in (self._state, self._backward, self):
             vars(part).clear()
 
-    def graph(self, context: protocol.ContextId) -> Drawing | None:
+    def graph(self, context: protocol.ContextId) -> GraphSnapshot | None:
         """This worker's fragment of a context's graph; None if there is none."""
         fragment = self._state.contexts.get(context)
-        return None if fragment is None else draw(fragment)
+        return None if fragment is None else snapshot(fragment)
 
     def situations(self, event: protocol.Event) -> list[Situation]:
         """Phase and event, for each context that an event is about.

@@ -79,7 +79,7 @@ class DrawnEdge(Record, gc=False):
     consumer: Name
 
 
-class Drawing(Record, gc=False):
+class GraphSnapshot(Record, gc=False):
     """The part of a context's graph that one worker owns."""
 
     nodes: Several[DrawnNode]
@@ -90,7 +90,7 @@ class Drawing(Record, gc=False):
     last: DrawnPass | None
 
 
-def draw(fragment: Fragment) -> Drawing:
+def snapshot(fragment: Fragment) -> GraphSnapshot:
     """Describe a fragment, in program order."""
     used: dict[Key, None] = {}
     edges: list[DrawnEdge] = []
@@ -147,7 +147,7 @@ def draw(fragment: Fragment) -> Drawing:
         for leaf, end in sorted(fragment.leaves.items())
     )
     last = None if past is None else DrawnPass(past.number, past.mode, past.outcome)
-    return Drawing(nodes, sends, recvs, leaves, tuple(edges), last)
+    return GraphSnapshot(nodes, sends, recvs, leaves, tuple(edges), last)
 
 
 def _name(vertex: Vertex | None) -> str:

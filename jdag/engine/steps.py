@@ -50,7 +50,7 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State, first_failure
 
 
-class Run(Struct, eq=False):
+class StepState(Struct, eq=False):
     """A step of a plan on one worker, until it is committed or dropped."""
 
     context: ContextId
@@ -65,7 +65,7 @@ class Run(Struct, eq=False):
     versions: dict[LeafId, Version] = {}  # That it reads.
 
 
-class Part(Struct, eq=False):
+class WorkerPlan(Struct, eq=False):
     """One worker's part of a plan."""
 
     owner: Worker
@@ -76,16 +76,16 @@ class Part(Struct, eq=False):
     needs: list[int] = []  # By segment, how many slots.
     free: list[int] = []  # Segments that need none.
     acts: tuple[tuple[str, Tag], ...] = ()  # Its actions of a schedule.
-    runs: dict[int, Run] = {}
+    runs: dict[int, StepState] = {}
     over: int = 0  # The last step that is over.
 
-    def run(self, number: int) -> Run:
+    def run(self, number: int) -> StepState:
         """Return the state of a step, which may have begun elsewhere."""
         run = self.runs.get(number)
         if run is None:
             left, uses = self.needs.copy(), self.uses.copy()
             context = self.prepare.context
-            run = Run(context, number, left, uses, undone=len(left))
+            run = StepState(context, number, left, uses, undone=len(left))
             self.runs[number] = run
         return run
 
@@ -95,7 +95,7 @@ class Steps(Struct, eq=False):
 
     _state: State
     _leaves: Leaves
-    parts: dict[ContextId, Part] = {}
+    parts: dict[ContextId, WorkerPlan] = {}
     # What comes of plans of this worker; set by the engine.
     stepped: Callable[[Worker, Stepped], None] = lambda *_: None
     came: Callable[[ContextId, int, int], None] = lambda *_: None
@@ -108,7 +108,7 @@ class Steps(Struct, eq=False):
         """Take a part; `results` are slots that its owner, which is here, waits for."""
         state, context = self._state, message.context
         owner = state.owner(context)
-        part = self.parts[context] = Part(owner, message, results)
+        part = self.parts[context] = WorkerPlan(owner, message, results)
         uses, updates = part.uses, message.updates
         for index, segment in enumerate(message.segments):
             part.needs.append(len(segment.needs))
@@ -164,7 +164,7 @@ class Steps(Struct, eq=False):
         else:
             self._begin(part, run, ())
 
-    def _begin(self, part: Part, run: Run, values: Sequence[Value]) -> None:
+    def _begin(self, part: WorkerPlan, run: StepState, values: Sequence[Value]) -> None:
         if part.runs.get(run.number) is not run:
             return  # Dropped meanwhile.
         if values and (failure := first_failure(values)) is not None:
@@ -194,7 +194,11 @@ class Steps(Struct, eq=False):
             self._come(part, run, came)
 
     def _come(
-        self, part: Part, run: Run, slots: Sequence[int], ready: Sequence[int] = ()
+        self,
+        part: WorkerPlan,
+        run: StepState,
+        slots: Sequence[int],
+        ready: Sequence[int] = (),
     ) -> None:
         """Values are here: run the segments that waited for the last of these."""
         left, found = run.left, [*ready]
@@ -215,7 +219,7 @@ class Steps(Struct, eq=False):
 
     # ---------------------------------------------------------------------- segments
 
-    def _run(self, part: Part, run: Run, index: int) -> None:
+    def _run(self, part: WorkerPlan, run: StepState, index: int) -> None:
         context, segment = part.prepare.context, part.prepare.segments[index]
         if segment.hops and not segment.makes:  # It only passes values on.
             self._ran(part, run, index)
@@ -247,7 +251,12 @@ class Steps(Struct, eq=False):
         self._state.compute(job, partial(self._computed, part, run, index), None)
 
     def _computed(
-        self, part: Part, run: Run, index: int, failure: Failure | None, job: Any
+        self,
+        part: WorkerPlan,
+        run: StepState,
+        index: int,
+        failure: Failure | None,
+        job: Any,
     ) -> None:
         del run.jobs[job.id]
         if part.runs.get(run.number) is not run:
@@ -259,7 +268,7 @@ class Steps(Struct, eq=False):
             run.here.update(zip(segment.makes, job.outputs, strict=True))
             self._ran(part, run, index)
 
-    def _ran(self, part: Part, run: Run, index: int) -> None:
+    def _ran(self, part: WorkerPlan, run: StepState, index: int) -> None:
         state, segment = self._state, part.prepare.segments[index]
         context, number = part.prepare.context, run.number
         here = run.here
@@ -278,13 +287,13 @@ class Steps(Struct, eq=False):
         self._come(part, run, segment.makes)
         self._done(part, run)
 
-    def used(self, run: Run, slot: int, gone: list[Key]) -> None:
+    def used(self, run: StepState, slot: int, gone: list[Key]) -> None:
         """Count a use of a slot; add the key to be dropped, if it was the last."""
         run.uses[slot] -= 1
         if not run.uses[slot] and _is_own(run.here[slot], run):
             gone.append(run.here.pop(slot))
 
-    def _done(self, part: Part, run: Run) -> None:
+    def _done(self, part: WorkerPlan, run: StepState) -> None:
         """Report the step if all segments have run here."""
         if run.undone or part.runs.get(run.number) is not run or run.reported:
             return
@@ -295,7 +304,7 @@ class Steps(Struct, eq=False):
         if prepare.reports:
             self._report(prepare.context, Stepped(prepare.context, run.number, None))
 
-    def _failed(self, part: Part, run: Run, failure: Failure) -> None:
+    def _failed(self, part: WorkerPlan, run: StepState, failure: Failure) -> None:
         """The step cannot go on here: drop it, and report that to the owner."""
         if part.owner != self._state.worker:
             self.drop(part, run)
@@ -324,13 +333,13 @@ class Steps(Struct, eq=False):
         if message.over:
             self.forget(part)
 
-    def _abandon(self, part: Part, number: int) -> None:
+    def _abandon(self, part: WorkerPlan, number: int) -> None:
         """Drop this step and all before it."""
         for run in [run for of, run in part.runs.items() if of <= number]:
             self.drop(part, run)
         part.over = max(part.over, number)
 
-    def drop(self, part: Part, run: Run) -> None:
+    def drop(self, part: WorkerPlan, run: StepState) -> None:
         """Drop a step, and its values when its jobs have ended."""
         del part.runs[run.number]
         part.over = max(part.over, run.number)
@@ -338,7 +347,7 @@ class Steps(Struct, eq=False):
             self._state.out.append(Skip(run.context, None, "", run.number))
         self._let_go(run, ())
 
-    def _let_go(self, run: Run, kept: Sequence[Key]) -> None:
+    def _let_go(self, run: StepState, kept: Sequence[Key]) -> None:
         if not run.here and not run.versions:
             return
         own = [k for k in run.here.values() if _is_own(k, run) and k not in kept]
@@ -350,7 +359,7 @@ class Steps(Struct, eq=False):
 
         self._state.when_computed(tuple(run.jobs), drop)
 
-    def forget(self, part: Part) -> None:
+    def forget(self, part: WorkerPlan) -> None:
         """Drop a part with all its steps."""
         context = part.prepare.context
         self._abandon(part, max(part.runs, default=0))
@@ -358,7 +367,7 @@ class Steps(Struct, eq=False):
         constants = part.prepare.constants
         self._state.drop([SlotKey(context, 0, slot) for slot in constants])
 
-    def _commit(self, part: Part, number: int) -> None:
+    def _commit(self, part: WorkerPlan, number: int) -> None:
         """Make what a step staged the newest versions of its leaves."""
         run = part.runs.get(number)
         if run is None:
@@ -383,8 +392,8 @@ class Steps(Struct, eq=False):
 
     def _update_again(
         self,
-        part: Part,
-        run: Run,
+        part: WorkerPlan,
+        run: StepState,
         newest: Mapping[LeafId, Version],
         made: Mapping[int, Version],
     ) -> None:
@@ -402,8 +411,8 @@ class Steps(Struct, eq=False):
 
     def _update(
         self,
-        part: Part,
-        run: Run,
+        part: WorkerPlan,
+        run: StepState,
         index: int,
         before: Mapping[int, Version],
         made: Mapping[int, Version],
@@ -440,6 +449,6 @@ def path_of(message: Settle) -> Path:
     return (0, message.context.counter & (1 << 32) - 1, message.number)
 
 
-def _is_own(key: Key, run: Run) -> bool:
+def _is_own(key: Key, run: StepState) -> bool:
     """Whether a value was made in this step; versions, constants are not."""
     return key.kind == "slot" and key.context == run.context and key.name == run.number

@@ -20,7 +20,7 @@ from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
 from jdag.lab.strategies import Script
-from jdag.lab.subject import Explored, Played, Subject, check
+from jdag.lab.subject import Explored, RunResult, Subject, check
 from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
 from jdag.settings.validation import COUNT, PATH, converted
@@ -203,7 +203,7 @@ def has_other_bits(held: Mapping[str, Any], subject: Subject, run: Explored) -> 
     return subject.name == held["program"] and run.trace.digest != digest
 
 
-def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> Played:
+def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> RunResult:
     """As `replay`, of what was read from the file; the digest is not compared."""
     subject.first()  # What it raises, it raises in every order.
     played = repeated(subject, held["choices"])
@@ -252,13 +252,13 @@ def _check(held: Any) -> None:
     check(held["workers"], held["values"], held["faults"])
 
 
-def repeated(subject: Subject, choices: Sequence[int]) -> Played:
+def repeated(subject: Subject, choices: Sequence[int]) -> RunResult:
     """Run a subject with these choices."""
     return subject.play(Script(choices).pick)
 
 
 def failure_of(
-    subject: Subject, played: Played, property: Property, run: int
+    subject: Subject, played: RunResult, property: Property, run: int
 ) -> Failure | None:
     """The failure that a run is; None if it keeps the property."""
     explored = played.explored

@@ -70,7 +70,7 @@ class Explored:
 
 
 @dataclass(slots=True)
-class Played:
+class RunResult:
     """What was picked in a run, how often among several steps, and what came of it.
 
     `firsts` has the first of the steps at each pick.
@@ -120,7 +120,7 @@ class Subject:
             self._case = replace(program, params=params)
         self._expected: tuple[Any, ...] | None = None
         self._bits: str | None = None  # Of the run of first choices.
-        self._first: Played | None = None
+        self._first: RunResult | None = None
 
     @property
     def name(self) -> str:
@@ -128,13 +128,13 @@ class Subject:
         program = self.program
         return name_of(program.program if isinstance(program, Case) else program)
 
-    def play(self, pick: Pick, what: str = "pick") -> Played:
+    def play(self, pick: Pick, what: str = "pick") -> RunResult:
         """Run once, with the steps that are picked; `what` as in `StepChooser`."""
         chooser = StepChooser(pick, self.faults.items(), what)
         explored, _ = self._played(chooser, trace=False)
         steps, choices = chooser.steps, chooser.choices
         chooser.steps = []  # They are many, and the run itself is full of cycles.
-        return Played(
+        return RunResult(
             choices,
             [of[index] for of, index in zip(steps, choices, strict=True)],
             sum([len(of) > 1 for of in steps]),
@@ -197,10 +197,10 @@ class Subject:
             again=partial(self._again, choices),
         )
 
-    def first(self) -> Played:
+    def first(self) -> RunResult:
         """The run of first choices."""
         if self._first is None:
-            self._first = Played()  # It is compared with nothing itself.
+            self._first = RunResult()  # It is compared with nothing itself.
             self._first = self.play(lambda steps: 0)
             explored = self._first.explored
             if explored is not None and explored.result is not None:

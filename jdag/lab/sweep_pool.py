@@ -27,7 +27,7 @@ def check_on(on: str | None) -> None:
     if on not in (None, "ray"):
         raise ScenarioError(unusable("on", on, "ray, or None for processes here"))
     if on is not None:
-        from jdag.processes.launch import on_ray  # noqa: PLC0415 - it imports Ray.
+        from jdag.processes.launch import on_ray  # noqa: PLC0415 - imports Ray.
 
         on_ray.need_ray("--on ray")
 
@@ -48,7 +48,7 @@ def replies(
         JoinError: a task of Ray has failed.
     """
     if on is not None:
-        from jdag.processes.launch import on_ray  # noqa: PLC0415 - it imports Ray.
+        from jdag.processes.launch import on_ray  # noqa: PLC0415 - imports Ray.
 
         name = f"{attempt.__module__}:{attempt.__name__}"
         requests = {at: (path.resolve(), run) for at, run in runs.items()}

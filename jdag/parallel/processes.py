@@ -64,7 +64,7 @@ class Processes(NamedTuple):
     deadline_s: float
 
     @property
-    def meeting(self) -> "Meeting":
+    def meeting(self) -> "ProcessGroup":
         """The channel for collectives of these processes."""
         return _meeting(self.devices[0].platform)
 
@@ -79,7 +79,7 @@ class Processes(NamedTuple):
         return self.meeting.agreed(self.what, terms, number, self.deadline_s)
 
 
-class Meeting:
+class ProcessGroup:
     """Collectives over one device of each process: the first one of a platform."""
 
     def __init__(self, platform: str) -> None:
@@ -184,7 +184,7 @@ class Meeting:
                 self.agreed(what, ended, 0, self._deadline_s)
 
 
-_meeting = lru_cache(maxsize=PLATFORMS_MAX)(Meeting)
+_meeting = lru_cache(maxsize=PLATFORMS_MAX)(ProcessGroup)
 
 
 def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:

@@ -49,7 +49,7 @@ from jdag.errors import (
 from jdag.plans.plan_picture import graph_of_plan, table_of_plan
 from jdag.plans.progress import Bar
 from jdag.plans.recording import (
-    Drawn,
+    RecordedGraph,
     Recording,
     RecordingFrame,
     check_same,
@@ -263,7 +263,7 @@ class CompiledStep:
         ]
         first, second = [record(program, frame, given, avals) for frame in both]
         check_same(first, second)
-        drawn = Drawn(first)
+        drawn = RecordedGraph(first)
         gradients: dict[LeafId, int] = {}
         if differentiated or self._optimizer is not None:
             gradients = drawn.graph.differentiate(
@@ -307,7 +307,7 @@ class Plan:
     def __init__(
         self,
         cluster: Cluster,
-        drawn: Drawn,
+        drawn: RecordedGraph,
         recording: Recording,
         gradients: Mapping[LeafId, int],
         stages: Sequence[tuple[LeafId, int]],
@@ -429,7 +429,7 @@ def _checked(result: Any) -> Any:
 
 def _stepping(
     optimizer: Optimizer,
-    drawn: Drawn,
+    drawn: RecordedGraph,
     recording: Recording,
     gradients: Mapping[LeafId, int],
 ) -> tuple[tuple[Ref, ...], list[tuple[LeafId, int]], list[int]]:

@@ -286,7 +286,7 @@ def _differs(one: Recording, how: str) -> JdagError:
     )
 
 
-class Drawn:
+class RecordedGraph:
     """The graph of a recording; calls of its context after that can be added."""
 
     def __init__(self, recording: Recording) -> None:
@@ -361,7 +361,7 @@ def _own_pair(recording: Recording) -> Any:
     return pair(between, template, recording.inputs, (False,) * len(structs))
 
 
-def roots_of(recording: Recording, drawn: Drawn, of_loss: bool) -> list[int]:
+def roots_of(recording: Recording, drawn: RecordedGraph, of_loss: bool) -> list[int]:
     """Return the values of the first result that a step differentiates.
 
     Raises:

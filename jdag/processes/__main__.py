@@ -1,4 +1,4 @@
-"""Entry point of worker processes, `python -m jdag.rpc`; see `jdag.processes.launch.worker`."""
+"""Worker processes, `python -m jdag.processes`: see `jdag.processes.launch.worker`."""
 
 import sys
 

@@ -53,7 +53,7 @@ from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
 from jdag.processes.net.receiving import Event as PeerEvent
-from jdag.processes.node_queries import Questions
+from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import Collector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
 from jdag.processes.session.session_info import SessionInfo
@@ -61,7 +61,12 @@ from jdag.processes.stuck import Waits
 from jdag.runtime.failures import failure_of
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, Waiters
-from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
+from jdag.runtime.worker_runtime import (
+    ProgramPort,
+    RunProgram,
+    WorkerRuntime,
+    run_program,
+)
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
@@ -132,14 +137,14 @@ class Node:
         self._jobs = Jobs(
             worker, host.machine, self._loop, host.handle, session.steps, recording
         )
-        asks = Questions(host, peers, self._jobs, self._check_open, recording)
+        asks = NodeQueries(host, peers, self._jobs, self._check_open, recording)
         self._questions = asks
         self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
         main = name == session.main
         self._collector: Collector | None = None
         if recording is not None and main:
             self._collector = Collector(recording, peers, self._began_ns)
-        self.port = Port(self._host)
+        self.port = ProgramPort(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if main else None
         self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
@@ -154,9 +159,9 @@ class Node:
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
 
-    def _make_host(self, gone: Mapping[str, str]) -> Host:
+    def _make_host(self, gone: Mapping[str, str]) -> WorkerRuntime:
         recorder = None if self._recording is None else self._recording.recorder
-        host = Host(
+        host = WorkerRuntime(
             self.worker,
             Engine(self.name, self.workers, self.incarnation),
             Machine("real", leaving_bytes_max=self._session.settings.value_bytes_max),
@@ -191,14 +196,14 @@ class Node:
     # ------------------------------------------------------------------ what users see
 
     @property
-    def current(self) -> Port:
+    def current(self) -> ProgramPort:
         """The port of the program that runs on this thread.
 
         Raises:
             JdagError: none does, or this process is forked from that of the node.
         """
         self._loop.check_process()
-        port: Port | None = getattr(self._here, "port", None)
+        port: ProgramPort | None = getattr(self._here, "port", None)
         if port is None:
             self._refuse_thread()
         return port
@@ -237,8 +242,10 @@ class Node:
 
     # ------------------------------------------------------------------ for programs
 
-    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
-        """Have the engine handle an event of a program here; see `Port.tell`."""
+    def tell(
+        self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
+    ) -> None:
+        """Have the engine handle an event of a program here; see `ProgramPort.tell`."""
         loop = self._loop
         if self._broken or self._closed or self._jobs.computing:
             self._check_open()
@@ -253,7 +260,7 @@ class Node:
         if self._congested:
             loop.drive(lambda: self._closed or not self.peers.congested)
 
-    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
+    def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
         """Block until the waiter is resumed; return its result."""
         given = self._waiters.given
         if waiter not in given:
@@ -286,7 +293,7 @@ class Node:
 
     def transmit(
         self,
-        host: Host,
+        host: WorkerRuntime,
         send: Send,
         message: Message,
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
@@ -317,34 +324,34 @@ class Node:
         if message.__class__ is not Acknowledge:
             self._hurries = True
 
-    def compute(self, host: Host, job: Job, cause: int) -> None:
+    def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         """Compute a job, here or on a thread beside the loop."""
         self._jobs.add(job, cause)
 
-    def skip(self, host: Host, skip: Skip | Listed) -> None:
+    def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
         """Have the list of a schedule wait no more for jobs that will not come."""
         self._jobs.skip(skip)
 
-    def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
+    def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
         """Start a program on a thread of its own."""
-        port = Port(host, cause)
+        port = ProgramPort(host, cause)
         name = f"program on {self.worker}"
         run = partial(self._jobs.under_settings, self._program, port, spawn)
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._running[thread] = None
         thread.start()
 
-    def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
+    def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
         """Have the engine handle the event of an alarm when it is due."""
         when_ns = clock_ns() + alarm.after_ns
         go_off = partial(host.handle, alarm.event, (cause,))
         return self._loop.at(when_ns, go_off).cancel
 
-    def wake(self, host: Host, waiter: int) -> None:
+    def wake(self, host: WorkerRuntime, waiter: int) -> None:
         """Wake the threads that wait."""
         self._loop.wake_waiting()
 
-    def _program(self, port: Port, spawn: Spawn) -> None:
+    def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         self._here.port = port
         try:
             run_program(self._checked, port, spawn, Over)
@@ -353,7 +360,7 @@ class Node:
         finally:
             del self._running[threading.current_thread()]
 
-    def _checked(self, port: Port, spawn: Spawn) -> Returned:
+    def _checked(self, port: ProgramPort, spawn: Spawn) -> Returned:
         returned = self._run_program(port, spawn)
         check_size(spawn.function, "returned", returned.result)
         return returned

@@ -7,7 +7,7 @@ Invariants: what is asked changes nothing; a node answers with the loop lock hel
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdag.engine.graph_snapshot import Drawing
+from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
 from jdag.processes.jobs import Jobs
@@ -15,18 +15,18 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.node_trace import Recording
 from jdag.processes.peers import PeerTable
 from jdag.runtime.stats import info, total
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.wire.encoding import encoded
 
 SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
 
-class Questions:
+class NodeQueries:
     """The questions and answers of one node, which `check_open` raises if closed."""
 
     def __init__(
         self,
-        host: Host,
+        host: WorkerRuntime,
         peers: PeerTable,
         jobs: Jobs,
         check_open: Callable[[], None],
@@ -63,7 +63,7 @@ class Questions:
         with self._loop:
             return {self._name: self.jobs.recent.take(), **found}
 
-    def graph(self, context: ContextId) -> dict[str, Drawing]:
+    def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
         """Return the current graph of a context, by worker."""
         of = (context.number, context.counter, context.incarnation)
         answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from jdag.errors import JdagError
 from jdag.processes.net.loop import clock_ns
-from jdag.processes.node_queries import Questions
+from jdag.processes.node_queries import NodeQueries
 from jdag.processes.peers import Asked
 from jdag.runtime.waiters import Waiters, stuck
 
@@ -31,7 +31,7 @@ class Waits:
 
     def __init__(
         self,
-        asks: Questions,
+        asks: NodeQueries,
         waiters: Waiters,
         *,
         running: Mapping[threading.Thread, None],

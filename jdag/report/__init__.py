@@ -12,7 +12,7 @@ from typing import Any
 from msgspec import convert, to_builtins
 
 from jdag.context.graph import Graph, graph_of
-from jdag.engine.graph_snapshot import Drawing
+from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.errors import JdagError
 from jdag.report.chakra import chakra_of
 from jdag.report.gantt import gantt_of, lists_of
@@ -41,7 +41,7 @@ def render(
     folder: Path,
     result: Mapping[str, Any],
     trace: Trace | None,
-    drawings: Graph | Mapping[str, Drawing] | None,
+    drawings: Graph | Mapping[str, GraphSnapshot] | None,
     *,
     window: tuple[int, int],
 ) -> None:

@@ -1,7 +1,7 @@
 """The recorder of engines' events and effects, and of what drivers do with them.
 
-Inputs:  of hosts (`jdag.runtime.worker_runtime`), each event before its engine handles it, and
-         effects of `RECORDED` before they are carried out; of drivers, what
+Inputs:  of hosts (`jdag.runtime.worker_runtime`), each event before its engine handles
+         it, and effects of `RECORDED` before they are carried out; of drivers, what
          happens to messages, jobs and workers elsewhere.
 Outputs: the records of a trace (`jdag.runtime.trace`), with the causes of each.
 Invariants: what made a value is known from the record that says so until the value is

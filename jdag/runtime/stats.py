@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ def total(counts: Iterable[Sent]) -> Sent:
 
 
 def info(
-    host: Host, sent: Sent, busy_ns: int, *, lost: bool, waits_for: str = ""
+    host: WorkerRuntime, sent: Sent, busy_ns: int, *, lost: bool, waits_for: str = ""
 ) -> dict[str, Any]:
     """Return the counts of a worker; one that crashed holds nothing.
 

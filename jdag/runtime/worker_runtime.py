@@ -1,6 +1,7 @@
 """One worker under either driver: its engine, its values, and its programs' waiters.
 
-Inputs: events, of programs (`Port.tell`) and of the driver (`Host.handle`).
+Inputs: events, of programs (`ProgramPort.tell`) and of the driver
+(`WorkerRuntime.handle`).
 Outputs: the effects of each event, in their order. Values are dropped and waiters are
     resumed here; the driver sends messages, computes jobs, starts programs and sets
     alarms (`Driver`).
@@ -54,7 +55,7 @@ from jdag.runtime.recorder import NO_CAUSE, RECORDED, NoRecorder, Recorder
 from jdag.runtime.sizes import check_values
 from jdag.runtime.waiters import Cancel, Waiters
 
-RunProgram = Callable[["Port", Spawn], Returned]
+RunProgram = Callable[["ProgramPort", Spawn], Returned]
 
 _WAITING = frozenset(
     (Collected, Asked, Awaited, Fetched, Differentiated, Left, Compiled, Stepping)
@@ -67,16 +68,16 @@ class Driver(Protocol):
     """What a driver does for its hosts and for programs."""
 
     def tell(
-        self, port: "Port", event: Event, values: Sequence[tuple[Key, Any]]
+        self, port: "ProgramPort", event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
-        """Have the engine of a program's worker handle an event; see `Port.tell`."""
+        """Have the engine of a program's worker handle an event: `ProgramPort.tell`."""
 
-    def wait(self, port: "Port", waiter: int) -> tuple[Any, int]:
+    def wait(self, port: "ProgramPort", waiter: int) -> tuple[Any, int]:
         """Block a program until its waiter is resumed; return the result and cause."""
 
     def transmit(
         self,
-        host: "Host",
+        host: "WorkerRuntime",
         send: Send,
         message: Message,
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
@@ -84,23 +85,23 @@ class Driver(Protocol):
     ) -> None:
         """Send a message with values, of these keys, to another worker."""
 
-    def compute(self, host: "Host", job: Job, cause: int) -> None:
+    def compute(self, host: "WorkerRuntime", job: Job, cause: int) -> None:
         """Compute a job; report `Computed` when it is done."""
 
-    def skip(self, host: "Host", skip: Skip | Listed) -> None:
+    def skip(self, host: "WorkerRuntime", skip: Skip | Listed) -> None:
         """Wait no more for jobs that a schedule lists, and that will not come."""
 
-    def spawn(self, host: "Host", spawn: Spawn, cause: int) -> None:
+    def spawn(self, host: "WorkerRuntime", spawn: Spawn, cause: int) -> None:
         """Start a program."""
 
-    def alarm(self, host: "Host", alarm: Alarm, cause: int) -> Cancel:
+    def alarm(self, host: "WorkerRuntime", alarm: Alarm, cause: int) -> Cancel:
         """Report the event of an alarm when it is due, unless it is cancelled."""
 
-    def wake(self, host: "Host", waiter: int) -> None:
+    def wake(self, host: "WorkerRuntime", waiter: int) -> None:
         """Let the program of a waiter go on, if it is blocked."""
 
 
-class Host:
+class WorkerRuntime:
     """The state of one worker.
 
     `journal` notes each event before that is recorded or handled, if there is one.
@@ -153,7 +154,7 @@ class Host:
         self._value_bytes_max = value_bytes_max
 
     def tell(
-        self, port: "Port", event: Event, values: Sequence[tuple[Key, Any]]
+        self, port: "ProgramPort", event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
         """Handle an event of a program; hold its values, unless that raises."""
         if event.__class__ in _WAITING:
@@ -300,7 +301,7 @@ class Host:
         self.engine = None
 
 
-class Port:
+class ProgramPort:
     """A program's access to its driver.
 
     Attributes:
@@ -311,7 +312,7 @@ class Port:
 
     __slots__ = ("asked", "cause", "host", "waiter", "worker")
 
-    def __init__(self, host: Host, cause: int = NO_CAUSE) -> None:
+    def __init__(self, host: WorkerRuntime, cause: int = NO_CAUSE) -> None:
         self.host = host
         self.worker = host.worker
         self.waiter = host.waiters.number
@@ -353,7 +354,7 @@ class Port:
 
 
 def run_program(
-    run: RunProgram, port: Port, spawn: Spawn, over: type[BaseException]
+    run: RunProgram, port: ProgramPort, spawn: Spawn, over: type[BaseException]
 ) -> BaseException | None:
     """Run a program, and report its outcome to the engine.
 

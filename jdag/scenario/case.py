@@ -208,7 +208,7 @@ def time_of(run: Run, ns: int) -> Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class CaseResult:
     """One play of a case with one seed."""
 
     error: JdagError | None
@@ -270,7 +270,7 @@ class Case:
         """
         patterns: dict[str, None] = {}
         traces = Traces()
-        first: Played | None = None
+        first: CaseResult | None = None
         counts: Figures = {}
         for number, seed in enumerate(run.seeds):
             played = self._once(run, seed, clean=False)
@@ -294,7 +294,7 @@ class Case:
             **traces.figures,
         }
 
-    def _once(self, run: Run, seed: int, *, clean: bool) -> Played:
+    def _once(self, run: Run, seed: int, *, clean: bool) -> CaseResult:
         cluster = run.cluster(seed, clean=clean)
         refs = self.put(cluster)
         error: JdagError | None = None
@@ -304,7 +304,7 @@ class Case:
             if run.compile:
                 loss, gradients = self._compiled(run, cluster, refs)
                 window = opened_ns, cluster.now_ns
-                return Played(None, gradients, loss, window, cluster)
+                return CaseResult(None, gradients, loss, window, cluster)
             with cluster.context() as ctx:
                 try:
                     roots = self.roots(ctx, refs)
@@ -323,7 +323,7 @@ class Case:
             if run.compile and isinstance(raised, ScenarioError):
                 raise  # It cannot be recorded.
             error = raised
-        return Played(error, gradients, loss, (opened_ns, ended_ns), cluster)
+        return CaseResult(error, gradients, loss, (opened_ns, ended_ns), cluster)
 
     def _compiled(
         self, run: Run, cluster: Cluster, refs: Any
@@ -350,7 +350,7 @@ class Case:
         sums = [sum(of[1:], of[0]) for of in zip(*gradients, strict=True)]
         return float(np.real(total_loss)), tuple(sums)
 
-    def _outcome(self, played: Played) -> Figures:
+    def _outcome(self, played: CaseResult) -> Figures:
         error = played.error
         owed: Any = error.sends if isinstance(error, UnusedSendError) else ()
         return {
@@ -362,7 +362,7 @@ class Case:
             "loss": played.loss,
         }
 
-    def _truth(self, run: Run, played: Played) -> Figures:
+    def _truth(self, run: Run, played: CaseResult) -> Figures:
         if played.gradients is None:
             return {"gradient_difference": None, "gradient_bits": None}
 
@@ -384,7 +384,7 @@ class Case:
         found = jax.tree.leaves(pullback(self.roots)(params)[1])
         return [np.asarray(expected) * self.passes for expected in found]
 
-    def _same_as_clean(self, run: Run, played: Played) -> bool | None:
+    def _same_as_clean(self, run: Run, played: CaseResult) -> bool | None:
         if played.gradients is None or not (run.troubled and run.virtual):
             return None
         clean = self._once(run, run.seeds[0], clean=True)
@@ -457,7 +457,7 @@ def total(cluster: Cluster, name: str) -> int:
     return sum(int(worker[name]) for worker in cluster.info().values())
 
 
-def _counts(run: Run, played: Played) -> Figures:
+def _counts(run: Run, played: CaseResult) -> Figures:
     start_ns, end_ns = played.window
     taken_ns = end_ns - start_ns
     counted = {**sent(played.cluster), **time_of(run, taken_ns)}

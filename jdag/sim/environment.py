@@ -7,7 +7,7 @@ from jdag.runtime.chooser import Chooser
 from jdag.runtime.recorder import NoRecorder, Recorder
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Waiters
-from jdag.runtime.worker_runtime import Driver, Host
+from jdag.runtime.worker_runtime import Driver, WorkerRuntime
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import Timeline
@@ -42,7 +42,7 @@ class Environment:
             self.recorder.trace.settings = settings.described()
         self.waiters = Waiters()
         self.faults = Faults(settings.faults, self.workers)
-        self.hosts: dict[Worker, Host] = {}
+        self.hosts: dict[Worker, WorkerRuntime] = {}
         self.lost: dict[Worker, dict[Worker, str]] = {}
         self.incarnations: dict[str, int] = {}
         self.driver = driver
@@ -55,7 +55,7 @@ class Environment:
         if isinstance(self.chooser, StepChooser):
             self.chooser.watch(engine)
         self.lost[worker] = {}
-        self.hosts[worker] = Host(
+        self.hosts[worker] = WorkerRuntime(
             worker,
             engine,
             machine,
@@ -65,13 +65,13 @@ class Environment:
             recorder=self.recorder if self.settings.trace else None,
         )
 
-    def restart(self, name: str) -> Host:
+    def restart(self, name: str) -> WorkerRuntime:
         """Start another incarnation of a worker; what its machine counted stays."""
         machine = self.newest(name).machine
         self.incarnations[name] = incarnation = self.incarnations.get(name, 0) + 1
         self._start(name, incarnation, machine)
         return self.newest(name)
 
-    def newest(self, name: str) -> Host:
+    def newest(self, name: str) -> WorkerRuntime:
         """The incarnation of a worker that was started last."""
         return self.hosts[incarnated(name, self.incarnations.get(name, 0))]

@@ -29,7 +29,7 @@ from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.schedules.actions import Step
 from jdag.sim.devices import FREE, functions_of, models
 from jdag.sim.environment import Environment
@@ -82,13 +82,13 @@ class Jobs:
         jobs = [(worker, job) for (worker, _), job in self._ran.items()]
         return [(worker, *of) for worker, job in jobs for of in functions_of(job)]
 
-    def compute(self, host: Host, job: Job, cause: int) -> None:
+    def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         """Have a device compute a job; see `jdag.runtime.worker_runtime.Driver`."""
         device = self._device(host, host.machine.device_of(job))
         device.ready.add(job, (job, cause, self._timeline.now_ns))
         self._choose(host, device)
 
-    def _device(self, host: Host, name: str | None) -> Device:
+    def _device(self, host: WorkerRuntime, name: str | None) -> Device:
         device = self._devices.get((host.worker, name))
         if device is None:
             worker = named(host.worker)
@@ -97,14 +97,14 @@ class Jobs:
             self._devices[host.worker, name] = device
         return device
 
-    def _choose(self, host: Host, device: Device) -> None:
+    def _choose(self, host: WorkerRuntime, device: Device) -> None:
         """Have a device that is free choose a job, after the other events of now."""
         if not device.busy and len(device.ready):
             device.busy = True
             now_ns = self._timeline.now_ns
             self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
 
-    def skip(self, host: Host, skip: Skip | Listed) -> None:
+    def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
         """Have the worker's list wait no more for jobs that will not come."""
         device = self._device(host, None)  # Only that one follows the list.
         device.ready.skip(skip)
@@ -126,7 +126,7 @@ class Jobs:
         for where in [of for of in self._devices if worker in (None, of[0])]:
             del self._devices[where]
 
-    def _begin(self, host: Host, device: Device) -> None:
+    def _begin(self, host: WorkerRuntime, device: Device) -> None:
         device.busy = False
         found = device.ready.take() if host.alive else ()
         if not found:
@@ -180,7 +180,9 @@ class Jobs:
             cost_ns = self._costs[of] = model.cost_ns(job)
         return (cost_ns,)
 
-    def _finish(self, host: Host, device: Device, computed: list[Computed]) -> None:
+    def _finish(
+        self, host: WorkerRuntime, device: Device, computed: list[Computed]
+    ) -> None:
         """The jobs that a device ran as one have ended."""
         device.busy = False
         for each in computed:

@@ -22,7 +22,7 @@ from jdag.engine.protocol import (
     named,
 )
 from jdag.runtime.recorder import NO_CAUSE
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.environment import Environment
 from jdag.sim.faults import Crash, Partition
 from jdag.sim.jobs import Jobs
@@ -122,7 +122,7 @@ class Outages:
             at_ns = now_ns + crash.restart_ns
             env.timeline.push(at_ns, CRASH, (self.restart, host, record))
 
-    def bury(self, host: Host) -> None:
+    def bury(self, host: WorkerRuntime) -> None:
         """Discard the state of a crashed worker."""
         self._programs.kill(host.worker)
         host.clear()
@@ -130,7 +130,7 @@ class Outages:
         if isinstance(self._env.timeline, UntimedTimeline):
             self._env.timeline.bury(host.worker)
 
-    def restart(self, former: Host, crashed: int) -> None:
+    def restart(self, former: WorkerRuntime, crashed: int) -> None:
         """Let a crashed worker join again."""
         self.bury(former)  # At equal times `bury` and `restart` come in any order.
         env, name = self._env, named(former.worker)
@@ -146,7 +146,7 @@ class Outages:
             if name in parting[1:]:
                 self._part(*parting)
 
-    def _meet(self, host: Host, peer: Host, record: int) -> None:
+    def _meet(self, host: WorkerRuntime, peer: WorkerRuntime, record: int) -> None:
         """Tell a worker the current incarnation of a peer, and whether it is alive."""
         name, incarnation = named(peer.worker), incarnation_of(peer.worker)
         for former in range(incarnation):
@@ -165,7 +165,7 @@ class Outages:
         env.timeline.push(at_ns, EVENT, action)
         self.lost(env.hosts[end.worker], end.peer, end.record, OUT_OF_REACH)
 
-    def lost(self, host: Host, peer: Worker, record: int, why: str) -> None:
+    def lost(self, host: WorkerRuntime, peer: Worker, record: int, why: str) -> None:
         """Notify a worker that a peer is lost."""
         if not host.alive or peer in host.lost:
             return

@@ -18,7 +18,7 @@ from types import FrameType
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jdag.errors import JdagError, other_thread
-from jdag.runtime.worker_runtime import Host, Port
+from jdag.runtime.worker_runtime import ProgramPort, WorkerRuntime
 
 
 class Programs:
@@ -29,15 +29,15 @@ class Programs:
 
     __slots__ = ("_main", "_thread", "alive", "hub", "parked")
 
-    def __init__(self, main: Port) -> None:
+    def __init__(self, main: ProgramPort) -> None:
         self.hub: greenlet | None = None
-        self.alive: dict[greenlet, Port] = {}
+        self.alive: dict[greenlet, ProgramPort] = {}
         self.parked: dict[int, greenlet] = {}
         self._main = main
         self._thread = get_ident()  # Greenlets do not switch to another thread.
 
     @property
-    def current(self) -> Port:
+    def current(self) -> ProgramPort:
         """The port of the program that runs right now.
 
         Raises:
@@ -54,7 +54,7 @@ class Programs:
             )
         return self.alive.get(running, self._main)
 
-    def start(self, port: Port, body: Callable[[], None]) -> None:
+    def start(self, port: ProgramPort, body: Callable[[], None]) -> None:
         """Run `body` as the program of `port` until it blocks or ends."""
         program = greenlet(body)
         self.alive[program] = port
@@ -73,7 +73,7 @@ class Programs:
         finally:
             self.parked.pop(waiter, None)
 
-    def wake(self, host: Host, waiter: int) -> None:
+    def wake(self, host: WorkerRuntime, waiter: int) -> None:
         """Let the program that is blocked on `waiter` go on until it blocks or ends."""
         program = self.parked.get(waiter)
         if program is not None:

@@ -5,7 +5,7 @@ is handled when it is the next one in its worker's journal (`jdag.runtime.journa
 is there: its message has been sent, its job asked for, its program has come so far. Any
 other order of workers gives the same run, as no engine sees another's.
 
-Inputs:  the journals of all workers; what programs tell (`Port`).
+Inputs:  the journals of all workers; what programs tell (`ProgramPort`).
 Outputs: the same effects and gradients as those of the processes; or the first event
          that deviates: worker, place in its journal, what was expected, what there is.
 Invariants: messages that are not acknowledgements are numbered as they were sent;
@@ -22,7 +22,7 @@ from greenlet import GreenletExit, getcurrent
 
 from jdag.compute.machine import Machine, Work, blamed
 from jdag.engine import Engine
-from jdag.engine.graph_snapshot import Drawing
+from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.protocol import (
     Acknowledge,
     Alarm,
@@ -48,7 +48,12 @@ from jdag.runtime.failures import failure_of
 from jdag.runtime.journal import FULL, Entries, entry
 from jdag.runtime.stats import Sent, info
 from jdag.runtime.waiters import Cancel, Waiters
-from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
+from jdag.runtime.worker_runtime import (
+    ProgramPort,
+    RunProgram,
+    WorkerRuntime,
+    run_program,
+)
 from jdag.sim.programs import Programs
 
 _Values = tuple[Any, ...]
@@ -58,7 +63,7 @@ _Owed = tuple[ContextId | None, Path]  # What an acknowledgement is of.
 class _Worker:
     """One worker: its host, its journal and how far that has been followed."""
 
-    def __init__(self, host: Host, journal: Entries) -> None:
+    def __init__(self, host: WorkerRuntime, journal: Entries) -> None:
         self.host = host
         self.incarnations: dict[str, int] = {}
         if now := incarnation_of(host.worker):
@@ -122,7 +127,7 @@ class Replaying:
         self._journals = journals
         self._all = {name: self._made(name) for name in workers}
         home = self._all[workers[0]]
-        self.port = Port(home.host)
+        self.port = ProgramPort(home.host)
         self._home = home
         self._programs = Programs(self.port)
         self._soon: deque[Callable[[], object]] = deque()
@@ -136,13 +141,13 @@ class Replaying:
     def _made(self, worker: str) -> _Worker:
         engine = Engine(named(worker), self.workers, incarnation_of(worker))
         given: Any = {"driver": self, "waiters": self._waiters, "lost": {}}
-        host = Host(worker, engine, Machine("real"), **given)
+        host = WorkerRuntime(worker, engine, Machine("real"), **given)
         return _Worker(host, self._journals[worker])
 
     # ------------------------------------------------------------------ what users see
 
     @property
-    def current(self) -> Port:
+    def current(self) -> ProgramPort:
         """The port of the program that runs right now."""
         return self._programs.current
 
@@ -159,7 +164,7 @@ class Replaying:
             for worker, one in self._all.items()
         }
 
-    def graph(self, context: ContextId) -> dict[str, Drawing]:
+    def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
         """The graph of a context as it is now."""
         drawn = {w: one.host.engine.graph(context) for w, one in self._all.items()}
         return {w: drawing for w, drawing in drawn.items() if drawing is not None}
@@ -193,9 +198,11 @@ class Replaying:
             for host in hosts:
                 host.clear()
 
-    # -------------------------------------------------------- what programs do: `Port`
+    # ------------------------------------------------ what programs do: `ProgramPort`
 
-    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
+    def tell(
+        self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
+    ) -> None:
         """Have an engine handle an event of a program, when that is its turn."""
         one, text = self._all[port.worker], entry(event)
         self._check_open()
@@ -216,7 +223,7 @@ class Replaying:
         finally:
             self._go_on()
 
-    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
+    def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
         """Block the caller; return what the waiter was given."""
         given = self._waiters.given
         if waiter not in given:
@@ -399,7 +406,7 @@ class Replaying:
 
     def transmit(
         self,
-        host: Host,
+        host: WorkerRuntime,
         send: Send,
         message: Message,
         values: tuple[tuple[Key, ...], _Values],
@@ -415,7 +422,7 @@ class Replaying:
         else:
             self._sent[host.worker, send.to].append((message, values[1]))
 
-    def compute(self, host: Host, job: Job, cause: int) -> None:
+    def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         """Begin a job; it is computed when it is the turn of its end."""
         work: Work | BaseException
         try:
@@ -424,27 +431,27 @@ class Replaying:
             work = error
         self._all[host.worker].jobs[job.id] = job, work
 
-    def skip(self, host: Host, skip: Skip | Listed) -> None:
+    def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
         """Do nothing: jobs end in the order of the journal."""
 
-    def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
+    def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
         """Start a program."""
-        port = Port(host)
+        port = ProgramPort(host)
         body = partial(self._program, port, spawn)
         self._soon.append(partial(self._programs.start, port, body))
 
-    def _program(self, port: Port, spawn: Spawn) -> None:
+    def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         passed = run_program(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
             raise passed  # What `run_program` lets pass is for the main program.
 
-    def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
+    def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
         """Have an alarm go off only where the journal says so."""
         alarms = self._all[host.worker].alarms
         alarms[alarm.waiter] = alarm.event
         return partial(alarms.pop, alarm.waiter, None)
 
-    def wake(self, host: Host, waiter: int) -> None:
+    def wake(self, host: WorkerRuntime, waiter: int) -> None:
         """Let a program go on."""
         if waiter in self._programs.parked:
             self._soon.append(partial(self._programs.wake, host, waiter))

@@ -1,9 +1,9 @@
 """The driver in virtual time: effects of all engines are carried out in one process.
 
 One engine, machine and device a worker; links between them; one timeline. Programs tell
-engines events through their `Port` and block there; user code takes no virtual time,
-but `call_ns` of its device for each call. Of an engine's effects, in their order: a
-message leaves at once (`jdag.sim.transport`); a job waits for its device
+engines events through their `ProgramPort` and block there; user code takes no virtual
+time, but `call_ns` of its device for each call. Of an engine's effects, in their order:
+a message leaves at once (`jdag.sim.transport`); a job waits for its device
 (`jdag.sim.jobs`); what a program waits for wakes it (`jdag.sim.programs`) as an event
 of its own, so that no user code runs in between.
 
@@ -24,7 +24,7 @@ from weakref import finalize
 
 from greenlet import GreenletExit, getcurrent
 
-from jdag.engine.graph_snapshot import Drawing
+from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.protocol import (
     Alarm,
     ContextId,
@@ -38,7 +38,12 @@ from jdag.engine.protocol import (
 from jdag.errors import JdagError
 from jdag.runtime.stats import info
 from jdag.runtime.waiters import Cancel, stuck
-from jdag.runtime.worker_runtime import Host, Port, RunProgram, run_program
+from jdag.runtime.worker_runtime import (
+    ProgramPort,
+    RunProgram,
+    WorkerRuntime,
+    run_program,
+)
 from jdag.sim.devices import check_costs
 from jdag.sim.environment import Environment
 from jdag.sim.jobs import Jobs
@@ -102,7 +107,7 @@ class Simulation:
         self.trace = env.recorder.trace
         # Of the workers that have joined anew, how often they have.
         self.incarnations = env.incarnations
-        self.port = Port(env.hosts[settings.main])
+        self.port = ProgramPort(env.hosts[settings.main])
         self._run_program = run_program
         self._look = look
         self._timeline = env.timeline
@@ -121,7 +126,7 @@ class Simulation:
     # ------------------------------------------------------------------ what users see
 
     @property
-    def current(self) -> Port:
+    def current(self) -> ProgramPort:
         """The port of the program that runs right now; see `Programs.current`."""
         return self._programs.current
 
@@ -161,7 +166,7 @@ class Simulation:
         _ = self.current  # Raises on another thread.
         self._loop(_NOBODY, self._given)
 
-    def graph(self, context: ContextId) -> dict[str, Drawing]:
+    def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
         """The graph of a context as it is now: what each worker has of it."""
         engines = {worker: host.engine for worker, host in self._env.hosts.items()}
         drawn = {w: engine and engine.graph(context) for w, engine in engines.items()}
@@ -197,17 +202,19 @@ class Simulation:
         if self.functions and sys.exception() is None:  # Else it went no further.
             check_costs(self._jobs.models, self.functions)
 
-    # -------------------------------------------------------- what programs do: `Port`
+    # ------------------------------------------------ what programs do: `ProgramPort`
 
-    def tell(self, port: Port, event: Event, values: Sequence[tuple[Key, Any]]) -> None:
-        """Have an engine handle an event of a program; see `Port.tell`."""
+    def tell(
+        self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
+    ) -> None:
+        """Have an engine handle an event of a program; see `ProgramPort.tell`."""
         self._look(event, port.worker)
         if event.__class__ is Issued:
             self._spend(port, self._jobs.models[named(port.worker)].call_ns)
         if port.host.alive:  # Else its program has not noticed yet that it crashed.
             port.host.tell(port, event, values)
 
-    def _spend(self, port: Port, ns: int) -> None:
+    def _spend(self, port: ProgramPort, ns: int) -> None:
         """Have a program take some time."""
         if ns and port.host.alive:
             waiter = port.waiter()
@@ -215,11 +222,11 @@ class Simulation:
             self.wait(port, waiter)
             del self._given[waiter]
 
-    def _spent(self, port: Port, waiter: int) -> None:
+    def _spent(self, port: ProgramPort, waiter: int) -> None:
         self._given[waiter] = None, port.cause
         self.wake(port.host, waiter)
 
-    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
+    def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
         """Block the caller; return what the waiter was given, and its record."""
         if waiter not in self._given:
             if not port.host.alive:
@@ -260,17 +267,17 @@ class Simulation:
 
     # ----------------------------------------------------------------- what engines ask
 
-    def spawn(self, host: Host, spawn: Spawn, cause: int) -> None:
+    def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
         """Start a program, as an event of its own."""
         self._soon((self._spawn, host, spawn, cause))
 
-    def alarm(self, host: Host, alarm: Alarm, cause: int) -> Cancel:
+    def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
         """Have an engine handle the event of an alarm when it is due."""
         action = (self._alarm, host, alarm.event, cause)
         entry = self._timeline.push(self.now_ns + alarm.after_ns, EVENT, action)
         return partial(self._timeline.cancel, entry)
 
-    def wake(self, host: Host, waiter: int) -> None:
+    def wake(self, host: WorkerRuntime, waiter: int) -> None:
         """Let a program go on, as an event of its own."""
         if waiter in self._programs.parked:
             self._soon((self._programs.wake, host, waiter))
@@ -278,16 +285,16 @@ class Simulation:
     def _soon(self, action: tuple[Any, ...]) -> None:
         self._timeline.push(self._timeline.now_ns, EVENT, action)
 
-    def _alarm(self, host: Host, event: Event, record: int) -> None:
+    def _alarm(self, host: WorkerRuntime, event: Event, record: int) -> None:
         if host.alive:
             host.handle(event, (record,))
 
-    def _spawn(self, host: Host, spawn: Spawn, record: int) -> None:
+    def _spawn(self, host: WorkerRuntime, spawn: Spawn, record: int) -> None:
         if host.alive:
-            port = Port(host, record)
+            port = ProgramPort(host, record)
             self._programs.start(port, partial(self._program, port, spawn))
 
-    def _program(self, port: Port, spawn: Spawn) -> None:
+    def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
         self._timeline.programs.append(spawn.function)
         passed = run_program(self._run_program, port, spawn, GreenletExit)
@@ -305,7 +312,7 @@ class _When:
         return self._holds()
 
 
-def _pass(host: Host) -> None:
+def _pass(host: WorkerRuntime) -> None:
     """Nothing happens."""
 
 

@@ -41,7 +41,7 @@ from jdag.engine.protocol import (
 )
 from jdag.runtime.recorder import NO_CAUSE, said
 from jdag.runtime.stats import Sent
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
@@ -202,13 +202,13 @@ class SimTransport:
 
     def send(
         self,
-        host: Host,
+        host: WorkerRuntime,
         send: Send,
         message: Message,
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
         cause: int,
     ) -> None:
-        """Send a message of a worker with values; see `jdag.runtime.worker_runtime.Driver`."""
+        """Send a message of a worker with values, for `worker_runtime.Driver`."""
         worker, (keys, arrays) = host.worker, values
         end = self._ends[worker].get(send.to) or self._end(worker, send.to)
         if self._joins:

@@ -33,7 +33,7 @@ from jdag.errors import (
     meant,
     unusable,
 )
-from jdag.runtime.worker_runtime import Port
+from jdag.runtime.worker_runtime import ProgramPort
 
 Copies = tuple[Ref, ...]
 TIMEOUT_S = 60.0
@@ -49,7 +49,7 @@ class Recovery:
         self.driver = cluster.driver
         self._cluster = cluster
         self._state = state = cluster.state
-        self._port: Port = cluster._port
+        self._port: ProgramPort = cluster._port
         state.recovery = cluster._assignments.recovery = self
         known: Mapping[str, int] = self.driver.incarnations
         self.now = {name: incarnated(name, known.get(name, 0)) for name in self.workers}

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from jdag.engine.arrays import ArrayType
 from jdag.engine.functions import name_of
-from jdag.engine.graph_snapshot import Drawing
+from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.messages import (
     Assign,
     Assignment,
@@ -63,8 +63,8 @@ class Envelope(Record):
 
 
 _decoder: Decoder[Envelope] = Decoder(Envelope)
-_drawings: Decoder[Drawing | None] = Decoder(Drawing | None)
-_check_drawing = check_of(Drawing | None)
+_drawings: Decoder[GraphSnapshot | None] = Decoder(GraphSnapshot | None)
+_check_drawing = check_of(GraphSnapshot | None)
 
 
 def _sendable(value: Any) -> Any:
@@ -212,9 +212,9 @@ class Codec:
         envelope = _sealed(message, kinds, self._data)
         return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
-    def decode_drawing(self, data: bytes) -> Drawing | None:
+    def decode_drawing(self, data: bytes) -> GraphSnapshot | None:
         """Decode a drawing."""
-        found: Drawing | None = decoded(_drawings, data)
+        found: GraphSnapshot | None = decoded(_drawings, data)
         _check_drawing(found, self)
         return found
 

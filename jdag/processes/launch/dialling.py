@@ -55,7 +55,7 @@ class Routes:
         node.adopt(peer, self._members[peer].incarnation, stream, theirs)
 
 
-class Lookout:
+class MainLiveness:
     """Checks whether main is still at its address, if it was found there once.
 
     Main dials its workers, so a worker that has lost the stream could only wait. Main's

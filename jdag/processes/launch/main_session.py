@@ -42,7 +42,7 @@ from jdag.processes.session.requests import (
     Mesh,
     Peer,
     Request,
-    Whereabouts,
+    WorkerAddress,
     WorkerAttached,
 )
 from jdag.processes.session.session_info import SessionInfo
@@ -217,7 +217,7 @@ class Session:
         address, tls = self._attached_at[peer], self._plan.tls
         return closing(ControlClient(f"worker {peer!r}", address, tls=tls))
 
-    def _attach(self, peer: str, incarnation: int) -> Whereabouts:
+    def _attach(self, peer: str, incarnation: int) -> WorkerAddress:
         plan = self._plan
         present = self.members.incarnations
         # As JSON has them, but for the schedule.
@@ -256,7 +256,7 @@ class Session:
         other = other_cpu(plan.handshake, answer.handshake, mine, its)
         if other is not None:
             warnings.warn(other, stacklevel=2)
-        there = Whereabouts(
+        there = WorkerAddress(
             incarnation=incarnation, data=answer.data, allow=answer.allow
         )
         self.members.attach(peer, incarnation, there, is_dialled=True)

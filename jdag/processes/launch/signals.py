@@ -12,7 +12,7 @@ import _thread
 import atexit
 import os
 import sys
-import time  # noqa: TID251 - for `GRACE_S` alone.
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

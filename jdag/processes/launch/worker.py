@@ -28,7 +28,7 @@ from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.processes.session.control import ControlServer
 
 # Options of Python; the arguments of `jdag.processes.launch.parent_watch` follow them.
-COMMAND = ("-u", "-P", "-m", "jdag.rpc")
+COMMAND = ("-u", "-P", "-m", "jdag.processes")
 STOP = b"stop\n"
 # The computing thread waits for its result; XLA's own thread would be woken first.
 _OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
@@ -49,13 +49,9 @@ def become(options: WorkerOptions) -> NoReturn:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a worker, with the module path of this process.
-
-    Unless set otherwise, gRPC prints errors only. It would print several lines for each
-    refused certificate, which the other process reports anyway.
-    """
+    """Return the environment of a worker, with the module path of this process."""
     path = os.pathsep.join([one or os.getcwd() for one in sys.path])
-    return {"GRPC_VERBOSITY": "ERROR", **os.environ, "PYTHONPATH": path}
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def run(options: WorkerOptions, watch: Watch) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 from jdag.engine.protocol import Worker, incarnated, incarnation_of, named
 from jdag.errors import JoinError
-from jdag.processes.launch.dialling import Lookout, Routes
+from jdag.processes.launch.dialling import MainLiveness, Routes
 from jdag.processes.net.greeting import Pair
 from jdag.processes.net.handshake import Handshake, refuse_mismatch
 from jdag.processes.net.listener import Listener
@@ -46,7 +46,7 @@ from jdag.processes.session.requests import (
     Info,
     Mesh,
     Peer,
-    Whereabouts,
+    WorkerAddress,
 )
 from jdag.processes.session.session_info import SessionInfo
 
@@ -81,7 +81,7 @@ class CallerLease:
             if name != worker:
                 self.members.attach(name, number)
         number = asked.incarnations[main]
-        where = Whereabouts(incarnation=number, data="", allow=asked.allow)
+        where = WorkerAddress(incarnation=number, data="", allow=asked.allow)
         self.members.attach(main, where.incarnation, where)
         self.ended = threading.Event()
         self._hosts = options.hosts
@@ -89,7 +89,9 @@ class CallerLease:
         self.routes = Routes(
             self.members, self._secret_of, tls=tls, timeout_s=settings.deadline_s
         )
-        self._lookout = Lookout(main, asked.control, asked.handshake.get("pid"), tls)
+        self._lookout = MainLiveness(
+            main, asked.control, asked.handshake.get("pid"), tls
+        )
         self.node = make_node(
             SessionInfo(
                 worker=worker,
@@ -158,7 +160,7 @@ class CallerLease:
         """Whether this is the secret shared with main."""
         return hmac.compare_digest(self.secret.encode(), secret.encode())
 
-    def _announce(self, name: str, where: Whereabouts, *, is_dialled: bool) -> None:
+    def _announce(self, name: str, where: WorkerAddress, *, is_dialled: bool) -> None:
         number = where.incarnation
         self.members.attach(name, number, where, is_dialled=is_dialled)
         self.node.joined(name, number)

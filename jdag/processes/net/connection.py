@@ -50,8 +50,8 @@ from jdag.processes.net.receiving import (
     Event,
     Exhausted,
     Failed,
+    FrameCounters,
     FrameReader,
-    Numbers,
 )
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.processes.net.streams import Stream
@@ -106,7 +106,7 @@ class Connection:
         self.worker = incarnated(name, incarnation)
         self.lost = False
         self.stream: Stream | None = None
-        self.numbers = Numbers()
+        self.numbers = FrameCounters()
         self.sent = Sent()
         self.allowed: tuple[str, ...] = ()  # Modules whose functions it may name.
         self.waiting_bytes = 0  # Of all but large values that waits to leave.

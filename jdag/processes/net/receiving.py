@@ -65,7 +65,7 @@ class Exhausted(NamedTuple):
 Event = Delivery | Definition | Control | Broken | Failed | Exhausted
 
 
-class Numbers:
+class FrameCounters:
     """The numbers of a connection's frames, which outlive its streams.
 
     Frames are numbered from 1. A stream keeps their order and loses none, so only over
@@ -95,7 +95,7 @@ class FrameReader:
 
     def __init__(
         self,
-        numbers: Numbers,
+        numbers: FrameCounters,
         assembler: Assembler,
         buffers: Buffers,
         pool: SharedMemoryPool,

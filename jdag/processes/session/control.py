@@ -320,10 +320,13 @@ def why_not(address: Address, tls: Tls | None) -> str | None:
     """Probe why an address cannot be reached; None if no reason is found."""
     context = _TRUSTING if tls is None else tls.dialling
     try:
-        with (
-            socket.create_connection(address[:2], _PROBE_S) as tried,
-            context.wrap_socket(tried, server_hostname=address.host) as secured,
-        ):
+        with socket.create_connection(address[:2], _PROBE_S) as tried:
+            family, found = tried.family, tried.getpeername()
+        # Wrapped after its peer has gone, a connected socket would stay open.
+        fresh = socket.socket(family)
+        with context.wrap_socket(fresh, server_hostname=address.host) as secured:
+            secured.settimeout(_PROBE_S)
+            secured.connect(found)
             if tls is None:
                 return f"it uses TLS and this process does not; {_BOTH}"
             # A server that refuses our certificate says so only now.

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jdag.errors import JoinError
-from jdag.processes.session.requests import Whereabouts
+from jdag.processes.session.requests import WorkerAddress
 
 ABSENT, JOINED, LOST = "absent", "joined", "lost"
 IDLE, HELD, STOPPING = "idle", "held", "stopping"
@@ -61,7 +61,7 @@ class Member:
     state: str = ABSENT
     incarnation: int = 0
     why: str = ""  # It is lost.
-    whereabouts: Whereabouts | None = None
+    whereabouts: WorkerAddress | None = None
     is_dialled: bool = False
 
     @property
@@ -101,7 +101,7 @@ class Membership:
         return tuple(n for n, one in self._members.items() if one.state == JOINED)
 
     @property
-    def announced(self) -> dict[str, Whereabouts]:
+    def announced(self) -> dict[str, WorkerAddress]:
         """Where the other workers are that have joined, as far as that is known."""
         return {
             name: one.whereabouts
@@ -128,7 +128,7 @@ class Membership:
         self,
         name: str,
         incarnation: int,
-        whereabouts: Whereabouts | None = None,
+        whereabouts: WorkerAddress | None = None,
         *,
         is_dialled: bool | None = None,
     ) -> None:

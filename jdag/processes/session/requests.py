@@ -72,7 +72,7 @@ class AttachWorker(Request, frozen=True):
         return decoded(SessionSettings, self.settings, "settings", schedule=schedule)
 
 
-class Whereabouts(Struct, frozen=True, forbid_unknown_fields=True):
+class WorkerAddress(Struct, frozen=True, forbid_unknown_fields=True):
     """Which process a name stands for, where it is reached, and what it allows."""
 
     incarnation: Incarnation
@@ -84,7 +84,7 @@ class Mesh(Request, frozen=True):
     """Register these peers, and dial some; answered when all are connected."""
 
     secret: Text
-    peers: Annotated[dict[Name, Whereabouts], Meta(max_length=WORKERS_MAX)]
+    peers: Annotated[dict[Name, WorkerAddress], Meta(max_length=WORKERS_MAX)]
     dial: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
 
 
@@ -97,7 +97,7 @@ class Peer(Request, frozen=True):
     secret: Text
     shared: Text
     worker: Name
-    whereabouts: Whereabouts
+    whereabouts: WorkerAddress
 
 
 class Detach(Request, frozen=True):
