@@ -55,6 +55,7 @@ lint: install-test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy $(SOURCES)
+	$(BIN)/lint-imports
 
 # Each fault of tests/tools/mutants.toml has to make a test fail.
 mutants: install-test

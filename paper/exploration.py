@@ -30,7 +30,8 @@ from jdag.lab.subject import Subject
 from paper.figures import RESULTS, machine
 from paper.planted import BUGS, Bug
 from paper.planted_programs import PROGRAMS
-from tests.tools.mutants import ROOT, Mutant, copied, put
+from tests import ROOT
+from tests.tools.mutants import Mutant, copied, put
 
 STRATEGIES = ("random", "pct:1", "pct:2", "pct:3")
 CONFIDENCE = 0.001

@@ -16,14 +16,14 @@ class Bug(NamedTuple):
 BUGS = (
     Bug(
         "addends are summed in the order of the program",
-        "share.py",
+        "worker_pass.py",
         "for _, _, key in sorted(addends)",
         "for _, _, key in addends",
         "terms",
     ),
     Bug(
         "addends are ordered by path before position",
-        "share.py",
+        "worker_pass.py",
         "for _, _, key in sorted(addends)",
         "for _, _, key in sorted(addends, key=lambda addend: addend[1])",
         "terms",
@@ -151,7 +151,7 @@ BUGS = (
     ),
     Bug(
         "an ending pass does not wait for a lost worker",
-        "ends.py",
+        "context_teardown.py",
         (
             "                if own.awaited.pop(worker, worker) is None and not "
             "own.awaited:"
@@ -206,7 +206,7 @@ BUGS = (
     ),
     Bug(
         "addends are sorted also if the first one came first",
-        "share.py",
+        "worker_pass.py",
         "for _, _, key in sorted(addends)",
         (
             "for _, _, key in (addends if addends[0] == min(addends) else "
@@ -216,7 +216,7 @@ BUGS = (
     ),
     Bug(
         "addends are sorted also if the first came first and the last came last",
-        "share.py",
+        "worker_pass.py",
         "for _, _, key in sorted(addends)",
         (
             "for _, _, key in (addends if (addends[0], addends[-1]) == "

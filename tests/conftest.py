@@ -74,7 +74,7 @@ def cluster():
 
     After the test none has a context or a pass, but those of objects that it hosts.
     """
-    from tests.tools.face_cases import nothing_is_left  # noqa: PLC0415 - of 64 bits by now.
+    from tests.tools.face_cases import nothing_is_left  # noqa: PLC0415 - 64 bits.
 
     with simulate(["a", "b", "c", "d"], seed=0) as made:
         yield made

@@ -30,7 +30,7 @@ ROUNDS = 5
 PARTS = {
     "engine": "/jdag/engine/",
     "codec and link": "/jdag/wire/",
-    "sockets and loop": "/jdag/rpc/",
+    "sockets and loop": "/jdag/processes/",
     "values": "/jdag/compute/",
     "face": "/jdag/",
     "JAX": "/jax",

@@ -1,0 +1,1 @@
+"""Facts of worker processes that break, leave, come back or go mad."""

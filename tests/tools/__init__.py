@@ -1,0 +1,1 @@
+"""What tests share, and the tools that run and check the suite, with their tests."""

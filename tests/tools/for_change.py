@@ -20,11 +20,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests import ROOT
 from tests.tools import mutants
-from tests.tools.mutants import ROOT, Mutant
+from tests.tools.mutants import Mutant
 from tests.unit.test_parallel import PARTS
 
-PARALLEL = Path("tests", "parallel")  # Run by test_parallel.py, with eight devices.
+PARALLEL = Path(
+    "tests", "unit", "parallel"
+)  # Run by test_parallel.py, with eight devices.
 FOLDERS = ("", "scenarios")  # Where imports are looked up.
 Tests = dict[str, list[str]]  # Arguments of pytest: why each is among them.
 

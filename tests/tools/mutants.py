@@ -8,7 +8,7 @@ table a fault:
     file = "jdag/engine/credit.py"
     before = "text that occurs exactly once in the file"
     after = "its replacement"
-    tests = ["tests/unit/engine/test_credit.py"]  # Arguments of pytest: files or test ids.
+    tests = ["tests/unit/engine/test_credit.py"]  # Arguments of pytest: files or ids.
     retired = "the reason why this fault is no longer tried"  # Optional.
 
 Faults are applied one at a time to copies of the working tree (all files that git
@@ -48,7 +48,7 @@ from queue import SimpleQueue
 
 from tests import ROOT
 
-LIST = Path("tests", "mutants.toml")
+LIST = Path("tests", "tools", "mutants.toml")
 # Compiled functions are cached, so that the next run is faster.
 COMPILED = {
     "JAX_COMPILATION_CACHE_DIR": f"{tempfile.gettempdir()}/jdag-mutants-compiled",

@@ -15,7 +15,7 @@ from jdag.processes.net.streams import SocketStream
 from jdag.processes.node import Node
 from jdag.processes.session.cluster_file import SessionSettings
 from jdag.processes.session.membership import Membership
-from jdag.processes.session.requests import Whereabouts
+from jdag.processes.session.requests import WorkerAddress
 from jdag.processes.session.session_info import SessionInfo
 
 
@@ -49,8 +49,8 @@ def settings_of(
     return SessionSettings(workers, **own), rest
 
 
-def whereabouts(incarnation: int, allow: Sequence[str]) -> Whereabouts:
-    return Whereabouts(incarnation=incarnation, data="", allow=tuple(allow))
+def whereabouts(incarnation: int, allow: Sequence[str]) -> WorkerAddress:
+    return WorkerAddress(incarnation=incarnation, data="", allow=tuple(allow))
 
 
 def _undialled(peer: str, received: int) -> tuple[Any, int]:

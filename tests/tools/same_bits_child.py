@@ -1,4 +1,4 @@
-"""One side of `tests.tools.same_bits`: run programs and record the bits that they fetch.
+"""One side of `same_bits`: run programs and record the bits that they fetch.
 
 It uses only the public face of jdag, so that it runs with earlier and later versions.
 

@@ -1,4 +1,4 @@
-"""The names that random programs use in `tests.tools.same_bits`; workers import them too."""
+"""The names that random programs use in `same_bits`; workers import them too."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from tests.tools.random_programs import Pass, Plan
 
 HEAD = """\
 from jdag import fetch, program, static, stop_gradient
-from tests.tools.random_functions import Broken, both, fused, gather, mix, product, ranks
-from tests.tools.random_functions import scale, split, total
+from tests.tools.random_functions import Broken, both, fused, gather, mix, product
+from tests.tools.random_functions import ranks, scale, split, total
 from tests.tools.same_bits_plan import array, backward, decide, hook, note, values
 
 """

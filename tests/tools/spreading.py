@@ -15,12 +15,17 @@ from tests.unit.test_parallel import PARTS
 REAL = "socket"
 # Files whose tests compile the same functions, or use these processes.
 TOGETHER = {
-    f"tests/test_{name}.py": group
-    for group, names in {
-        "random programs": ("random", "plan_runs"),
-        REAL: ("compiled_scenarios", "drivers", "driving", "sizes"),
+    f"tests/{path}.py": group
+    for group, paths in {
+        "random programs": ("properties/test_random", "properties/test_plan_runs"),
+        REAL: (
+            "unit/scenarios/test_compiled_scenarios",
+            "unit/api/test_drivers",
+            "unit/scenario/test_driving",
+            "unit/runtime/test_sizes",
+        ),
     }.items()
-    for name in names
+    for path in paths
 }
 # Files each of whose tests is a process of its own.
 APART = ("tests/unit/test_parallel.py",)

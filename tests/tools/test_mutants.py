@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import ROOT
 from tests.tools import mutants
 
 # A tree with one function and a test that covers half of it.
@@ -118,10 +119,10 @@ tests = ["test_halves.py", "test_whole.py"]
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # None is needed.
     made = tmp_path / "tree"
-    (made / "tests").mkdir(parents=True)
+    (made / "tests" / "tools").mkdir(parents=True)
     (made / "halves.py").write_text(SOURCE)
     (made / "test_halves.py").write_text(TEST)
-    (made / "tests" / "mutants.toml").write_text(LIST)
+    (made / "tests" / "tools" / "mutants.toml").write_text(LIST)
     (made / "pytest.ini").write_text("[pytest]\n")
     subprocess.run(["git", "init", "-q", str(made)], check=True)
     return made
@@ -138,12 +139,12 @@ def tiers(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def exists(test: str) -> bool:
     """Whether a file has a test of this name."""
     file, _, name = test.partition("[")[0].partition("::")
-    path = mutants.ROOT / file
+    path = ROOT / file
     return path.exists() and (not name or f"def {name}(" in path.read_text())
 
 
 def test_every_fault_of_the_list_can_be_applied_and_names_existing_tests():
-    listed = mutants.listed(mutants.ROOT)
+    listed = mutants.listed(ROOT)
     facts = Counter(mutant.fact for mutant in listed)
     assert [fact for fact, count in facts.items() if count > 1] == []
     wrong = []
@@ -153,7 +154,7 @@ def test_every_fault_of_the_list_can_be_applied_and_names_existing_tests():
         if not mutant.retired:
             assert files, mutant.fact
             try:
-                mutant.mutated(mutants.ROOT)
+                mutant.mutated(ROOT)
             except ValueError as error:
                 wrong.append(f"{mutant.fact}: {error}")
     assert wrong == []

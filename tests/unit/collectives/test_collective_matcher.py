@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jdag.collectives.collective_matcher import Call, Rendezvous
+from jdag.collectives.collective_matcher import Call, CollectiveMatcher
 
 ALL = ("a", "b", "c")
 
@@ -22,7 +22,7 @@ def arrived(place, *arrivals):
 
 
 def test_a_group_is_complete_when_its_last_member_has_come_and_is_in_its_order():
-    place = Rendezvous(ALL)
+    place = CollectiveMatcher(ALL)
     calls = {name: call("bca", line) for line, name in enumerate("abc")}
     first, second, (complete, errors) = arrived(place, *calls.items())
     assert (first, second, errors) == (({}, {}), ({}, {}), {})
@@ -31,7 +31,7 @@ def test_a_group_is_complete_when_its_last_member_has_come_and_is_in_its_order()
 
 def test_calls_of_the_same_number_belong_together_whoever_comes_first():
     for seed in range(50):
-        place, rng = Rendezvous(ALL), random.Random(seed)
+        place, rng = CollectiveMatcher(ALL), random.Random(seed)
         rest = {name: count(1) for name in ALL}
         free, done = list(ALL), list[Any]()
         while len(done) < 10:
@@ -45,7 +45,7 @@ def test_calls_of_the_same_number_belong_together_whoever_comes_first():
 
 
 def test_groups_do_not_meet():
-    place = Rendezvous("abcdef")
+    place = CollectiveMatcher("abcdef")
     found = arrived(
         place,
         ("a", call("abc")),
@@ -59,11 +59,11 @@ def test_groups_do_not_meet():
 
 
 def test_one_member_is_a_group():
-    assert list(Rendezvous(ALL).arrive("b", call("b"))[0]) == ["b"]
+    assert list(CollectiveMatcher(ALL).arrive("b", call("b"))[0]) == ["b"]
 
 
 def test_whoever_waits_for_a_program_that_ended_is_told_and_so_is_who_comes_later():
-    place = Rendezvous("abcd")
+    place = CollectiveMatcher("abcd")
     arrived(place, ("a", call()), ("d", call("ad", 7)))
     told = place.ended("c", "has returned")
     text = (
@@ -80,7 +80,7 @@ def test_whoever_waits_for_a_program_that_ended_is_told_and_so_is_who_comes_late
 
 
 def test_a_call_that_cannot_complete_any_more_names_all_that_have_ended():
-    place = Rendezvous(ALL)
+    place = CollectiveMatcher(ALL)
     assert place.ended("a", "has returned") == place.ended("c", "has failed") == {}
     _, errors = place.arrive("b", call())
     assert "completed: 'a' has returned; 'c' has failed\n  'b' waits" in errors["b"]
@@ -99,7 +99,7 @@ def test_a_call_that_cannot_complete_any_more_names_all_that_have_ended():
 def test_members_that_disagree_are_told_at_once_with_both_values_and_places(
     one, other, text
 ):
-    place = Rendezvous(ALL)
+    place = CollectiveMatcher(ALL)
     found = arrived(place, ("b", call(line=5, **other)), ("a", call(line=3, **one)))
     errors = found[1][1]
     assert list(errors) == ["a", "b"] and len(set(errors.values())) == 1
@@ -110,7 +110,7 @@ def test_members_that_disagree_are_told_at_once_with_both_values_and_places(
 
 
 def test_after_an_error_numbers_still_match_for_a_member_that_comes_later():
-    place = Rendezvous(ALL)
+    place = CollectiveMatcher(ALL)
     arrived(place, ("a", call(x=1)), ("b", call(x=2)))
     arrived(place, ("a", call(line=2)), ("b", call(line=2)))  # Their second ones.
     complete, errors = place.arrive("c", call(x=1))  # Its first.
@@ -122,7 +122,7 @@ def test_after_an_error_numbers_still_match_for_a_member_that_comes_later():
 
 
 def test_members_that_wait_for_each_other_in_two_orders_are_told():
-    place = Rendezvous(ALL)
+    place = CollectiveMatcher(ALL)
     arrived(place, ("a", call("abc", 1)), ("c", call("abc", 2)))
     _, errors = place.arrive("b", call("bac", 3))
     text = errors["b"]
@@ -135,7 +135,7 @@ def test_members_that_wait_for_each_other_in_two_orders_are_told():
 
 
 def test_a_ring_of_groups_is_told_and_whoever_waits_outside_of_it_goes_on():
-    place = Rendezvous("abcde")
+    place = CollectiveMatcher("abcde")
     outside = call(("d", "a"), 9)
     arrived(place, ("d", outside), ("a", call("ab")), ("b", call("bc", 2)))
     complete, errors = place.arrive("c", call("ca", 3))
@@ -153,7 +153,7 @@ def test_a_ring_of_groups_is_told_and_whoever_waits_outside_of_it_goes_on():
 
 
 def test_waiting_for_a_member_that_waits_elsewhere_is_no_error_while_it_can_go_on():
-    place = Rendezvous("abcd")
+    place = CollectiveMatcher("abcd")
     found = arrived(
         place, ("a", call("abd")), ("b", call("bc")), ("d", call("abd")),
         ("c", call("bc")), ("b", call("abd")),

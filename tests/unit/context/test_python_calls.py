@@ -83,7 +83,7 @@ def test_what_it_raises_names_it_the_worker_and_the_callers_line(cluster):
     def fails(x: Any) -> Any:
         raise KeyError(f"nothing at {int(x)}")
 
-    name = r"^tests.unit.context.test_python_calls:.*fails failed on 'c', called at test_python_c"
+    name = rf"^{__name__}:.*fails failed on 'c', called at test_python_c"
     with cluster.context() as ctx:
         with pytest.raises(RemoteError, match=name + r".*: KeyError: 'nothing at 7'"):
             ctx.call("c", fails, 7)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from jdag.cli import exploring
 from jdag.cli.commands import app
-from jdag.engine import worker_pass as share
+from jdag.engine import worker_pass
 from jdag.lab import campaign as campaigns
 from jdag.lab.campaign import campaign
 from jdag.runtime.trace import read_trace
@@ -44,7 +44,7 @@ def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
     bug, file = tmp_path / "bug.json", fan_out(tmp_path)
     x64 = not jax.config.jax_enable_x64  # type: ignore[attr-defined]
     file.write_text(f"x64 = {str(x64).lower()}\n{file.read_text()}")
-    with mock.patch.object(share, "sorted", list, create=True):
+    with mock.patch.object(worker_pass, "sorted", list, create=True):
         options = "--runs", 100, "--out", bug
         code, said = command("explore", file, *options)
         assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
@@ -76,7 +76,7 @@ def test_a_wrong_run_that_cannot_be_written_is_printed(tmp_path):
     bug, file = tmp_path / "bug.json", fan_out(tmp_path)
     full = OSError(28, "No space left on device")
     with (
-        mock.patch.object(share, "sorted", list, create=True),
+        mock.patch.object(worker_pass, "sorted", list, create=True),
         mock.patch.object(Path, "write_text", side_effect=full),
     ):
         code, said = command("explore", file, "--out", bug)
@@ -151,7 +151,7 @@ def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_en
 
     wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
     with (
-        mock.patch.object(share, "sorted", list, create=True),
+        mock.patch.object(worker_pass, "sorted", list, create=True),
         mock.patch.object(campaigns, "CHUNK", 2),
     ):
         first: Any = campaign(fan_out(tmp_path), wanted, runs=8)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jdag
-from jdag.engine import worker_pass as share
+from jdag.engine import worker_pass
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError
 from jdag.lab.exploration import order_of, sound
@@ -79,7 +79,7 @@ def test_a_sound_program_is_right_in_every_order_that_is_tried(strategy):
 
 
 def test_sums_in_the_order_of_arrival_are_found_shrunk_and_replayed(tmp_path):
-    with mock.patch.object(share, "sorted", list, create=True):
+    with mock.patch.object(worker_pass, "sorted", list, create=True):
         report = jdag.explore(TERMS, [*"abcd"], runs=200)
         failure = report.failure
         assert failure is not None and "other bits" in failure.why

@@ -8,7 +8,8 @@ from paper import campaign, exploration
 from paper.figures import RESULTS
 from paper.planted import BUGS
 from paper.planted_programs import PROGRAMS
-from tests.tools.mutants import ROOT, Mutant
+from tests import ROOT
+from tests.tools.mutants import Mutant
 
 
 def test_every_planted_bug_can_be_planted_and_is_in_the_table():

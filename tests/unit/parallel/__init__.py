@@ -1,4 +1,4 @@
-"""Tests of what needs several devices; `tests/unit/test_parallel.py` runs them with eight.
+"""Tests of what needs several devices; `test_parallel.py` runs them with eight.
 
 A process has its devices from its start or not at all, and how many there are changes
 bits, so that these tests run in processes of their own. One file by itself:

@@ -13,7 +13,7 @@ from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 
-PATH = Path(__file__).parents[2] / "scenarios" / "data_parallel_digits.toml"
+PATH = Path(__file__).parents[3] / "scenarios" / "data_parallel_digits.toml"
 
 
 def short() -> Scenario:

@@ -216,11 +216,11 @@ def test_what_cannot_travel_or_only_not_so_deep_fails_its_call_alone() -> None:
     with cluster() as c:
         w = c.put("b", W)
         for given, depth in ((deep, 0), (0, DEPTH_MAX)):
-            said = "what tests.unit.processes.test_node:nested (on 'b' is given|returned): data nested"
+            said = f"what {__name__}:nested (on 'b' is given|returned): data nested"
             with c.context() as ctx, pytest.raises(JdagError, match=said):
                 ctx.call("c", scaled, w, 2.0)
                 ctx.call("b", nested, w, given, depth)
-        said = "what tests.unit.processes.test_node:without_gradient returned: dtype .*float0"
+        said = f"what {__name__}:without_gradient returned: dtype .*float0"
         with c.context() as ctx, pytest.raises(JdagError, match=said):
             ctx.call("b", without_gradient, w)
         for call, said in (

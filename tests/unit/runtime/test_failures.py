@@ -79,7 +79,7 @@ def test_an_error_in_a_backward_says_so_and_shows_no_frame_of_jdag(driver, exact
                 if exact is not False or fn is not called_back:  # At run time: of all.
                     assert said.startswith(f"the backward of {__name__}:{fn.__name__} ")
                 assert fn.__name__ in said and kind in said
-                assert "test_blamed.py:" in said.partition(" in ")[0]
+                assert "test_failures.py:" in said.partition(" in ")[0]
                 frames = re.findall(r'File "(.*)", line \d+, in (.*)', said)
                 assert {name for _, name in frames} <= {line}, said
                 assert bool(frames) == bool(line)

@@ -22,7 +22,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.waiters import Waiters
-from jdag.runtime.worker_runtime import Host, Port, run_program
+from jdag.runtime.worker_runtime import ProgramPort, WorkerRuntime, run_program
 
 CONTEXT = ContextId(0, 0, 0)
 EVENT: Any = None
@@ -44,23 +44,23 @@ class Driver:
         self.waiters = Waiters()
         machine = Machine("abstract")
         engine = SimpleNamespace(handle=lambda event: effects)
-        self.host = Host(
+        self.host = WorkerRuntime(
             "a", engine, machine, driver=self, waiters=self.waiters, lost={}
         )
 
-    def tell(self, port: Port, event: Any, values: Any) -> None:
+    def tell(self, port: ProgramPort, event: Any, values: Any) -> None:
         self.host.tell(port, event, values)
 
-    def wait(self, port: Port, waiter: int) -> tuple[Any, int]:
+    def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
         return self.waiters.given[waiter]
 
-    def spawn(self, host: Host, spawn: Any, cause: int) -> None:
+    def spawn(self, host: WorkerRuntime, spawn: Any, cause: int) -> None:
         self.did.append(spawn)
         self.host.alive = not self.dies
         if self.raises:
             raise self.raises.pop(0)
 
-    def wake(self, host: Host, waiter: int) -> None:
+    def wake(self, host: WorkerRuntime, waiter: int) -> None:
         self.did.append(waiter)
 
 
@@ -86,7 +86,7 @@ def test_a_worker_that_dies_between_two_effects_carries_out_no_more():
 
 def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for():
     driver = Driver()
-    port, other = (Port(driver.host) for _ in range(2))
+    port, other = (ProgramPort(driver.host) for _ in range(2))
     for number in (1, 2, 3, 4):
         port.tell(Fetched(number, ()))
         driver.waiters.given[number] = "something", 7
@@ -128,7 +128,7 @@ def test_a_recorder_is_told_of_each_event_and_then_of_each_effect_before_it():
         seen.append(("handled", len(told)))
         return effects
 
-    def spawn(host: Host, spawn: Any, cause: int) -> None:
+    def spawn(host: WorkerRuntime, spawn: Any, cause: int) -> None:
         seen.append(("carried out", len(told), cause))
 
     driver.host.engine.handle = handle
@@ -150,8 +150,8 @@ def test_a_recorder_is_told_what_caused_what_a_program_tells():
     driver, told = recorded()
     key = ConstantKey(CONTEXT, (0,), 0)
     event = Fetched(1, ())
-    Port(driver.host, 4).tell(event, [(key, X)])
-    Port(driver.host).tell(event)
+    ProgramPort(driver.host, 4).tell(event, [(key, X)])
+    ProgramPort(driver.host).tell(event)
     assert told == [("a", event, (4,), (key,), ()), ("a", event, (), (), ())]
 
 
@@ -169,7 +169,7 @@ def test_a_worker_that_dies_as_an_event_is_recorded_handles_it_no_more():
 
 def test_a_resume_is_given_with_its_record_only_while_its_program_waits():
     driver, _ = recorded(Resume(1, ()), Resume(2, ()))
-    port = Port(driver.host)
+    port = ProgramPort(driver.host)
     driver.waiters.asked[2] = "a", "Left"
     assert driver.host.handle(EVENT) == 5
     assert driver.did == [2]
@@ -198,7 +198,7 @@ def test_values_of_an_event_that_is_refused_are_dropped():
 
     driver.host.machine.values.put(kept, X)
     driver.host.engine.handle = refuses
-    port = Port(driver.host, 4)
+    port = ProgramPort(driver.host, 4)
     with pytest.raises(JdagError, match="no"):
         port.tell(EVENT, [(key, X)])
     assert key not in driver.host.machine.values

@@ -1,0 +1,1 @@
+"""Tests of the scenarios that are shipped."""

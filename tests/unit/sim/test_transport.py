@@ -25,7 +25,7 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.state import State
 from jdag.engine.worker_pass import Pass
-from jdag.runtime.worker_runtime import Host
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
@@ -388,7 +388,7 @@ WEIGHTED = Case(weighted, {"w": np.ones(3, np.float32)}, {"w": "b"})
 
 def test_nothing_of_an_explored_run_is_left_in_a_cycle():
     def there() -> int:
-        kinds = Simulation, ClusterState, Host, Fragment, Value, Pass
+        kinds = Simulation, ClusterState, WorkerRuntime, Fragment, Value, Pass
         return sum([isinstance(one, kinds) for one in gc.get_objects()])
 
     jdag.explore(WEIGHTED, [*"ab"], runs=1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jdag
 from jdag import testing
-from jdag.engine import worker_pass as share
+from jdag.engine import worker_pass
 from jdag.errors import ScenarioError
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
@@ -100,7 +100,7 @@ def test_a_program_that_fails_is_shrunk_by_hypothesis(tmp_path):
         lambda count: Program(LARGE.workers, ("a",), LARGE.calls[:count], count),
         st.integers(1, len(LARGE.calls)),
     )
-    with mock.patch.object(share, "sorted", list, create=True):
+    with mock.patch.object(worker_pass, "sorted", list, create=True):
         assert wrong(LARGE)
         small = find(kept, wrong, settings=settings(max_examples=10, database=None))
         assert len(small.calls) < len(LARGE.calls)
@@ -120,7 +120,7 @@ def test_the_option_repeats_the_saved_choices_and_explores_nothing(tmp_path):
         played.append(play(subject, pick))
         return played[-1]
 
-    with mock.patch.object(share, "sorted", list, create=True):
+    with mock.patch.object(worker_pass, "sorted", list, create=True):
         with pytest.raises(Violation) as raised:
             testing.assert_equals_oracle(LARGE, runs=15)
         then: Any = raised.value

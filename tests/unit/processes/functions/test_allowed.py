@@ -210,7 +210,7 @@ def test_a_refusal_says_what_to_do() -> None:
     with pytest.raises(JdagError, match=r"no name that another process could find"):
         HERE.find("tests.tools.names_cases:<lambda>")
     with pytest.raises(
-        JdagError, match=r"'tests\.names_cases' has no function or class"
+        JdagError, match=r"'tests\.tools\.names_cases' has no function or class"
     ):
         HERE.find("tests.tools.names_cases:gone")
 

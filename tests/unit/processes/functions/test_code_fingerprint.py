@@ -140,7 +140,7 @@ def test_equal_sources_have_one_digest_wherever_they_are_loaded():
     digest = digest_of(made().f)
     assert len(digest) == 32
     assert digest_of(made().f) == digest
-    code = "import tests.unit.processes.functions.test_code_fingerprint as t; print(t.digest_of(t.made().f))"
+    code = f"import {__name__} as t; print(t.digest_of(t.made().f))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)},

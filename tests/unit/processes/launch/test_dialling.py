@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jdag.errors import JoinError
-from jdag.processes.launch.dialling import Lookout
+from jdag.processes.launch.dialling import MainLiveness
 from jdag.processes.launch.main_session import Session
 from jdag.processes.net.addresses import Address
 from jdag.processes.session.control import ControlServer
@@ -31,9 +31,11 @@ class Main:
     def open(self, address: Address) -> ControlServer:
         return ControlServer("main 'm'", address, {Health: lambda _: {"pid": self.pid}})
 
-    def lookout(self, control: str | None = None, pid: int = os.getpid()) -> Lookout:
+    def lookout(
+        self, control: str | None = None, pid: int = os.getpid()
+    ) -> MainLiveness:
         at = str(self.server.address) if control is None else control
-        return Lookout("m", at, pid, None)
+        return MainLiveness("m", at, pid, None)
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ def start(
     with theirs:
         arguments = (str(theirs.fileno()), "a", str(parent), str(litter))
         process = subprocess.Popen(
-            [sys.executable, "-m", "jdag.rpc", *arguments],
+            [sys.executable, "-m", "jdag.processes", *arguments],
             pass_fds=(theirs.fileno(),),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT]))},
         )

@@ -24,11 +24,11 @@ PRESSES = """
 import os, signal, sys, time
 if sys.argv[0].endswith(os.environ["ENTRY"]):
     os.kill(os.getpid(), signal.Signals[os.environ["NUMBER"]])
-    time.sleep(60 if "rpc" in os.environ["ENTRY"] else 0)  # There a thread ends it.
+    time.sleep(60 if "processes" in os.environ["ENTRY"] else 0)  # A thread ends it.
     sys.stderr.write("the import goes on\\n")
 here = sys.path.pop(0)
-del sys.modules["typing_inspection"]
-import typing_inspection
+del sys.modules["msgspec"]
+import msgspec
 sys.path.insert(0, here)
 """
 
@@ -74,7 +74,7 @@ def played(
 
 @NUMBERS
 def test_a_signal_during_imports_is_one_line(tmp_path: Path, number: str):
-    (tmp_path / "typing_inspection.py").write_text(PRESSES)  # Pydantic imports it.
+    (tmp_path / "msgspec.py").write_text(PRESSES)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     variables = {"NUMBER": number, "ENTRY": "jdag/__main__.py", "PYTHONPATH": path}
     code, out, err = ended("-m", "jdag", "run", cwd=tmp_path, **variables)
@@ -93,11 +93,11 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
     tmp_path: Path, number: str, when: str
 ):
     """What comes between `jdag worker` and its worker process waits for the latter."""
-    (tmp_path / "typing_inspection.py").write_text(PRESSES)
+    (tmp_path / "msgspec.py").write_text(PRESSES)
     press = f"signal.pthread_kill(threading.get_ident(), signal.{number})"
     become = (
         "import os, signal, sys, threading\n"
-        "from jdag.rpc import worker\n"
+        "from jdag.processes.launch import worker\n"
         "execve = os.execve\n"
         "def exec_after_a_signal(*args):\n"
         f"    {press if when == 'before' else 'pass'}\n"
@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_terminal_ends_a_check_and_the_run_that_it_has_started(
 # ------------------------------------------------------------------ without a command
 
 COMMAND = """import atexit, os, signal, sys
-from jdag.runtime import signals
+from jdag.processes.launch import signals
 signals.handle()
 """
 

@@ -24,7 +24,7 @@ from jdag.processes.session.requests import (
     Info,
     Mesh,
     Peer,
-    Whereabouts,
+    WorkerAddress,
 )
 from tests.tools.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.tools.stream_cases import receive
@@ -36,7 +36,7 @@ THREE = {
     "settings": {"workers": ("m", "w", "v", "u")},
     "secrets": {"v": WITH_V, "u": WITH_U},
 }
-NOBODY = Whereabouts(incarnation=0, data="unix:@no", allow=())
+NOBODY = WorkerAddress(incarnation=0, data="unix:@no", allow=())
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def unknown(answer: Any, secret: str, dialler: str, listener: str = "w") -> None
     assert not caught.value.given_up
 
 
-def peer(whereabouts: Whereabouts, **changed: Any) -> Peer:
+def peer(whereabouts: WorkerAddress, **changed: Any) -> Peer:
     usual = {"secret": SECRET, "shared": WITH_V, "worker": "v"}
     return Peer(whereabouts=whereabouts, **{**usual, **changed})
 

@@ -8,7 +8,7 @@ import pytest
 from jdag.compute.buffers import Buffers, parts
 from jdag.errors import ProtocolError
 from jdag.processes.net.large_values import Assembler, Delivery, Parcel
-from jdag.processes.net.receiving import FrameReader, Numbers
+from jdag.processes.net.receiving import FrameCounters, FrameReader
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
@@ -29,7 +29,7 @@ def made() -> tuple[FrameReader, list[Any]]:
     pool = SharedMemoryPool("b", lambda: None)
     buffers = Buffers()
     assembler = Assembler(CODEC, buffers, borrowed, 1 << 30)
-    return FrameReader(Numbers(), assembler, buffers, pool, borrowed), []
+    return FrameReader(FrameCounters(), assembler, buffers, pool, borrowed), []
 
 
 def chunk(sequence: int, elements: bytes) -> bytes:
@@ -76,7 +76,7 @@ def read_in(reader: FrameReader, events: list[Any], *pieces: bytes) -> None:
 
 @pytest.mark.parametrize("last", [1, 4, -1])
 def test_who_has_less_than_before_or_more_than_was_sent_is_another(last: int):
-    numbers = Numbers()
+    numbers = FrameCounters()
     numbers.sent = 3
     numbers.unacknowledged.extend([Parcel(FrameKind.MESSAGE, (), 0)] * 3)
     numbers.acknowledge(2)

@@ -14,9 +14,9 @@ from jdag.processes.session.membership import (
     Transitions,
     after,
 )
-from jdag.processes.session.requests import Whereabouts
+from jdag.processes.session.requests import WorkerAddress
 
-NOBODY = Whereabouts(incarnation=0, data="", allow=())
+NOBODY = WorkerAddress(incarnation=0, data="", allow=())
 TABLES = {"member": MEMBER, "lease": LEASE}
 
 
