@@ -25,6 +25,7 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.tls import load
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health
+from tests import ROOT
 from tests.tools import failing_cases as cases
 from tests.tools.certificates import Issuer
 from tests.tools.rpc_workers import ALLOWED, Workers
@@ -343,7 +344,6 @@ def test_a_launched_worker_that_was_given_up_and_lives_on_ends_by_itself() -> No
 )
 def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) -> None:
     field.heal()
-    root = Path(cases.__file__).parent.parent
     # Whose process has ended is not waited for: the deadline would be far away.
     path = field.workers.path
     if number == signal.SIGKILL:
@@ -352,7 +352,7 @@ def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) ->
     run = f"from tests.tools.failing_cases import main; main({str(path)!r})"
     arguments = [sys.executable, "-c", run]
     main = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, cwd=root, env=environment()
+        arguments, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
     )
     try:
         assert main.stdout is not None and main.stdout.readline() == b"begun\n"
