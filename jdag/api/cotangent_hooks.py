@@ -18,7 +18,7 @@ from jdag.compute.hooks import hooked, seen
 from jdag.engine.protocol import Hook, Key
 from jdag.runtime.failures import remote_error
 
-Placed = tuple[Hook, str]  # A hook, and the worker of what it hooks.
+_Placed = tuple[Hook, str]  # A hook, and the worker of what it hooks.
 
 
 def _applied(hook: Hook, worker: str, cotangent: Any) -> Any:
@@ -38,7 +38,7 @@ class CotangentHooks:
 
     def __init__(self, zeros: dict[Key, Any] | None = None) -> None:
         self._zeros = zeros or {}
-        self._hooks: dict[Key, list[Placed]] = {}
+        self._hooks: dict[Key, list[_Placed]] = {}
         self._calls: list[tuple[tuple[Key, ...], tuple[Key, ...]]] = []
 
     def attach(self, key: Key, worker: str, hook: Hook) -> None:

@@ -227,7 +227,7 @@ def _launched(asked: LaunchSettings) -> Cluster:
     names = tuple(asked.workers)
     if (folder := os.environ.get(REPLAY)) is not None:
         state = ClusterState(asked, False)
-        return recoverable(replayed(state, Path(folder)), asked.recover)
+        return recoverable(_replayed(state, Path(folder)), asked.recover)
     settings = part(SessionSettings, asked)
     if asked.journal is not None:
         folder = os.path.abspath(asked.journal)
@@ -360,7 +360,7 @@ def _joined(
     return Cluster(state, node.port)
 
 
-def replayed(state: ClusterState, folder: Path) -> Cluster:
+def _replayed(state: ClusterState, folder: Path) -> Cluster:
     """Return a cluster that repeats the run of these journals.
 
     Raises:

@@ -80,17 +80,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone.
 Seed = Annotated[
     str | None, typer.Option(metavar="N", help="In place of the scenario's.")
 ]
-Out = Annotated[
+_Out = Annotated[
     Path | None,
     typer.Option(help="Folder of the report.  [default: runs/NAME]"),
 ]
 ShowGraph = Annotated[
     bool, typer.Option("--graph", help="Print and draw the graph of one context.")
 ]
-Driver = Annotated[
+_Driver = Annotated[
     str, typer.Option(help="What runs it: sim (virtual time) or rpc (processes).")
 ]
-Device = Annotated[
+_Device = Annotated[
     str | None,
     typer.Option(help="With rpc, where workers compute: cpu, gpu or gpu:1."),
 ]
@@ -106,11 +106,11 @@ def run(
     *,
     as_json: Json = False,
     seed: Seed = None,
-    out: Out = None,
+    out: _Out = None,
     show_graph: ShowGraph = False,
     functions: Functions = False,
-    driver: Driver = "sim",
-    device: Device = None,
+    driver: _Driver = "sim",
+    device: _Device = None,
 ) -> None:
     """Run a scenario, compare it with what it expects, and report.
 
@@ -413,7 +413,7 @@ def _version(is_asked: bool) -> None:
 # Options that have gone, and what to do instead.
 _GONE = {"--carrier": "leave it out; sockets carry all data"}
 
-Version = Annotated[
+_Version = Annotated[
     bool,
     typer.Option(
         "--version", callback=_version, is_eager=True, help="Print the version."
@@ -422,7 +422,7 @@ Version = Annotated[
 
 
 @app.callback(invoke_without_command=True)
-def _main(context: typer.Context, is_asked: Version = False) -> None:
+def _main(context: typer.Context, is_asked: _Version = False) -> None:
     """Distributed autograd for JAX: run scenarios in virtual time, start workers."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -41,10 +41,10 @@ StrategyName = Annotated[
     str,
     typer.Option(help="random[:SEED], pct[:DEPTH] or exhaustive[:MAX_RUNS]."),
 ]
-Values = Annotated[
+_Values = Annotated[
     str | None, typer.Option(help="real or abstract.  [default: the scenario's]")
 ]
-Faults = Annotated[
+_Faults = Annotated[
     list[str] | None,
     typer.Option(
         "--fault",
@@ -53,11 +53,11 @@ Faults = Annotated[
         "A delay is no fault: each frame may be late.",
     ),
 ]
-Out = Annotated[Path, typer.Option(help="Where a run that fails is written.")]
-Jobs = Annotated[
+_Out = Annotated[Path, typer.Option(help="Where a run that fails is written.")]
+_Jobs = Annotated[
     str, typer.Option(metavar="J", help="Processes at once; the report is the same.")
 ]
-Resume = Annotated[
+_Resume = Annotated[
     Path | None,
     typer.Option(help="Folder that keeps the runs; the same call again goes on."),
 ]
@@ -76,13 +76,13 @@ def explore(  # noqa: PLR0913 - options of a command.
     *,
     runs: Runs = "1000",
     strategy: StrategyName = "random",
-    values: Values = None,
-    fault: Faults = None,
-    jobs: Jobs = "1",
+    values: _Values = None,
+    fault: _Faults = None,
+    jobs: _Jobs = "1",
     on: On = None,
-    resume: Resume = None,
+    resume: _Resume = None,
     coverage: Coverage = False,
-    out: Out = Path(BUG),
+    out: _Out = Path(BUG),
 ) -> None:
     """Run a scenario's case in many orders of its events, until one is wrong.
 

@@ -32,9 +32,11 @@ from jdag.processes.session.cluster_file import (
 # The import path of the node factory; worker processes look it up by name.
 NODE = "jdag.api.drivers:member"
 
-File = Annotated[Path, typer.Argument(help="The cluster's file, such as cluster.toml.")]
-Name = Annotated[str, typer.Option(help="Which worker of the file this is to be.")]
-Device = Annotated[
+_File = Annotated[
+    Path, typer.Argument(help="The cluster's file, such as cluster.toml.")
+]
+_Name = Annotated[str, typer.Option(help="Which worker of the file this is to be.")]
+_Device = Annotated[
     str | None,
     typer.Option(help="cpu, gpu, or gpu:N.  [default: the file's, or JAX's choice]"),
 ]
@@ -52,7 +54,7 @@ Logs = Annotated[
 Slurm = Annotated[
     bool, typer.Option("--slurm", help="Write FILE from Slurm's variables first.")
 ]
-Workers = Annotated[
+_Workers = Annotated[
     str | None,
     typer.Option(
         metavar="MAIN,NAME,...",
@@ -62,7 +64,7 @@ Workers = Annotated[
 ]
 
 
-def worker(file: File, *, name: Name, device: Device = None) -> None:
+def worker(file: _File, *, name: _Name, device: _Device = None) -> None:
     """Be one worker of a cluster until stopped (Ctrl-C, SIGTERM).
 
     Exit codes: 0 it was stopped, and had finished; 2 bad input, or it cannot start.
@@ -76,13 +78,13 @@ def worker(file: File, *, name: Name, device: Device = None) -> None:
 
 
 def up(
-    file: File = Path("cluster.toml"),
+    file: _File = Path("cluster.toml"),
     *,
     only: Only = None,
     leaving: Except = None,
     logs: Logs = None,
     slurm: Slurm = False,
-    workers: Workers = None,
+    workers: _Workers = None,
 ) -> None:
     """Start the workers of a cluster that are on this host, and stop them in the end.
 

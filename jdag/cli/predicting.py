@@ -13,26 +13,26 @@ from jdag.errors import spelled
 from jdag.lab import calibration, prediction
 from jdag.report.formatting import formatted
 
-Out = Annotated[Path, typer.Option("--out", "-o", help="The file of costs to write.")]
+_Out = Annotated[Path, typer.Option("--out", "-o", help="The file of costs to write.")]
 Costs = Annotated[
     Path | None,
     typer.Option(
         help="What `jdag calibrate` wrote, in place of [network] and [devices]."
     ),
 ]
-Device = Annotated[
+_Device = Annotated[
     str | None, typer.Option(help="Where workers compute: cpu, gpu or gpu:1.")
 ]
 Measure = Annotated[int, typer.Option(min=0, help="How many real steps to run, too.")]
-Steps = Annotated[int, typer.Option(min=1, help="How many real steps.")]
+_Steps = Annotated[int, typer.Option(min=1, help="How many real steps.")]
 
 
 def calibrate(
     file: File,
     *,
-    out: Out = Path("costs.toml"),
-    device: Device = None,
-    steps: Steps = calibration.STEPS,
+    out: _Out = Path("costs.toml"),
+    device: _Device = None,
+    steps: _Steps = calibration.STEPS,
 ) -> None:
     """Measure functions and links of a scenario on processes of this host.
 
@@ -60,7 +60,7 @@ def predict(
     *,
     costs: Costs = None,
     measure: Measure = 0,
-    device: Device = None,
+    device: _Device = None,
 ) -> None:
     """Simulate a step of a scenario with measured costs; compare it with real ones.
 

@@ -19,7 +19,7 @@ from jdag.runtime.trace import read_trace
 from jdag.sim.network import LinkModel, Network
 
 Folder = Annotated[Path, typer.Argument(help="What `jdag run` wrote.")]
-Change = Annotated[
+_Change = Annotated[
     str | None, typer.Option(metavar="xF|N", help="A factor, such as x2, or a value.")
 ]
 
@@ -27,9 +27,9 @@ Change = Annotated[
 def what_if(
     folder: Folder,
     *,
-    bandwidth: Change = None,
-    latency: Change = None,
-    compute: Change = None,
+    bandwidth: _Change = None,
+    latency: _Change = None,
+    compute: _Change = None,
 ) -> None:
     """Tell how long a run would have taken with other links and devices.
 

@@ -30,14 +30,14 @@ Set = Annotated[
         "--set", metavar="KEY=VALUE,...", help="Values of a key of the file; repeat."
     ),
 ]
-Jobs = Annotated[
+_Jobs = Annotated[
     int | None,
     typer.Option(min=1, help="Processes at once.  [default: one for each core]"),
 ]
 On = Annotated[
     str | None, typer.Option(metavar="ray", help="Run on the nodes of Ray: jdag[ray].")
 ]
-Out = Annotated[
+_Out = Annotated[
     Path | None, typer.Option(help="Folder of the table.  [default: runs/NAME-sweep]")
 ]
 Parquet = Annotated[
@@ -59,9 +59,9 @@ def sweep(
     file: File,
     *,
     settings: Set,
-    jobs: Jobs = None,
+    jobs: _Jobs = None,
     on: On = None,
-    out: Out = None,
+    out: _Out = None,
     parquet: Parquet = False,
     plot: Plot = None,
     retime: Retime = False,

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from jdag.errors import SHOWN_MAX, cut
 
-Group = tuple[str, ...]
+_Group = tuple[str, ...]
 
 
 class Call(NamedTuple):
     """A call by one member; `agreed` has to be equal in the calls of all."""
 
     where: str  # What is called, and at which line.
-    among: Group
+    among: _Group
     agreed: Mapping[str, object]
     given: Any = None
 
@@ -38,7 +38,7 @@ class CollectiveMatcher:
         self._waiting: Calls = {}
         self._ended: dict[str, str] = {}  # How each ended.
         # By member and group: errors of calls to which others came before.
-        self._owed: defaultdict[tuple[str, Group], list[str]] = defaultdict(list)
+        self._owed: defaultdict[tuple[str, _Group], list[str]] = defaultdict(list)
 
     def arrive(self, name: str, call: Call) -> tuple[Calls, Errors]:
         """Take a member's call: return those of a complete group, and errors."""
@@ -65,7 +65,7 @@ class CollectiveMatcher:
         groups = dict.fromkeys(call.among for call in self._waiting.values())
         return self._fail([one for one in groups if name in one], f"{name!r} {why}")
 
-    def _calls(self, among: Group) -> Calls:
+    def _calls(self, among: _Group) -> Calls:
         found = {one: self._waiting[one] for one in among if one in self._waiting}
         return {one: call for one, call in found.items() if call.among == among}
 
@@ -79,7 +79,7 @@ class CollectiveMatcher:
                 self._after(one, found)
         return found
 
-    def _fail(self, groups: Iterable[Group], why: str) -> Errors:
+    def _fail(self, groups: Iterable[_Group], why: str) -> Errors:
         each = {among: self._calls(among) for among in groups}
         waiting = {one: call for calls in each.values() for one, call in calls.items()}
         text = failure(waiting, why)

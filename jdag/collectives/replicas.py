@@ -27,7 +27,7 @@ from jdag.compute.refs import is_ref
 from jdag.engine.functions import call_site
 from jdag.errors import JdagError, kind_of
 
-Ref = Any  # A `jdag.Ref`.
+_Ref = Any  # A `jdag.Ref`.
 
 # ------------------------------------------------------------------------- arguments
 
@@ -95,7 +95,7 @@ def shares_of(what: str, trees: Any, how: object, check: Check) -> list[dict[str
     return [{name: trees[name][to] for name in workers} for to in range(len(workers))]
 
 
-def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
+def refs_of(what: str, tree: Any) -> tuple[list[_Ref], Any]:
     """Return the refs of a pytree, and its form."""
     refs, form = flatten_refs(tree, is_ref)
     if not refs:
@@ -103,7 +103,9 @@ def refs_of(what: str, tree: Any) -> tuple[list[Ref], Any]:
     return refs, form
 
 
-def equals_of(what: str, trees: Mapping[str, Any]) -> tuple[list[list[Ref]], list[Any]]:
+def equals_of(
+    what: str, trees: Mapping[str, Any]
+) -> tuple[list[list[_Ref]], list[Any]]:
     """Return of each worker's pytree the refs, and its form; they are equal."""
     (first, tree), *others = trees.items()
     refs, form = refs_of(what, tree)
@@ -246,15 +248,15 @@ def _groups(kinds: Iterable[Any]) -> list[list[int]]:
     return list(found.values())
 
 
-def _divided(ctx: Any, worker: str, refs: list[Ref], count: int) -> list[Any]:
+def _divided(ctx: Any, worker: str, refs: list[_Ref], count: int) -> list[Any]:
     if count == 1:
         return [refs]
     return list(ctx.call(worker, divided, static(count), *refs))
 
 
 def _handed_on(
-    ctx: Any, source: str, refs: Sequence[Ref], route: Route, workers: Sequence[str]
-) -> list[Sequence[Ref]]:
+    ctx: Any, source: str, refs: Sequence[_Ref], route: Route, workers: Sequence[str]
+) -> list[Sequence[_Ref]]:
     """Send refs along a route; return the copies of each replica."""
     found: list[Any] = [None] * len(workers)
     first = route.children(None)
@@ -269,10 +271,10 @@ def _handed_on(
 
 
 def _split(
-    ctx: Any, worker: str, refs: Sequence[Ref], count: int
-) -> Sequence[Sequence[Ref]]:
+    ctx: Any, worker: str, refs: Sequence[_Ref], count: int
+) -> Sequence[Sequence[_Ref]]:
     if count > 1 and refs[0].tracked:
-        found: Sequence[Sequence[Ref]]
+        found: Sequence[Sequence[_Ref]]
         found = ctx.call(worker, copies, static(count), *refs)
         return found
     if any(ref.place != worker for ref in refs):
@@ -281,10 +283,10 @@ def _split(
 
 
 def _summed(
-    ctx: Any, own: Sequence[Sequence[Ref]], route: Route, workers: Sequence[str]
-) -> Sequence[Ref]:
+    ctx: Any, own: Sequence[Sequence[_Ref]], route: Route, workers: Sequence[str]
+) -> Sequence[_Ref]:
     """Sum refs towards the root; a replica adds its own before its children's."""
-    sums: dict[int, Sequence[Ref]] = {}
+    sums: dict[int, Sequence[_Ref]] = {}
     for replica in reversed(route.order):
         lists = [own[replica], *(sums.pop(one) for one in route.children(replica))]
         refs = [ref for each in lists for ref in each]
@@ -298,9 +300,9 @@ def _gather(
     ctx: Any,
     workers: Sequence[str],
     group: Sequence[int],
-    sent: Sequence[Sequence[Sequence[Ref]]],
+    sent: Sequence[Sequence[Sequence[_Ref]]],
     found: list[list[Any]],
-    some: Sequence[Ref],
+    some: Sequence[_Ref],
 ) -> None:
     for replica, worker in enumerate(workers):
         parts = [of_route[replica] for of_route in sent]

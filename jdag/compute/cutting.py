@@ -36,7 +36,7 @@ NODES_MAX = 256  # Of a segment, which bounds the time to compile it.
 PYTHON = (-1,)
 # Of nodes: update, level, worker, and what they are apart for: an action of a schedule
 # (stage, micro-batch, kind), PYTHON, or nothing.
-Group = tuple[bool, int, Worker, tuple[int, ...]]
+_Group = tuple[bool, int, Worker, tuple[int, ...]]
 Wanted = dict[int, dict[Worker, None]]  # By value, the workers that read it.
 
 
@@ -58,7 +58,7 @@ class Piece:
     segment: Segment = field(init=False)
 
 
-class Edge(NamedTuple):
+class _Edge(NamedTuple):
     """Slots that one segment, by index, makes or sends for another."""
 
     source: int
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
     parts: tuple[tuple[Worker, Prepare], ...]
     inputs: tuple[tuple[Worker, Slots], ...]
     pieces: tuple[Piece, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[_Edge, ...]
     nbytes: tuple[int, ...]
 
 
@@ -150,7 +150,7 @@ def cut(
 def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     """The segments with nodes, in order, without their bundles."""
     levels: dict[int, tuple[int, tuple[int, ...], NodeKind | None]] = {}
-    groups: dict[Group, list[int]] = defaultdict(list)
+    groups: dict[_Group, list[int]] = defaultdict(list)
     apart = _apart(graph, exact)
     # The nodes of each action that come before the call or vjp, which has its level.
     before: dict[tuple[int, ...], list[int]] = {of: [] for of in apart if len(of) > 1}
@@ -201,8 +201,8 @@ def _apart(graph: Graph, exact: bool) -> list[tuple[int, ...]]:
 
 
 def _sets(
-    graph: Graph, groups: Mapping[Group, list[int]]
-) -> Iterator[tuple[Group, list[int]]]:
+    graph: Graph, groups: Mapping[_Group, list[int]]
+) -> Iterator[tuple[_Group, list[int]]]:
     """Yield the nodes of each segment, in an order in which segments can run."""
     home = {name: at for at, node in enumerate(graph.nodes) for name in node.outputs}
     home.update({~at: at for at in range(len(graph.nodes))})
@@ -321,7 +321,7 @@ def _is_awaited(piece: Piece, wanted: Wanted) -> bool:
     return bool(used or piece.segment.hops)
 
 
-def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
+def _edges(pieces: Sequence[Piece]) -> tuple[_Edge, ...]:
     home: dict[int, int] = {}
     for index, piece in enumerate(pieces):
         made = piece.segment.makes if piece.nodes else piece.reads
@@ -333,4 +333,4 @@ def _edges(pieces: Sequence[Piece]) -> tuple[Edge, ...]:
             if source is not piece and (source.nodes or source.worker != piece.worker):
                 found[home[slot], target].append(slot)
     assert all([source < target for source, target in found]), "an update is read"
-    return tuple([Edge(*ends, tuple(slots)) for ends, slots in found.items()])
+    return tuple([_Edge(*ends, tuple(slots)) for ends, slots in found.items()])

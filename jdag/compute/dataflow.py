@@ -21,11 +21,11 @@ from jdag.engine.names import LeafId, Tag, Worker
 from jdag.engine.segments import NodeKind
 
 Numbers = tuple[int, ...]
-Places = Sequence[int | None]  # Addends by place; None is a symbolic zero.
-SENT = ("input", "constant")  # By the caller of a step, straight to their readers.
+_Places = Sequence[int | None]  # Addends by place; None is a symbolic zero.
+_SENT = ("input", "constant")  # By the caller of a step, straight to their readers.
 
 
-class Value(NamedTuple):
+class DataflowValue(NamedTuple):
     """A value: where it is made or lives, and its `source` if no node makes it."""
 
     worker: Worker
@@ -56,7 +56,7 @@ class Graph:
     """A program over workers: `values` by number, and `nodes` in program order."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
+        self.values: list[DataflowValue] = []
         self.nodes: list[Node] = []
         # For a value on another worker: the first call there, and the slot it takes.
         self._transfers: dict[tuple[int, Worker, bool], tuple[int, int]] = {}
@@ -83,7 +83,7 @@ class Graph:
     def crosses(self, value: int, worker: Worker) -> bool:
         """Whether a value comes to this worker from another one's call or leaf."""
         home, _, _, source, _ = self.values[value]
-        return worker != home and source not in SENT
+        return worker != home and source not in _SENT
 
     def source(
         self,
@@ -95,7 +95,7 @@ class Graph:
         tracked: bool = False,
     ) -> int:
         """Add an "input" or "constant" of the caller, or a "leaf"; give its number."""
-        self.values.append(Value(worker, aval, tracked, kind, leaf))
+        self.values.append(DataflowValue(worker, aval, tracked, kind, leaf))
         return len(self.values) - 1
 
     def call(
@@ -191,7 +191,7 @@ class Graph:
         made = iter(first), iter(second)
         return tuple([next(made[late]) for late in weights])
 
-    def _addends(self, value: int) -> Places:
+    def _addends(self, value: int) -> _Places:
         """The addends of a value's cotangent, in order.
 
         Cotangents from calls on another worker are summed there, and count as one.
@@ -205,7 +205,7 @@ class Graph:
             found.append((*self._transfers[value, worker, True], total))
         return (*_in_order(found), *self._seeds[value])
 
-    def _sum(self, worker: Worker, addends: Places) -> int | None:
+    def _sum(self, worker: Worker, addends: _Places) -> int | None:
         if self._listed or None in addends:  # Few gradients wait for the last action.
             addends = top(addends, partial(self._add_sum, worker))
         came = _present(addends)
@@ -231,15 +231,15 @@ class Graph:
         **more: Any,
     ) -> Numbers:
         start, on = len(self.values), tracked or (False,) * len(avals)
-        self.values += map(Value, repeat(worker), avals, on)
+        self.values += map(DataflowValue, repeat(worker), avals, on)
         outputs = tuple(range(start, len(self.values)))
         self.nodes.append(Node(kind, worker, inputs, outputs, *about, **more))
         return outputs
 
 
-def _in_order(addends: Iterable[tuple[int, int, int | None]]) -> Places:
+def _in_order(addends: Iterable[tuple[int, int, int | None]]) -> _Places:
     return [number for _, _, number in sorted(addends)]
 
 
-def _present(addends: Places) -> Numbers:
+def _present(addends: _Places) -> Numbers:
     return tuple([number for number in addends if number is not None])

@@ -34,7 +34,7 @@ from jdag.engine.messages import Several
 from jdag.engine.names import DATA_MAX_BYTES, U32, Mask, Record
 from jdag.errors import JdagError, named_text
 
-Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
+_Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
 PLATFORMS = ("cpu", "cuda")
 EXPORT_MAX_BYTES = 1 << 28
@@ -68,8 +68,8 @@ class ExportHeader(Record):
     sources: Several[tuple[U32, U32]]
     rest: Several[ArrayType]
     reaches: Several[Mask]
-    forward: Bytes
-    backward: Bytes
+    forward: _Bytes
+    backward: _Bytes
 
 
 _decoder: Decoder[ExportHeader] = Decoder(ExportHeader)

@@ -40,7 +40,7 @@ from jdag.compute.sums import addends_n, few
 from jdag.compute.tracing import Residuals, Traced
 
 Flags = tuple[bool, ...]
-Places = tuple[int, ...]
+_Places = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +52,9 @@ class Cut:
     residuals, addends of cotangents, and values that I computed.
     """
 
-    args_kept: Places
-    outputs_kept: Places
-    results_kept: Places
+    args_kept: _Places
+    outputs_kept: _Places
+    results_kept: _Places
     stash_bytes: int
     halves: "_Compiled | None" = field(default=None, repr=False)
 
@@ -70,9 +70,9 @@ class _Compiled:
     """
 
     first: Callable[..., Any]
-    reads: Places
+    reads: _Places
     results: int
-    stashed: Places
+    stashed: _Places
     second: Callable[..., Any]
     handed: tuple[int | None, ...]
 
@@ -120,7 +120,7 @@ class Halves:
         self.input_avals, self.weight_avals = self._split(avals)
         self._homes = self._split([aval.device for aval in avals])
 
-    def cut(self, counts: Places) -> Cut:
+    def cut(self, counts: _Places) -> Cut:
         """Return what the stash holds, without running anything.
 
         Args:
@@ -193,7 +193,7 @@ class Halves:
         nbytes = cut.stash_bytes * (2 if any_dual(keeps) else 1)
         return results, Stash(keeps, nbytes, None)
 
-    def _cut(self, traced: Traced, held: Any, counts: Places) -> Cut:
+    def _cut(self, traced: Traced, held: Any, counts: _Places) -> Cut:
         """The cut of a trace's backward, made once; `held` are residuals or types."""
         counts = tuple(map(addends_n, counts))
         key = (self.weights, counts)
@@ -209,7 +209,7 @@ class Halves:
 halves = lru_cache(maxsize=PAIRS_MAX)(Halves)
 
 
-def _backward(traced: Traced, held: Any, counts: Places) -> Any:
+def _backward(traced: Traced, held: Any, counts: _Places) -> Any:
     """The jaxpr of a backward, nested jits inlined; None if it cannot be cut."""
     closed = traced.backward.trace(*held, traced.addend_types(counts)).jaxpr
     sharded = any([not aval.sharding.mesh.empty for aval in closed.in_avals])

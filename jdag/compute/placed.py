@@ -17,7 +17,7 @@ from jdag.compute.devices import put, working_on
 from jdag.compute.pairs import PAIRS_MAX, Pair
 from jdag.compute.tracing import Residuals
 
-Device = str | None
+_Device = str | None
 
 
 class Placed(Pair):
@@ -30,9 +30,9 @@ class Placed(Pair):
     def __init__(
         self,
         pair: Pair,
-        device: Device,
-        in_devices: tuple[Device, ...],
-        out_devices: tuple[Device, ...],
+        device: _Device,
+        in_devices: tuple[_Device, ...],
+        out_devices: tuple[_Device, ...],
     ) -> None:
         vars(self).update(vars(pair))
         self._pair, self.device = pair, device
@@ -70,9 +70,9 @@ def spread(values: Sequence[Any], devices: Any) -> tuple[Any, ...]:
 
 def placed(
     pair: Pair,
-    device: Device,
-    sources: Sequence[Device],
-    targets: Sequence[Device] | None = None,
+    device: _Device,
+    sources: Sequence[_Device],
+    targets: Sequence[_Device] | None = None,
 ) -> Any:
     """Return a pair with devices; the pair itself if all are the default device.
 

@@ -35,16 +35,16 @@ _warned: list[str] = []  # The warning of a number inside a pytree, once given.
 
 # JAX flattens pytrees recursively. If the stack is too small it does not give back the
 # depth it has used, so everything that runs afterwards has less.
-DEPTH_MAX = 150
+_DEPTH_MAX = 150
 _one_level: Any = jtu.default_registry.flatten_one_level
 _flatten: Any = jtu.default_registry.flatten
 
 
-def check_depth(tree: Any, what: str) -> None:
+def _check_depth(tree: Any, what: str) -> None:
     """Raise JdagError if a pytree, called `what`, is too deep or contains itself."""
-    if is_deeper(tree, DEPTH_MAX, _children):
+    if is_deeper(tree, _DEPTH_MAX, _children):
         raise JdagError(
-            f"{what} is a pytree that is nested more than {DEPTH_MAX} deep, or that "
+            f"{what} is a pytree that is nested more than {_DEPTH_MAX} deep, or that "
             "contains itself"
         )
 
@@ -75,7 +75,7 @@ class Static:
     __slots__ = ("key", "value")
 
     def __init__(self, value: Hashable) -> None:
-        check_depth(value, "what jdag.static takes")
+        _check_depth(value, "what jdag.static takes")
         try:
             hash(value)
         except (TypeError, RecursionError) as error:
@@ -403,7 +403,7 @@ def flatten(
     `is_leaf` stops the traversal; `what` is the name of the tree in errors.
     """
     try:
-        check_depth(tree, what)
+        _check_depth(tree, what)
         leaves, treedef = _flatten(tree, is_leaf)
     except ValueError as error:  # Dicts with keys of several types.
         why = f" {error.__cause__}" if error.__cause__ else ""

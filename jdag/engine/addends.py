@@ -31,16 +31,16 @@ Edge = tuple[tuple[float, ...], int]
 Addend = tuple[tuple[float, ...], int, Key]
 # A level of the tree (0: addends), and a place there.
 Spot = tuple[int, int]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
-def top(places: Sequence[T | None], add: Callable[[Sequence[T]], T]) -> list[T]:
+def top(places: Sequence[_T | None], add: Callable[[Sequence[_T]], _T]) -> list[_T]:
     """Return the at most eight sums at the top of the tree; None is an empty place.
 
     `add` is called with two to eight neighbours, and returns their sum.
     """
     while len(places) > ADDENDS_MAX:
-        sums: list[T | None] = []
+        sums: list[_T | None] = []
         for start in range(0, len(places), ADDENDS_MAX):
             group = places[start : start + ADDENDS_MAX]
             came = [one for one in group if one is not None]

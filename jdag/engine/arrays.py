@@ -14,7 +14,7 @@ RANK_MAX = 64  # As in numpy; it also bounds the numbers that errors print.
 
 Axis = Annotated[int, Meta(ge=0, le=NBYTES_MAX)]
 
-Text = Annotated[str, Meta(max_length=1 << 16)]
+_Text = Annotated[str, Meta(max_length=1 << 16)]
 
 _BY_NBYTES = {
     1: "bool int8 uint8 int2 int4 uint2 uint4 float4_e2m1fn float8_e3m4 float8_e4m3"
@@ -47,7 +47,7 @@ class ArrayType(
     shape: Annotated[tuple[Axis, ...], Meta(max_length=RANK_MAX)]
     dtype: Dtype
     weak: bool
-    device: Text | None = None
+    device: _Text | None = None
     dual: bool = False
 
     @property

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 from jdag import errors
 from jdag.errors import ContextError, JdagError, kind_of
 
-Marked = TypeVar("Marked", bound=Callable[..., Any])
+_Marked = TypeVar("_Marked", bound=Callable[..., Any])
 
 _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
@@ -134,7 +134,7 @@ def shapes_of(fn: Any) -> Callable[..., Any] | None:
     return mark if callable(mark) else None
 
 
-def program(fn: Marked) -> Marked:
+def program(fn: _Marked) -> _Marked:
     """Mark `fn` as a program, which takes a context and then refs; return it.
 
     The returned function is called with a context, directly or by `ctx.call`.
@@ -159,10 +159,10 @@ def program(fn: Marked) -> Marked:
             )
         return fn(*args, **kwargs)
 
-    return cast(Marked, run)
+    return cast(_Marked, run)
 
 
-def remote(fn: Marked) -> Marked:
+def remote(fn: _Marked) -> _Marked:
     """Mark one of jdag's own functions or classes as allowed in messages; return it."""
     return _mark(fn, _REMOTE, "jdag")
 
@@ -177,7 +177,7 @@ def is_program(fn: Callable[..., Any]) -> bool:
     return _is_marked(fn, _PROGRAM)
 
 
-def _mark(fn: Marked, mark: str, by: str, value: Any = True) -> Marked:
+def _mark(fn: _Marked, mark: str, by: str, value: Any = True) -> _Marked:
     try:
         setattr(fn, mark, value)
     except (AttributeError, TypeError) as error:
@@ -224,7 +224,7 @@ def _site(file: str, line: int, function: str) -> str:
 _OUTERMOST: dict[CodeType, None] = {}
 
 
-def outermost(fn: Marked) -> Marked:
+def outermost(fn: _Marked) -> _Marked:
     """Mark a function of jdag whose callers are no call site of what it runs."""
     _OUTERMOST[fn.__code__] = None
     return fn

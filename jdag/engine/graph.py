@@ -144,7 +144,7 @@ class LeafEnd(Struct, eq=False):
 Vertex = Node | RecvEnd | LeafEnd  # What a value comes from.
 
 # The copies of a value, by where they are and whether they are tracked.
-Copies = dict[tuple[Worker, bool], Key]
+_Copies = dict[tuple[Worker, bool], Key]
 
 
 class ProgramFrame(Struct, eq=False):
@@ -159,7 +159,7 @@ class ProgramFrame(Struct, eq=False):
     taken: int = 0
     collector: int = 0  # The waiter of its Collected, if it waits for news.
     asker: int = 0  # The waiter of its Asked, if it waits for an answer.
-    moved: dict[Key, Copies] = {}
+    moved: dict[Key, _Copies] = {}
     versions: dict[LeafId, Key] = {}  # The last ones transferred.
     notices: dict[Worker, list[Key]] = {}  # See `lives`.
     workers: dict[Worker, None] = {}  # That participate, or may;

@@ -12,16 +12,18 @@ from msgspec import Struct
 
 from jdag.engine.protocol import ContextId, ObjectId, Path, Run, Spawn
 
-Program = tuple[ContextId, Path]
+_Program = tuple[ContextId, Path]
 
 
 class Locks(Struct, eq=False):
     """The locks of the objects of one worker."""
 
-    _queues: dict[ObjectId, deque[Program]] = {}
-    _spawns: dict[Program, Spawn] = {}  # Of those that are queued, in order of arrival.
+    _queues: dict[ObjectId, deque[_Program]] = {}
+    _spawns: dict[
+        _Program, Spawn
+    ] = {}  # Of those that are queued, in order of arrival.
 
-    def _holds(self, program: Program) -> bool:
+    def _holds(self, program: _Program) -> bool:
         spawn = self._spawns.get(program)
         queues = [self._queues[one] for one in spawn.objects] if spawn else ()
         return spawn is not None and all([queue[0] == program for queue in queues])
@@ -53,7 +55,7 @@ class Locks(Struct, eq=False):
 
     def release(self, context: ContextId, path: Path) -> list[Spawn]:
         """A program ended, or waits no more; return those that may start now."""
-        program, after = (context, path), dict[Program, None]()
+        program, after = (context, path), dict[_Program, None]()
         spawn = self._spawns.pop(program, None)
         for one in spawn.objects if spawn else ():
             queue = self._queues[one]

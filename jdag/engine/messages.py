@@ -50,10 +50,10 @@ from jdag.engine.names import (
 from jdag.engine.segments import Slots
 from jdag.errors import ProtocolError
 
-T = TypeVar("T")
-Several = Annotated[tuple[T, ...], Meta(max_length=ITEMS_MAX)]
-Leaves = Several[LeafId]
-Change = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
+_T = TypeVar("_T")
+Several = Annotated[tuple[_T, ...], Meta(max_length=ITEMS_MAX)]
+_Leaves = Several[LeafId]
+_Change = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class Incoming(Record, gc=False):
@@ -212,7 +212,7 @@ class Assign(Record, tag=8):
 class Forget(Record, tag=9):
     """Drop these leaves, all versions."""
 
-    leaves: Leaves
+    leaves: _Leaves
 
 
 class Attach(Record, tag=20):
@@ -231,7 +231,7 @@ class Start(Numbered, tag=10):
     retain: bool
     go: bool
     credit: Credit
-    owed: Change
+    owed: _Change
 
 
 class Marked(Record, gc=False):
@@ -247,7 +247,7 @@ class Mark(Numbered, tag=19):
     transfers: Several[Marked]
     retain: bool
     credit: Credit
-    owed: Change
+    owed: _Change
 
 
 class Go(Numbered, tag=11):
@@ -255,7 +255,7 @@ class Go(Numbered, tag=11):
 
     retain: bool
     credit: Credit
-    owed: Change
+    owed: _Change
 
 
 class Cotangent(Numbered, tag=12):
@@ -265,7 +265,7 @@ class Cotangent(Numbered, tag=12):
     present: Mask
     retain: bool
     credit: Credit
-    owed: Change
+    owed: _Change
 
 
 class Answer(Numbered, tag=13):
@@ -275,7 +275,7 @@ class Answer(Numbered, tag=13):
     """
 
     credit: Credit
-    owed: Change
+    owed: _Change
 
 
 class Fail(Numbered, tag=14):
@@ -298,7 +298,7 @@ class Ended(Numbered, tag=16):
     """
 
     owed: Several[Owed] = ()
-    leaves: Leaves = ()
+    leaves: _Leaves = ()
     stale: Several[Stale] = ()  # Of these leaves.
     failure: Failure | None = None
 

@@ -29,7 +29,7 @@ U32 = Annotated[int, Meta(ge=0, le=U32_MAX)]
 U48 = Annotated[int, Meta(ge=0, le=(1 << 48) - 1)]
 U64 = Annotated[int, Meta(ge=0)]  # The wire has no ints of more than 64 bits.
 Name = Annotated[str, Meta(max_length=NAME_MAX)]
-Text = Annotated[str, Meta(max_length=TEXT_MAX)]
+_Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Mask = Annotated[tuple[bool, ...], Meta(max_length=SLOTS_MAX)]
 
 # What is opaque to engines travels as bytes, which the wire encodes and decodes.
@@ -276,12 +276,12 @@ class Failure(Record):
     """
 
     error: Name
-    message: Text
+    message: _Text
     worker: Worker
     path: Path = ()
     function: Name = ""
     call_site: Name = ""
-    traceback: Text = ""
+    traceback: _Text = ""
     route: Workers = ()  # From the owner down to where it failed.
     exception: OwnException = None
 

@@ -29,7 +29,7 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.state import State
 
-Answered = Key | Failure
+_Answered = Key | Failure
 # A requested key and its value; a leaf version is kept until the answer is sent.
 Found = tuple[Key, Value]
 
@@ -38,7 +38,7 @@ class Fetch(Struct, eq=False):
     """One program's wait for values, from one or several workers."""
 
     waiter: int
-    results: list[Answered | None]
+    results: list[_Answered | None]
     missing: int  # Workers that have not answered.
     own: dict[int, Found]  # This worker's own values, by index.
 
@@ -79,7 +79,7 @@ class Reads(Struct, eq=False):
         self._give(fetch, places, [failure] * len(places))
 
     def _give(
-        self, fetch: Fetch, places: Sequence[int], answers: Sequence[Answered]
+        self, fetch: Fetch, places: Sequence[int], answers: Sequence[_Answered]
     ) -> None:
         """Store one worker's answers; resume the program when all have answered."""
         for place, answer in zip(places, answers, strict=True):
@@ -107,7 +107,7 @@ class Reads(Struct, eq=False):
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
-    def _answer(self, found: Found) -> Answered:
+    def _answer(self, found: Found) -> _Answered:
         """The stored key of a settled value, or its failure.
 
         Unless it is kept for the read it is looked up again: it may have been dropped

@@ -20,7 +20,7 @@ from msgspec import Meta
 from jdag.engine.names import SLOTS_MAX, U32, Mask, Record
 
 Slots = Annotated[tuple[U32, ...], Meta(max_length=SLOTS_MAX)]
-Several = Annotated[tuple[Slots, ...], Meta(max_length=SLOTS_MAX)]
+_Several = Annotated[tuple[Slots, ...], Meta(max_length=SLOTS_MAX)]
 
 
 class NodeKind(Enum):
@@ -39,6 +39,6 @@ class SegmentNode(Record):
 
     kind: NodeKind
     pair: U32
-    inputs: Several
+    inputs: _Several
     keeps: bool = False
     weights: Mask = ()  # Of the tracked inputs.

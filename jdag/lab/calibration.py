@@ -34,7 +34,7 @@ from jdag.scenario.program import raising_nothing
 from jdag.settings.toml_files import wrong
 from jdag.settings.validation import COUNT, converted
 
-Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
+_Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
 
 WARM, STEPS = 3, 15
 SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # Bytes that travel in a probe.
@@ -169,7 +169,7 @@ def measured(
     return [min(took_ns), middle_ns, max(took_ns)], costs
 
 
-def costs_of(times: Times) -> dict[str, Any]:
+def costs_of(times: _Times) -> dict[str, Any]:
     """Return `sum_ns` and `functions` of a `DeviceModel` from durations on workers.
 
     A function that was called with several types of inputs has an entry for each, and
@@ -225,7 +225,7 @@ def relay(w: Any, x: Any) -> Any:
     return x * jnp.mean(jnp.tanh(w @ w))
 
 
-def total(x: Any) -> Any:
+def _total(x: Any) -> Any:
     """A scalar."""
     return jnp.sum(x)
 
@@ -238,7 +238,7 @@ def chain(workers: Sequence[str], length: int, nbytes: int) -> Case:
         x = params["x"]
         for number, worker in enumerate(on):
             x = ctx.call(worker, relay, params[f"w{number}"], x)
-        return ctx.call(on[-1], total, x)
+        return ctx.call(on[-1], _total, x)
 
     params: dict[str, Any] = {f"w{n}": jnp.eye(_WIDTH) for n in range(length)}
     params["x"] = jnp.ones(nbytes // 4, jnp.float32)

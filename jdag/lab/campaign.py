@@ -31,8 +31,8 @@ from jdag.scenario.program import raising_nothing
 from jdag.settings.toml_files import wrong
 from jdag.settings.validation import converted
 
-RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
-CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
+_RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
+_CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
 
 
 @lru_cache(maxsize=1)
@@ -81,7 +81,7 @@ def campaign(
     Args:
         path: the scenario's file.
         wanted: its "values", None for the scenario's own, "strategy" and "faults".
-        runs: how many at most, up to `RUNS_MAX`.
+        runs: how many at most, up to `_RUNS_MAX`.
         jobs: how many processes run at once.
         on: "ray": on the nodes of Ray, which see the file at the same path.
         folder: keeps what was run; another call with it goes on. None: nothing is kept.
@@ -90,7 +90,7 @@ def campaign(
     Raises:
         ScenarioError: a setting that is unusable: names it, its value, what is allowed.
     """
-    converted(Annotated[int, Meta(ge=1, le=RUNS_MAX)], runs, "--runs")
+    converted(Annotated[int, Meta(ge=1, le=_RUNS_MAX)], runs, "--runs")
     said = json.dumps(wanted)
     _loaded.cache_clear()
     scenario, subject, strategy = _loaded(path, said)
@@ -99,8 +99,8 @@ def campaign(
         allowed = "one process with exhaustive, where runs follow from those before"
         raise ScenarioError(unusable(key, value, allowed))
     check_on(on)
-    starts = range(0, runs, CHUNK)
-    chunks = [(said, start, min(start + CHUNK, runs)) for start in starts]
+    starts = range(0, runs, _CHUNK)
+    chunks = [(said, start, min(start + _CHUNK, runs)) for start in starts]
     about = {**identity(path, scenario), **wanted, "runs": runs, "format": FORMAT}
     kept: Any = nullcontext((None, {}))
     if folder is not None:

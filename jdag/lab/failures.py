@@ -27,7 +27,7 @@ from jdag.settings.validation import COUNT, PATH, converted
 from jdag.sim.untimed import Step
 
 FORMAT = 3
-SHOWN_MAX = 4
+_SHOWN_MAX = 4
 OTHER_BITS = (
     "the steps are those that were saved, but the digest differs: values or messages "
     "in the trace are others now"
@@ -78,8 +78,8 @@ class Failure:
             said = [f"{step} waits until nothing else can happen" for step in self.held]
             where += f", but {', '.join(said)}"
         elif off:
-            said = [f"at step {n}: {self.picked(n)}" for n in off[:SHOWN_MAX]]
-            more = f" and {len(off) - SHOWN_MAX} more" if len(off) > SHOWN_MAX else ""
+            said = [f"at step {n}: {self.picked(n)}" for n in off[:_SHOWN_MAX]]
+            more = f" and {len(off) - _SHOWN_MAX} more" if len(off) > _SHOWN_MAX else ""
             where += f" but {', '.join(said)}{more}"
         return f"run {self.run}: {self.why} ({where})"
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-CHUNK = 256  # Settings at a time: their times stay in the cache.
+_CHUNK = 256  # Settings at a time: their times stay in the cache.
 
 
 class MaxPlus:
@@ -143,4 +143,4 @@ class MaxPlus:
 
 def _chunks(values: Any, count: int) -> list[Any]:
     flat = np.asarray(values, np.float64).reshape(-1, count)
-    return [flat[at : at + CHUNK] for at in range(0, len(flat), CHUNK)]
+    return [flat[at : at + _CHUNK] for at in range(0, len(flat), _CHUNK)]

@@ -84,11 +84,11 @@ def predict(
             allowed = "no faults in a scenario whose steps are predicted"
             raise ScenarioError(unusable("faults[0].kind", kind, allowed))
         try:
-            found = simulated(load(path, changes={**changes, "values": "abstract"}))
+            found = _simulated(load(path, changes={**changes, "values": "abstract"}))
         except ScenarioError:
             raise
         except Exception:  # It looks at values.
-            found = simulated(scenario)
+            found = _simulated(scenario)
         if not found[0]:
             allowed = "a file of costs, or None if links or devices take time"
             raise ScenarioError(unusable("costs", settings.costs, allowed))
@@ -97,7 +97,7 @@ def predict(
         )
 
 
-def simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
+def _simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
     """Simulate the second step of a scenario: its time, busy shares, activations."""
     case, settings = scenario.case, scenario.settings
     with configured(settings), closing(Virtual(settings)) as driver:

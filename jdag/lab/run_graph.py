@@ -25,7 +25,7 @@ _FRAMES = ("send", "resend", "ack")
 # Messages of these kinds are ordered with no others on their link, or with all.
 _FREE = ("Reading", "Hop", "Stepped")
 _BARRIER = ("Assign", "Forget", "Step", "Settle")
-Link = tuple[str, str]
+_Link = tuple[str, str]
 
 
 class Cost(NamedTuple):
@@ -40,7 +40,7 @@ class Cost(NamedTuple):
     nbytes: int = 0
 
 
-FREE = Cost()
+_NO_COST = Cost()
 
 
 def job_named(key: Sequence[str]) -> str:
@@ -80,13 +80,13 @@ class RunGraph:
         self.costs: dict[tuple[str, str, str], int] = {}
         self.free: dict[tuple[str, str, str], None] = {}
         self._between: dict[tuple[str, str, str], None] = {}  # No listed job came yet.
-        self.links: dict[Link, None] = {}
+        self.links: dict[_Link, None] = {}
         self._window_ns = window_ns
         self._at: list[int] = []  # The node of each record.
         self._records: list[Record] = []
-        self._left: dict[Link, int] = {}  # Where the last value has left.
+        self._left: dict[_Link, int] = {}  # Where the last value has left.
         self._carried: dict[int, int] = {}  # By send, where its values have left.
-        self._lanes: dict[Link, dict[str, int]] = {}
+        self._lanes: dict[_Link, dict[str, int]] = {}
         self._devices: dict[str, _Device] = {}
         self._asked: dict[tuple[str, str, Any], list[int]] = {}
         # Of jobs, and arrivals of values in steps of plans, since the last pass ended.
@@ -98,7 +98,7 @@ class RunGraph:
         ] = {}  # Passes of which a job has begun.
         self._readings: list[int] = []  # Since a program went on by values it read.
         # By link, the nodes of its messages in their order, with their records.
-        self.sent: dict[Link, list[tuple[int, int]]] = {}
+        self.sent: dict[_Link, list[tuple[int, int]]] = {}
         self._since: dict[str, int] = {}  # By worker, jobs since the last pass ended.
         # The same by context: whether one of them was of a pass.
         self._followed: dict[str, dict[str, bool]] = {}
@@ -120,7 +120,7 @@ class RunGraph:
         return node
 
     def _waits(self, records: Any) -> list[tuple[int, Cost]]:
-        return [(self._at[index], FREE) for index in records]
+        return [(self._at[index], _NO_COST) for index in records]
 
     def _event(self, record: Record) -> int:
         """An issue, or a record that nothing waits for."""
@@ -134,12 +134,12 @@ class RunGraph:
     def _resume(self, record: Record) -> int:
         waits = self._waits(record.causes)
         if record.named["event"] in ("Differentiated", "Stepping"):  # All is done.
-            waits += [(node, FREE) for node in self._pass_ends]
+            waits += [(node, _NO_COST) for node in self._pass_ends]
             self._pass_ends.clear()
             self._since.clear()
             self._followed.clear()
         elif record.named["event"] == "Fetched":
-            waits += [(node, FREE) for node in self._readings]
+            waits += [(node, _NO_COST) for node in self._readings]
             self._readings.clear()
         return self._node(*waits)
 
@@ -149,9 +149,9 @@ class RunGraph:
         waits = self._waits(causes)
         if said["message"] == "Primal":  # It was asked for by a Ship, or here.
             of = worker, said["context"], said["path"]
-            waits += [(node, FREE) for node in self._asked.get(of, ())]
+            waits += [(node, _NO_COST) for node in self._asked.get(of, ())]
         if said["message"] == "End":  # Of the pass, when all of it is done.
-            waits += [(node, FREE) for node in self._pass_ends]
+            waits += [(node, _NO_COST) for node in self._pass_ends]
         if said["payload_bytes"]:
             self._check_order(record, causes)
         node = self._node(*waits)
@@ -199,13 +199,13 @@ class RunGraph:
             waits.append((self._carried[sent], Cost("latency", link)))
         lanes, kind = self._lanes.setdefault(link, {}), said["message"]
         if kind in _BARRIER:
-            waits += [(node, FREE) for node in lanes.values()]
+            waits += [(node, _NO_COST) for node in lanes.values()]
         elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
             before = lanes.get(said["context"], lanes.get("all"))
-            waits += [] if before is None else [(before, FREE)]
+            waits += [] if before is None else [(before, _NO_COST)]
         of = record.worker, *_pass(said)
         if kind == "Answer":
-            waits += [(self._answers[of], FREE)] if of in self._answers else []
+            waits += [(self._answers[of], _NO_COST)] if of in self._answers else []
         node = self._node(*waits)
         if kind == "Answer":
             self._answers[of] = node
@@ -228,7 +228,7 @@ class RunGraph:
         waits = self._waits(record.causes)
         path = said["path"] if said["job"] == "forward" else said["number"]
         of = worker, said["context"], path
-        waits += [(node, FREE) for node in self._asked.get(of, ())]
+        waits += [(node, _NO_COST) for node in self._asked.get(of, ())]
         if not said["action"]:
             return self._unlisted(record, waits)
         self._check_turn(record)
@@ -236,9 +236,9 @@ class RunGraph:
         if said["number"]:
             self._running[_pass(said)] = None
         if not device.starts and device.end >= 0:
-            waits.append((device.end, FREE))
+            waits.append((device.end, _NO_COST))
         if device.starts:  # Two that run as one begin at once.
-            waits.append((self._at[device.starts[0]], FREE))
+            waits.append((self._at[device.starts[0]], _NO_COST))
         node = self._node(*waits)
         if self._is_within(record):
             self.starts.append(node)
@@ -291,7 +291,7 @@ class RunGraph:
         if not said["action"]:
             if start in self._loose:
                 self._loose[record.index] = None
-            return self._node((self._at[start], FREE))
+            return self._node((self._at[start], _NO_COST))
         device = self._devices[worker]
         if start in device.starts:  # The first of those that end at once.
             node = self._at[device.starts[-1]]

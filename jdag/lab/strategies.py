@@ -22,8 +22,10 @@ from jdag.sim.untimed import Step
 
 Pick = Callable[[tuple[Step, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
-DEPTH_MAX = 100  # Bugs of even ten steps are hardly found; the bound is a whole number.
-_DEPTH = Annotated[int, Meta(ge=1, le=DEPTH_MAX)]
+_DEPTH_MAX = (
+    100  # Bugs of even ten steps are hardly found; the bound is a whole number.
+)
+_DEPTH = Annotated[int, Meta(ge=1, le=_DEPTH_MAX)]
 # Dependent on steps of all workers: a return enters each engine, and a crash may happen
 # as long as any other step may.
 EVERYWHERE = ("crash", "rejoin")

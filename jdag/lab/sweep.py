@@ -160,7 +160,7 @@ def _cell(value: Any) -> Any:
     return float(value) if isinstance(value, Fraction) else value
 
 
-def attempt(path: Path, request: Sequence[Any]) -> dict[str, Any]:
+def _attempt(path: Path, request: Sequence[Any]) -> dict[str, Any]:
     """Return the row of a run, or the text of the error that refuses it.
 
     The request has the run's changes and, to re-time it, those of the first such run.
@@ -256,7 +256,7 @@ def _played(
     missing = {at: each for at, each in enumerate(requests) if at not in done}
     # What is re-timed from one run is together.
     wanted = dict(sorted(missing.items(), key=lambda run: json.dumps(run[1][1])))
-    with closing(replies(attempt, path, wanted, jobs, on)) as played:
+    with closing(replies(_attempt, path, wanted, jobs, on)) as played:
         for at, reply in played:
             changes, _ = requests[at]
             if "error" in reply:

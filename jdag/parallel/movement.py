@@ -214,7 +214,7 @@ def rows_of(
                 f"{leaf} is {aval_of(arrays[index])}, a scalar, which has no rows to "
                 "be cut into chunks"
             )
-        along(which, ranks[index], leaf)
+        _along(which, ranks[index], leaf)
         raise JdagError(
             f"{leaf} has {count} rows along dim {dim}, and leaf {_array_path(tree, 0)} "
             f"has {counts[0]}; the numbers must be equal"
@@ -231,7 +231,7 @@ def whole(dim: SupportsIndex, what: str) -> int:
         raise JdagError(f"{what}: dim = {dim!r}: allowed is an int") from None
 
 
-def along(dim: int, ndim: int, what: str) -> int:
+def _along(dim: int, ndim: int, what: str) -> int:
     """Return a dimension counted from the start."""
     if not -ndim <= dim < ndim:
         raise JdagError(
@@ -255,7 +255,7 @@ def check_joined(parts: Sequence[Any], dim: int, what: str) -> None:
     """Raise JdagError unless arrays, or their abstract values, can be joined."""
     first = parts[0]
     rank = len(first.shape)
-    where = along(dim, rank, what) if rank else 0
+    where = _along(dim, rank, what) if rank else 0
     for number, part in enumerate(parts):
         rests = [
             (*one.shape[:where], *one.shape[where + 1 :], len(one.shape))

@@ -32,7 +32,7 @@ from jdag.errors import JdagError, WorkerLost
 from jdag.parallel.devices import device_of, distinct
 from jdag.parallel.waiting import DEADLINE_S, Waiting
 
-AXIS = "processes"
+_AXIS = "processes"
 PLATFORMS_MAX = 8
 
 # Names and values that must be equal on all processes before a collective.
@@ -87,7 +87,7 @@ class ProcessGroup:
         for device in jax.devices(platform):
             firsts.setdefault(device.process_index, device)
         devices = [firsts[number] for number in range(jax.process_count())]
-        mesh, spec = Mesh(np.array(devices), (AXIS,)), PartitionSpec(AXIS)
+        mesh, spec = Mesh(np.array(devices), (_AXIS,)), PartitionSpec(_AXIS)
         self._place = firsts[jax.process_index()]
         self._sharding = NamedSharding(mesh, spec)
         same: Any = {"in_specs": spec, "out_specs": PartitionSpec(), "check_vma": False}
@@ -254,7 +254,7 @@ def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str,
 
 
 def _gathered(part: Any) -> Any:
-    return jax.lax.all_gather(part[0], AXIS)
+    return jax.lax.all_gather(part[0], _AXIS)
 
 
 @jax.jit
@@ -269,7 +269,7 @@ def _total(arrays: Sequence[Any]) -> list[Any]:
     for dtype in dict.fromkeys([array.dtype for array in arrays]):
         indices = [n for n, array in enumerate(arrays) if array.dtype == dtype]
         flat, unravel = ravel_pytree([arrays[index] for index in indices])
-        totals = unravel(jax.lax.psum(flat, AXIS))
+        totals = unravel(jax.lax.psum(flat, _AXIS))
         for index, total in zip(indices, totals, strict=True):
             found[index] = total[0]
     return found

@@ -41,7 +41,7 @@ from jdag.parallel.movement import added, check_joined
 from jdag.parallel.processes import numbered, replace
 from jdag.parallel.task import Task
 
-AXIS = "replicas"  # The axis name if the caller gives none.
+_AXIS = "replicas"  # The axis name if the caller gives none.
 PROGRAMS_MAX = 512
 
 
@@ -51,7 +51,7 @@ def in_one_program(task: Task) -> Any:
     The task's chunks have equal sizes, or it has an axis name.
     """
     dim, shared, arrays = task.dim, task.shared, task.call.arrays
-    mesh = Mesh(np.array(task.devices), (task.axis_name or AXIS,))
+    mesh = Mesh(np.array(task.devices), (task.axis_name or _AXIS,))
     real, padded = sum(task.sizes), max(task.everywhere or task.sizes) * mesh.size
     spread = [n for n, one in enumerate(tracked_of(arrays[:shared])) if one]
     given = list(cuttable(arrays, list(map(home_of, arrays))))

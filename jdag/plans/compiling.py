@@ -59,7 +59,7 @@ from jdag.plans.recording import (
 from jdag.runtime.failures import exception_of
 from jdag.training.optimizer import Optimizer
 
-KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
+_KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
 
 
 def compile(
@@ -245,7 +245,7 @@ class CompiledStep:
             plan.leaves = first
             self._plans[key] = plan
         if None not in types and given.size == len(flat):
-            if len(self._known) >= KNOWN_MAX:
+            if len(self._known) >= _KNOWN_MAX:
                 self._known.clear()
             self._known[known] = plan, tuple(inputs)
         self._last = plan

@@ -6,7 +6,7 @@ from jdag.compute.cutting import Cut, Piece
 from jdag.context.graph import Edge, Graph, Vertex
 from jdag.engine.protocol import LeafId, Worker, named
 
-NAMES_MAX = 4  # Functions of a segment that are named.
+_NAMES_MAX = 4  # Functions of a segment that are named.
 _OF = {"vjp": "vjp of ", "input_grad": "I of ", "weight_grad": "W of "}
 _SEGMENTS = ("segment", "worker", "level", "nodes", "functions")
 _HOPS = ("from", "to", "for segments", "values", "bytes")
@@ -96,7 +96,7 @@ def _said(piece: Piece) -> str:
     )
     tag, action = piece.segment.tag, piece.segment.action
     acts = f"{tag.stage}{action}{tag.micro_batch} " if tag else ""
-    shown, more = list(names)[:NAMES_MAX], len(names) - NAMES_MAX
+    shown, more = list(names)[:_NAMES_MAX], len(names) - _NAMES_MAX
     text = ", ".join(shown) + f" and {more} more" * (more > 0)
     return acts + text + " (update)" * piece.update if piece.nodes else "sends leaves"
 

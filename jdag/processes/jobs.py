@@ -54,7 +54,7 @@ KNOWN_MAX = 1_024  # Each keeps its executables alive.
 RECENT_MAX = 256  # Durations of one computation that are kept.
 _RUNS = 2  # Runs on the thread before the time of a computation is trusted.
 
-Tell = Callable[[Computed], object]
+_Tell = Callable[[Computed], object]
 
 
 class Times:
@@ -136,7 +136,7 @@ class Jobs:
         worker: str,
         machine: Machine,
         loop: Loop,
-        tell: Tell,
+        tell: _Tell,
         steps: Sequence[Step] = (),
         recording: Recording | None = None,
     ) -> None:

@@ -23,7 +23,7 @@ from jdag.runtime.merging import Part, Sample, merged, sampled
 from jdag.runtime.recorder import NO_CAUSE, Recorder, said
 from jdag.runtime.trace import FIELDS, Trace, row_of
 
-ROWS_MAX = 4096  # Of one answer.
+_ROWS_MAX = 4096  # Of one answer.
 ANSWER_S = 10.0  # A node that does not answer for so long has no more rows.
 EXCHANGES = 8  # To sample a clock; the shortest one counts.
 
@@ -108,7 +108,7 @@ class Recording:
 
     def rows(self, start: int) -> dict[str, Any]:
         """Return the next rows as JSON, how many there are, and why if not all."""
-        stop = min(start + ROWS_MAX, len(self.trace))
+        stop = min(start + _ROWS_MAX, len(self.trace))
         found = [self.trace[index] for index in range(start, stop)]
         rows = [(one.time_ns, one.kind, one.detail, one.causes) for one in found]
         return {"rows": rows, "of": len(self.trace), "full": self.full}

@@ -40,7 +40,7 @@ KINDS = {
 IDLE = "#eef0f2"
 _ACTIONS = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
 _MESSAGES = {"Cotangent": "cotangent", "Hop": "hop"}
-MARKS = {"drop": "a frame was dropped", "crash": "it crashed"}
+_MARKS = {"drop": "a frame was dropped", "crash": "it crashed"}
 _PARTS = re.compile(r"(\d+)([FIWB])(\d+)")
 
 
@@ -81,7 +81,7 @@ def gantt_of(
         if one.payload_bytes:
             said = f"{one.name} to {one.peer}, {one.payload_bytes:,} bytes"
             add(one, _MESSAGES.get(one.name, "primal"), _STRIP, "", said)
-    marks = [m for m in inside.marks if m.kind in MARKS and m.worker in rows]
+    marks = [m for m in inside.marks if m.kind in _MARKS and m.worker in rows]
     for mark in marks:
         rows[mark.worker]["marks"].append([mark.at_ns - first_ns, mark.kind])
     present = {bar[2] for row in rows.values() for bar in row["bars"]}
@@ -96,7 +96,7 @@ def gantt_of(
         "idle": IDLE,
         "lanes": lanes,
         "kinds": {kind: of for kind, of in KINDS.items() if kind in present},
-        "marks": {kind: of for kind, of in MARKS.items() if kind in occurred},
+        "marks": {kind: of for kind, of in _MARKS.items() if kind in occurred},
         "texts": [*texts],
         "rows": [*rows.values()],
     }

@@ -23,7 +23,7 @@ class Expectation(Struct):
     met: bool
 
 
-class Result(Struct):
+class _Result(Struct):
     """The contents of `result.json`; each figure is also a key of its own."""
 
     name: str
@@ -64,7 +64,7 @@ def read_result(folder: Path) -> Mapping[str, Any]:
     """
     found = json_of(folder / RESULT)
     try:
-        known = convert(found, Result)
+        known = convert(found, _Result)
     except ValidationError as error:
         said, _, place = str(error).partition(" - at `$")
         key = f"{place[1:-1]} in " if place[1:] else ""

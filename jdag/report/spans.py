@@ -24,7 +24,7 @@ class SpanMark(NamedTuple):
     at_ns: int
 
 
-MARKS = ("drop", "resend", "duplicate", "crash", "lost")
+_MARKS = ("drop", "resend", "duplicate", "crash", "lost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ def spans_of(trace: Trace) -> Spans:
             transfers.append(one)
     marks: list[SpanMark] = []
     for record in trace:
-        if record.kind in MARKS:
+        if record.kind in _MARKS:
             said = record.named
             peer = said.get("peer", said.get("destination", ""))
             marks.append(SpanMark(record.worker, record.kind, peer, record.time_ns))

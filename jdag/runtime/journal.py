@@ -47,7 +47,7 @@ from jdag.errors import ScenarioError, reason, repr_of
 from jdag.runtime.recorder import HAS
 from jdag.runtime.versions import version_of
 
-FORMAT = 2
+_FORMAT = 2
 SUFFIX = ".journal"
 END, FULL = "end", "full"
 BYTES_MAX = 1 << 30
@@ -200,7 +200,7 @@ class Entries:
 def head_of(worker: str, workers: Sequence[str], program: str) -> dict[str, Any]:
     """Return what the first line of a journal says."""
     names = [*workers]
-    made = {"format": FORMAT, "jdag": version_of("jdag"), "program": program}
+    made = {"format": _FORMAT, "jdag": version_of("jdag"), "program": program}
     return {**made, "worker": worker, "workers": names}
 
 

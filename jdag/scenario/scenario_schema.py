@@ -148,12 +148,12 @@ class ScenarioTable(Settings, frozen=True, kw_only=True):
         return ScenarioError(unusable("program", self.program, allowed))
 
 
-Made = TypeVar("Made", bound=Settings)
+_Made = TypeVar("_Made", bound=Settings)
 
 
 def _made(
-    kind: type[Made], key: str, table: Mapping[str, Any], /, **own: Any
-) -> tuple[Made, Any]:
+    kind: type[_Made], key: str, table: Mapping[str, Any], /, **own: Any
+) -> tuple[_Made, Any]:
     """Return what a table describes, and the table.
 
     Args:

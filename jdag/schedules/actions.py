@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jdag.errors import ScheduleError, repr_of, unusable
 
-KINDS = ("F", "B", "I", "W")
+_KINDS = ("F", "B", "I", "W")
 OVERLAP = "OVERLAP_F_B"
 
 # What has been done, with stage and micro-batch. B gives what I gives: the cotangents
@@ -41,8 +41,8 @@ class Action:
     micro_batch: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            allowed = f"one of {', '.join(KINDS)}"
+        if self.kind not in _KINDS:
+            allowed = f"one of {', '.join(_KINDS)}"
             raise ScheduleError(unusable("kind", self.kind, allowed))
         for key in ("stage", "micro_batch"):
             value = getattr(self, key)

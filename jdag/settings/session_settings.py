@@ -37,13 +37,13 @@ WORKERS = Annotated[Sequence[str], reads(_workers, _WORKERS)]
 _SCHEDULE = Meta(description="a jdag.schedules.Schedule, or None")
 
 
-class Named(Settings, frozen=True):
+class _Named(Settings, frozen=True):
     """Of workers: their names, the first of which may be given without its key."""
 
     workers: WORKERS
 
 
-class RunSettings(Named, frozen=True, kw_only=True):
+class RunSettings(_Named, frozen=True, kw_only=True):
     """What programs run by, whatever the driver; `jdag.launch` describes it."""
 
     nesting_max: NESTING = NESTING_MAX

@@ -31,8 +31,8 @@ from msgspec.structs import FieldInfo, fields, force_setattr
 from jdag.errors import ScenarioError, meant, unusable
 
 P = ParamSpec("P")
-Made = TypeVar("Made", bound="Settings")
-Result = TypeVar("Result")
+_Made = TypeVar("_Made", bound="Settings")
+_Result = TypeVar("_Result")
 
 _SHOWN_MAX = 10  # Of values that are wrong.
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
@@ -130,7 +130,7 @@ class Settings(Struct, frozen=True):
 fields_of: Callable[[type[Settings]], tuple[FieldInfo, ...]] = cache(fields)
 
 
-def decoded(kind: type[Made], table: Any, key: str = "", /, **given: Any) -> Made:
+def decoded(kind: type[_Made], table: Any, key: str = "", /, **given: Any) -> _Made:
     """Return the settings that a table describes.
 
     Args:
@@ -169,7 +169,7 @@ def under(key: str) -> Iterator[None]:
         raise ScenarioError(*[f"{prefix}{each}" for each in error.args]) from None
 
 
-def part(kind: type[Made], *others: Struct, **own: Any) -> Made:
+def part(kind: type[_Made], *others: Struct, **own: Any) -> _Made:
     """Return settings of which others have some, by their names; `own` goes before."""
     found = {
         name: getattr(other, name)
@@ -355,17 +355,17 @@ def _words(base: Any, metas: Sequence[Meta]) -> str:
 
 def takes(
     kind: Callable[P, Settings],
-) -> Callable[[Callable[[Any], Result]], Callable[P, Result]]:
+) -> Callable[[Callable[[Any], _Result]], Callable[P, _Result]]:
     """Have a function take the fields of settings as its arguments.
 
     The function itself receives the settings, checked.
     """
 
-    def taking(function: Callable[[Any], Result]) -> Callable[P, Result]:
+    def taking(function: Callable[[Any], _Result]) -> Callable[P, _Result]:
         names = [field.name for field in fields_of(kind)]  # type: ignore[arg-type]
 
         @wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> Result:
+        def call(*args: P.args, **kwargs: P.kwargs) -> _Result:
             for name in kwargs:
                 if name not in names:
                     said = f"{function.__name__} has no setting {name}: allowed is one"

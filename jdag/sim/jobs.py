@@ -39,7 +39,7 @@ _OF_PAIRS = (Forward, Vjp, VjpWeights)
 _Ready = tuple[Any, int, int]  # A job, the record that asked for it, and when it did.
 
 
-class Device:
+class _Device:
     """A device of one incarnation of the worker `name`, and the jobs ready for it.
 
     It is `busy` while a job runs or it is about to choose one; `finish` is the record
@@ -68,7 +68,7 @@ class Jobs:
         self._env = env
         self._timeline = env.timeline
         self.models = models(env.settings.devices, env.workers)
-        self._devices: dict[tuple[Worker, str | None], Device] = {}
+        self._devices: dict[tuple[Worker, str | None], _Device] = {}
         schedule = env.settings.schedule
         self._steps: Mapping[str, Sequence[Step]] = schedule.lists if schedule else {}
         # By worker, pair and action, as far as jobs have asked for them.
@@ -88,16 +88,16 @@ class Jobs:
         device.ready.add(job, (job, cause, self._timeline.now_ns))
         self._choose(host, device)
 
-    def _device(self, host: WorkerRuntime, name: str | None) -> Device:
+    def _device(self, host: WorkerRuntime, name: str | None) -> _Device:
         device = self._devices.get((host.worker, name))
         if device is None:
             worker = named(host.worker)
             steps = () if name is not None else self._steps.get(worker, ())
-            device = Device(worker, name, self._env.chooser, steps)
+            device = _Device(worker, name, self._env.chooser, steps)
             self._devices[host.worker, name] = device
         return device
 
-    def _choose(self, host: WorkerRuntime, device: Device) -> None:
+    def _choose(self, host: WorkerRuntime, device: _Device) -> None:
         """Have a device that is free choose a job, after the other events of now."""
         if not device.busy and len(device.ready):
             device.busy = True
@@ -126,7 +126,7 @@ class Jobs:
         for where in [of for of in self._devices if worker in (None, of[0])]:
             del self._devices[where]
 
-    def _begin(self, host: WorkerRuntime, device: Device) -> None:
+    def _begin(self, host: WorkerRuntime, device: _Device) -> None:
         device.busy = False
         found = device.ready.take() if host.alive else ()
         if not found:
@@ -181,7 +181,7 @@ class Jobs:
         return (cost_ns,)
 
     def _finish(
-        self, host: WorkerRuntime, device: Device, computed: list[Computed]
+        self, host: WorkerRuntime, device: _Device, computed: list[Computed]
     ) -> None:
         """The jobs that a device ran as one have ended."""
         device.busy = False

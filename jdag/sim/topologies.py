@@ -32,7 +32,7 @@ from jdag.settings.validation import (
 )
 from jdag.sim.network import Hop, LinkModel, Network
 
-KINDS = ("ring", "switch", "fully_connected", "tree")
+_KINDS = ("ring", "switch", "fully_connected", "tree")
 _PLAIN = "a LinkModel, and no LogGP: its overheads are those of end points"
 
 
@@ -47,7 +47,7 @@ class Dimension(Settings, frozen=True):
         ScenarioError: names the value that is unusable and what is allowed.
     """
 
-    kind: Annotated[str, one_of(*KINDS)]
+    kind: Annotated[str, one_of(*_KINDS)]
     size: COUNT
     link: Annotated[LinkModel, where(lambda link: type(link) is LinkModel, _PLAIN)]
     arity: Annotated[int, Meta(ge=2)] = 2

@@ -56,7 +56,7 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class Parcel(Struct, frozen=True):
+class _Parcel(Struct, frozen=True):
     """One message with its values.
 
     `said` is what a trace tells of it, if there is one. `wire_bytes` travel in its
@@ -262,7 +262,7 @@ class SimTransport:
             detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
             record = recorder.note("send", worker, detail, causes)
             end.passed(record, value_bytes)
-        parcel = Parcel(
+        parcel = _Parcel(
             message, what, arrays, frame_bytes, record, value_bytes, whole_ns
         )
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
@@ -279,7 +279,7 @@ class SimTransport:
         if not (self._hosts[end.worker].alive and end.open):
             return
         before = link.duplicates
-        parcels: tuple[Parcel, ...] = link.receive(frame, self._timeline.now_ns)
+        parcels: tuple[_Parcel, ...] = link.receive(frame, self._timeline.now_ns)
         if frame.sequence:
             end.heard = sent
             if link.duplicates != before:
@@ -293,7 +293,7 @@ class SimTransport:
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _hand_on(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
+    def _hand_on(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
         host = self._hosts[end.worker]
         for parcel in parcels:
             if host.alive:  # It may have crashed over the message before.
@@ -304,7 +304,7 @@ class SimTransport:
 
     def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
         """Receive frames with acknowledgements as if these had left as one message."""
-        parcels: list[Parcel] = []
+        parcels: list[_Parcel] = []
         end = actions[0][1]
         if not end.open:
             return
@@ -320,7 +320,7 @@ class SimTransport:
         if end.link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _split(self, end: LinkEnd, parcels: Sequence[Parcel], sent: int) -> None:
+    def _split(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
         """Hand on messages that came over a control lane, as their values allow."""
         now_ns = self._timeline.now_ns
         for parcel in parcels:
@@ -329,7 +329,7 @@ class SimTransport:
             if whole_ns > now_ns:
                 self._timeline.push(whole_ns, EVENT, (self.completed, end, parcel))
 
-    def completed(self, end: LinkEnd, parcel: Parcel) -> None:
+    def completed(self, end: LinkEnd, parcel: _Parcel) -> None:
         """Receive the last of a message's values at an end."""
         if self._hosts[end.worker].alive and end.open:
             self._hand_on(end, end.order.completed(parcel), parcel.record)
@@ -375,7 +375,7 @@ class SimTransport:
         """Send a frame without a new message: a resend or an acknowledgement."""
         value_bytes = 0
         if frame.sequence:
-            parcel: Parcel = frame.payload
+            parcel: _Parcel = frame.payload
             wire_bytes, value_bytes = parcel.wire_bytes, parcel.value_bytes
             kind, causes = "resend", [parcel.record]
             detail: tuple[Any, ...] = (end.peer, *parcel.said, wire_bytes)

@@ -73,7 +73,7 @@ class Step(NamedTuple):
         return " ".join(filter(None, [self.kind, self.of, "on", where]))
 
 
-MAIN = "main"
+_MAIN = "main"
 _SOON = (EVENT, BEGIN)
 Chain = tuple[str, ...]
 # The sequence, which is unique; the step; among those that wait, the index of the job
@@ -157,7 +157,7 @@ class UntimedTimeline(Timeline):
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
-        self._main: _Due = (0, Step(MAIN, home), 0, [], ())
+        self._main: _Due = (0, Step(_MAIN, home), 0, [], ())
         # By chain, what is due now, in its order; and the first of each, as queued.
         self._chains: dict[Chain, deque[_Due]] = {}
         self._heads: list[_Due] = []

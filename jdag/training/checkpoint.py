@@ -34,12 +34,12 @@ from jdag.training.checkpoint_file import (
     write,
 )
 
-SUFFIX = ".safetensors"
+_SUFFIX = ".safetensors"
 
 FilePath = str | os.PathLike[str]
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """One leaf of the pytree of a part."""
 
     part: str
@@ -84,7 +84,7 @@ def load(
     optimizers = _optimizers(parts)
     counts = {name: 0 for name in optimizers if name in described}
     parts = {**parts, **counts}
-    entries += [Entry(name, "", 0) for name in counts]
+    entries += [_Entry(name, "", 0) for name in counts]
     _compare(where, described, entries, parts)
     of = {(part, one.path): one for part in parts for one in described[part]}
     found = [of[entry.part, entry.path] for entry in entries]
@@ -130,7 +130,7 @@ def _ready(
         raise JdagError(f"{said}: pip install 'jdag[safetensors]'") from error
     where = os.path.expanduser(path)
     try:
-        where = os.path.realpath(where if where.endswith(SUFFIX) else where + SUFFIX)
+        where = os.path.realpath(where if where.endswith(_SUFFIX) else where + _SUFFIX)
     except ValueError as error:
         raise JdagError(f"{what}, {where!r}: {reason(error)}") from error
     return Path(where), safetensors
@@ -165,7 +165,7 @@ def _optimizers(parts: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part}.steps": h for part, h in parts.items() if _tree(h) is not h}
 
 
-def _entries(assignments: Assignments, parts: Mapping[str, Any]) -> list[Entry]:
+def _entries(assignments: Assignments, parts: Mapping[str, Any]) -> list[_Entry]:
     """Return the leaves of all parts; raise JdagError for a ref that is no leaf."""
     entries = []
     for part, held in parts.items():
@@ -173,11 +173,11 @@ def _entries(assignments: Assignments, parts: Mapping[str, Any]) -> list[Entry]:
         for path, leaf in zip(paths(tree), flatten(tree)[0], strict=True):
             if is_ref(leaf):
                 assignments.leaf(leaf)
-            entries.append(Entry(part, path, leaf))
+            entries.append(_Entry(part, path, leaf))
     return entries
 
 
-def _described(entry: Entry, beside: bool) -> Saved:
+def _described(entry: _Entry, beside: bool) -> Saved:
     """Return the description of a value; its type is known before it is fetched.
 
     A static is a mistake where there is nothing else `beside` it.
@@ -203,7 +203,7 @@ def _described(entry: Entry, beside: bool) -> Saved:
 
 
 def _values(
-    assignments: Assignments, entries: Sequence[Entry]
+    assignments: Assignments, entries: Sequence[_Entry]
 ) -> list[Callable[[], Any]]:
     """Return for each entry what gives its value, of a leaf the version of now.
 
@@ -217,7 +217,7 @@ def _values(
         rest = iter(refs)
     kept = [next(rest) if is_ref(entry.value) else None for entry in entries]
 
-    def value_of(entry: Entry, ref: Ref | None) -> Any:
+    def value_of(entry: _Entry, ref: Ref | None) -> Any:
         value = entry.value if ref is None else assignments.state.read([ref])[0]
         if isinstance(value, Failure):
             error = exception_of(value)
@@ -230,7 +230,7 @@ def _values(
 def _compare(
     where: Path,
     described: Mapping[str, Sequence[Saved]],
-    entries: Sequence[Entry],
+    entries: Sequence[_Entry],
     parts: Iterable[str],
 ) -> None:
     """Raise where what was saved has another structure than what is asked for."""
@@ -255,7 +255,7 @@ def _called(paths: Iterable[str]) -> str:
 
 
 def _restored(
-    assignments: Assignments, where: Path, entry: Entry, saved: Saved, file: Any
+    assignments: Assignments, where: Path, entry: _Entry, saved: Saved, file: Any
 ) -> Any:
     """Return a value as it was saved, bit by bit; JdagError if it does not fit."""
     value = entry.value
@@ -277,7 +277,7 @@ def _restored(
     return kind(array) if kind in NUMBERS.values() else array
 
 
-def _wanted(entry: Entry, saved: Saved) -> str:
+def _wanted(entry: _Entry, saved: Saved) -> str:
     """Return what has to be saved for this place, in the words of `Saved`."""
     value = entry.value
     if not isinstance(value, str):

@@ -28,7 +28,7 @@ from jdag.compute.avals import KEYS
 from jdag.compute.pytrees import NUMBERS as NUMBER_TYPES
 from jdag.engine.arrays import DTYPES
 
-FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
+_FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
 NUMBERS = {kind.__name__: kind for kind in NUMBER_TYPES}
 ARRAY, STATIC = "array", "static"
 # The names in the format of the dtypes that all of its readers have.
@@ -133,7 +133,7 @@ def is_mine(file: IO[bytes], name: Path) -> bool:
 def _header(parts: Parts) -> bytes:
     """Return what precedes the arrays; digests do not change how long it is."""
     text = msgspec.json.encode(parts).decode()
-    metadata = {"jdag": FORMAT, "digest": _digest(text.encode()), "parts": text}
+    metadata = {"jdag": _FORMAT, "digest": _digest(text.encode()), "parts": text}
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for part, leaves in parts.items():
@@ -181,8 +181,8 @@ def read_parts(file: Any) -> dict[str, list[Saved]]:
         ValueError: it is not as jdag wrote it.
     """
     metadata = {"jdag": "none", **(file.metadata() or {})}
-    if metadata["jdag"] != FORMAT:
-        raise ValueError(f"its format of jdag is {metadata['jdag']}, not {FORMAT}")
+    if metadata["jdag"] != _FORMAT:
+        raise ValueError(f"its format of jdag is {metadata['jdag']}, not {_FORMAT}")
     text = metadata["parts"]
     if metadata["digest"] != _digest(text.encode()):
         raise ValueError("its description has another digest than when it was saved")

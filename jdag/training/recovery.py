@@ -35,7 +35,7 @@ from jdag.errors import (
 )
 from jdag.runtime.worker_runtime import ProgramPort
 
-Copies = tuple[Ref, ...]
+_Copies = tuple[Ref, ...]
 TIMEOUT_S = 60.0
 
 
@@ -142,7 +142,7 @@ class Recovery:
         """
         refs = list(map(self._state.leaf_ref, self._dirty))
         near = zip(self._dirty, self._kept(refs), strict=True)
-        made: dict[Leaf, Copies] = {leaf: (copy,) for leaf, copy in near}
+        made: dict[Leaf, _Copies] = {leaf: (copy,) for leaf, copy in near}
         far: dict[str, list[Ref]] = {}
         for ref in refs:
             if (peer := self._peer(ref.owner)) is not None:
@@ -250,7 +250,7 @@ class Recovery:
         self._restore(sources)
         return lacking
 
-    def _source(self, leaf: Leaf, copies: Copies) -> Ref:
+    def _source(self, leaf: Leaf, copies: _Copies) -> Ref:
         """A copy of a leaf that is left, on its own worker if there is one.
 
         Raises:

@@ -29,7 +29,7 @@ class Known(Protocol):
     workers: set[Worker]
 
 
-Check = Callable[[Any, Known], None]
+_Check = Callable[[Any, Known], None]
 
 
 _encode = Encoder().encode
@@ -93,11 +93,11 @@ def _owner(context: ContextId, known: Known) -> None:
 
 # What msgspec cannot check as it decodes: that whom a message names is there. An engine
 # may use a name long after the message came, when nobody can be blamed any more.
-CHECKS: dict[Any, Check] = {Worker: _worker, ContextId: _owner}
+CHECKS: dict[Any, _Check] = {Worker: _worker, ContextId: _owner}
 
 
 @cache
-def check_of(kind: Any) -> Check:
+def check_of(kind: Any) -> _Check:
     """The check for a type: raises ProtocolError for values that are not allowed."""
     if kind in CHECKS:
         return CHECKS[kind]
@@ -108,7 +108,7 @@ def check_of(kind: Any) -> Check:
         return _of_union({get_origin(part) or part: check_of(part) for part in parts})
     if origin is tuple and parts[1:] == (...,):
         return _of_each(check_of(parts[0]))
-    found: list[tuple[Callable[[Any], Any], Check]] = []
+    found: list[tuple[Callable[[Any], Any], _Check]] = []
     if origin is tuple:
         found = [(itemgetter(at), check_of(part)) for at, part in enumerate(parts)]
     elif isinstance(kind, type) and issubclass(kind, Struct):
@@ -122,7 +122,7 @@ def _nothing(value: Any, known: Known) -> None:
     """The check of types that allow every value."""
 
 
-def _of_parts(checks: list[tuple[Callable[[Any], Any], Check]]) -> Check:
+def _of_parts(checks: list[tuple[Callable[[Any], Any], _Check]]) -> _Check:
     """The check of a value by its parts, each with a getter."""
     if not checks:
         return _nothing
@@ -137,7 +137,7 @@ def _of_parts(checks: list[tuple[Callable[[Any], Any], Check]]) -> Check:
     return check_parts
 
 
-def _of_union(checks: dict[Any, Check]) -> Check:
+def _of_union(checks: dict[Any, _Check]) -> _Check:
     is_optional = len(checks) == 2 and type(None) in checks
     checks = {part: check for part, check in checks.items() if check is not _nothing}
     if not checks:
@@ -154,7 +154,7 @@ def _of_union(checks: dict[Any, Check]) -> Check:
     return check_one if checks else _nothing
 
 
-def _of_each(check: Check) -> Check:
+def _of_each(check: _Check) -> _Check:
     def check_each(values: tuple[Any, ...], known: Known) -> None:
         for value in values:
             check(value, known)

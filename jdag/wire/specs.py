@@ -41,7 +41,7 @@ from jdag.wire.trees import (
     pack,
 )
 
-Device = Name | None
+_Device = Name | None
 
 
 class DevicePlacement(Record):
@@ -50,9 +50,9 @@ class DevicePlacement(Record):
     None is the default device; in place of a tuple, for all of them.
     """
 
-    device: Device = None
-    in_devices: Several[Device] | None = None
-    out_devices: Several[Device] | None = None
+    device: _Device = None
+    in_devices: Several[_Device] | None = None
+    out_devices: Several[_Device] | None = None
 
 
 class Body(Record):

@@ -74,8 +74,8 @@ _twice: list[None] = []  # One for each `jdag.hvp` that runs.
 _WIDEST = AllImported((MAIN,), load=False)  # What any launch could allow.
 
 Definitions = tuple[Definition, ...]
-Modules = tuple[str, ...]
-Known = tuple[bytes, Definitions]  # A spec, and what is to be defined before.
+_Modules = tuple[str, ...]
+_Known = tuple[bytes, Definitions]  # A spec, and what is to be defined before.
 Written = TypeVar("Written", Call, Assignment)
 
 
@@ -83,12 +83,12 @@ class FunctionEncoder:
     """Encodes the functions of one process; used by several threads."""
 
     def __init__(self) -> None:
-        self._specs: WeakKeyDictionary[Any, dict[Any, Known]] = WeakKeyDictionary()
+        self._specs: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
         # What `prepare` has just found, `outgoing` asks for next.
-        self._last: tuple[Any, Modules, Known] = (None, (), (b"", ()))
+        self._last: tuple[Any, _Modules, _Known] = (None, (), (b"", ()))
 
-    def spec_for(self, pair: Any, allowed_there: Modules, *at: str) -> Known:
+    def spec_for(self, pair: Any, allowed_there: _Modules, *at: str) -> _Known:
         """Return the spec of a pair for a worker, and what is to be defined there.
 
         `at` has worker and call site, for errors.
@@ -113,7 +113,7 @@ class FunctionEncoder:
         return known
 
     def prepare(
-        self, event: Event, here: Worker, allowed_on: Callable[[Worker], Modules]
+        self, event: Event, here: Worker, allowed_on: Callable[[Worker], _Modules]
     ) -> None:
         """Make ready what an event of a program on the worker `here` will send.
 
@@ -133,7 +133,7 @@ class FunctionEncoder:
                 check_size(event.function, "is given", event.arguments)
 
     def outgoing(
-        self, message: Message, allowed_there: Modules
+        self, message: Message, allowed_there: _Modules
     ) -> tuple[Message, Definitions]:
         """Return a message as it is written for a worker, and what is to precede it.
 
@@ -156,21 +156,21 @@ class FunctionEncoder:
                 return message, ()
 
     def _written(
-        self, one: Written, allowed_there: Modules
+        self, one: Written, allowed_there: _Modules
     ) -> tuple[Written, Definitions]:
         if one.function is None:
             return one, ()
         spec, needed = self._known(one.function, allowed_there)
         return replace(one, function=spec), needed
 
-    def _known(self, pair: Any, allowed_there: Modules) -> Known:
+    def _known(self, pair: Any, allowed_there: _Modules) -> _Known:
         try:
             return self.spec_for(pair, allowed_there)
         except JdagError:
             return spec_of(pair), ()
 
     def _with_segments(
-        self, message: Prepare, allowed_there: Modules
+        self, message: Prepare, allowed_there: _Modules
     ) -> tuple[Prepare, Definitions]:
         segments, needed = [], dict[Definition, None]()
         for one in message.segments:
@@ -181,7 +181,7 @@ class FunctionEncoder:
         return replace(message, segments=tuple(segments)), tuple(needed)
 
     def _with_specs(
-        self, arguments: Any, modules: Modules, *at: str
+        self, arguments: Any, modules: _Modules, *at: str
     ) -> tuple[Any, Definitions]:
         leaves, treedef = flatten(arguments)
         needed: list[Definition] = []
@@ -192,7 +192,7 @@ class FunctionEncoder:
                 needed.extend(definitions)
         return unflatten(treedef, leaves), tuple(dict.fromkeys(needed))
 
-    def _spec(self, pair: Any, modules: Modules, at: Sequence[str]) -> Known:
+    def _spec(self, pair: Any, modules: _Modules, at: Sequence[str]) -> _Known:
         if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
             return spec_of(pair), (pair.source.definition,)
         # The script is imported only for what goes no other way.
@@ -220,7 +220,7 @@ class FunctionEncoder:
         return exported_spec(pair, definition.digest), (definition,)
 
 
-def _named(pair: Any, modules: Modules) -> tuple[Known | None, str]:
+def _named(pair: Any, modules: _Modules) -> tuple[_Known | None, str]:
     """Return what names a pair where these are allowed; or None, and why it cannot."""
     try:
         _check_named(pair, Allowed(modules, load=False))

@@ -2,7 +2,7 @@
 
 During imports a signal ends the process at once. In a command it raises
 KeyboardInterrupt, once, so that `with` and `finally` clean up. A callback may swallow
-that, and a computation in C delays it: then a thread ends the process `GRACE_S` later.
+that, and a computation in C delays it: then a thread ends the process `_GRACE_S` later.
 Only built-in modules are imported here, so that handlers are in place soon.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     import _signal as signal  # `signal` makes enums of its numbers, which takes 10 ms.
 
-GRACE_S = 3.0
+_GRACE_S = 3.0
 _SAID: dict[int, str] = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 _SHOW_CURSOR = b"\x1b[?25h\n"  # A progress bar hides it.
 _MAIN, _LEAVING = _thread.get_ident(), _thread.allocate_lock()
@@ -112,7 +112,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 def _watch(came: int) -> None:
     while (number := os.read(came, 1)[0]) not in _SAID:
         continue
-    time.sleep(GRACE_S)
+    time.sleep(_GRACE_S)
     leave(_State.number or number)
 
 

@@ -20,7 +20,7 @@ from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import ScenarioError, reason, spelled, unusable
 from jdag.settings.validation import converted, reads
 
-MAIN = "main"
+_MAIN = "main"
 _HEAD = "# Made by jdag up --slurm"
 _NEEDED = ("token", "ca.pem", "host.pem", "host.key")
 _FILES = """token_file = "token"
@@ -124,7 +124,7 @@ def write_cluster_file(
     hosts = read("SLURM_STEP_NODELIST SLURM_JOB_NODELIST", _HOSTS_READ)
     first = read("SLURM_JOB_NODELIST", _HOSTS_READ)[0]
     on_hosts = read(_COUNTS, _TASKS_READ)
-    names = workers or [MAIN, *[f"w{number}" for number in range(count)]]
+    names = workers or [_MAIN, *[f"w{number}" for number in range(count)]]
     if len(names) != count + 1 or len(dict.fromkeys(names)) != len(names):
         allowed = f"main and a name for each of the {count} tasks, none twice"
         raise ScenarioError(unusable("--workers", ",".join(names), allowed))

@@ -54,7 +54,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path}
 
 
-def run(options: WorkerOptions, watch: Watch) -> None:
+def _run(options: WorkerOptions, watch: Watch) -> None:
     """Serve as a worker until the process is to stop.
 
     Raises:
@@ -109,7 +109,7 @@ def main(watch: Watch) -> NoReturn:
         if options.cores:
             os.sched_setaffinity(0, options.cores)
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
-        run(options, watch)
+        _run(options, watch)
     except JdagError as error:
         watch.say({"failed": str(error)})
         sys.stderr.write(f"jdag: {error}\n")

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from functools import cache
 from typing import Any, TypeVar
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _lock = threading.Lock()
 
 
@@ -31,7 +31,7 @@ def _loop_of(process: int) -> asyncio.AbstractEventLoop:
     return made
 
 
-def wait_for(coroutine: Coroutine[Any, Any, Result]) -> Result:
+def wait_for(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """Run a coroutine on the loop from another thread; return its result."""
     running = asyncio.run_coroutine_threadsafe(coroutine, loop())
     try:

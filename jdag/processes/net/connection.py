@@ -62,7 +62,7 @@ from jdag.wire.messages import Codec
 
 LAST_READS_MAX = 64
 OUT_BYTES = 512 * 1024  # Chunks are cut only while less than this waits to be sent.
-VIEWS_MAX = 64  # Handed over in one system call.
+_VIEWS_MAX = 64  # Handed over in one system call.
 JOINED_BYTES = 2048  # A smaller frame is copied together, to be one view.
 FRAMES_MAX = 1 << 16  # Unacknowledged at once.
 # This much data is acknowledged at once. Smaller amounts that contain large values are
@@ -283,7 +283,7 @@ class Connection:
             return
         parcel = Parcel(kind, views, nbytes)
         unacknowledged = self.numbers.unacknowledged
-        full = len(self._out) >= VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
+        full = len(self._out) >= _VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
         if full or self._queue or self.stream is None:
             self._queue.append(parcel)
             self.waiting_bytes += FRAME_BYTES + nbytes
@@ -334,7 +334,7 @@ class Connection:
                     self._fill()
                 if not out:
                     break
-                taken = stream.send(list(islice(out, VIEWS_MAX)))
+                taken = stream.send(list(islice(out, _VIEWS_MAX)))
                 self.waiting_bytes -= taken
                 while taken:  # Bounded by the views passed to `send`.
                     view = out[0]
@@ -358,7 +358,7 @@ class Connection:
     def _fill(self) -> None:
         bulk, queue, numbers = self.bulk, self._queue, self.numbers
         local = self.stream is not None and self.stream.local
-        while len(self._out) < VIEWS_MAX and len(numbers.unacknowledged) < FRAMES_MAX:
+        while len(self._out) < _VIEWS_MAX and len(numbers.unacknowledged) < FRAMES_MAX:
             if queue:
                 parcel = queue.popleft()
                 self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.

@@ -55,7 +55,7 @@ VISITORS_MAX = 64
 _REST_S = 0.2
 
 _log = logging.getLogger(__name__)
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 
 Pairs = Callable[[], Iterable[Pair]]
@@ -324,7 +324,7 @@ async def _write(stream: Stream, data: bytes) -> None:
     await _when(stream, stream.flush, select.POLLOUT)
 
 
-async def _when(stream: Stream, do: Callable[[], Result], event: int) -> Result:
+async def _when(stream: Stream, do: Callable[[], _Result], event: int) -> _Result:
     """Do it as soon as it does not block: when the stream can be read, or written."""
     while True:
         try:

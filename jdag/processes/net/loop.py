@@ -4,7 +4,7 @@ Engine, connections, values and sockets of a node are touched by one thread at a
 the one that holds the loop lock. Three kinds of threads take it: the user's, for the
 moment in which it tells the engine something, or for as long as it waits, when it
 drives the loop itself; threads of programs, alike; and the background thread, which
-drives when no other thread has for `GRACE_S`, and gives way as soon as one wants to.
+drives when no other thread has for `_GRACE_S`, and gives way as soon as one wants to.
 
 A turn is: what sockets have, then what was posted, then what is due, then `flush`.
 Before it blocks, a driving thread may poll again and again for a short while.
@@ -33,7 +33,7 @@ from msgspec import Struct
 
 from jdag.errors import JdagError
 
-GRACE_S = 0.002  # The background drives after so long without a driver.
+_GRACE_S = 0.002  # The background drives after so long without a driver.
 YIELD_S = 0.000_05
 # Longer than most answers take. A thread that blocks instead wakes late and with cold
 # caches, which doubles the time of what it does next.
@@ -42,7 +42,7 @@ CROWDED_NS = 100_000  # A yield that takes longer means that the core is contend
 REST_NS = 20_000_000
 BLOCK_MAX_NS = 10**9
 
-Call = Callable[[], object]
+_Call = Callable[[], object]
 Handler = Callable[[int], object]
 READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
@@ -52,7 +52,7 @@ clock_ns = time.monotonic_ns
 class Timer(Struct):
     """A call due at some time, unless cancelled."""
 
-    call: Call | None
+    call: _Call | None
 
     def cancel(self) -> None:
         """Cancel the call; no effect once it was made."""
@@ -62,7 +62,7 @@ class Timer(Struct):
 class Loop:
     """Sockets, timers and the loop lock; `flush` ends each turn that was `dirty`."""
 
-    def __init__(self, flush: Call) -> None:
+    def __init__(self, flush: _Call) -> None:
         self._process = os.getpid()
         self._flush = flush
         self._epoll = select.epoll()
@@ -73,7 +73,7 @@ class Loop:
         self._epoll.register(self._waker, READ)
         self._timers: list[tuple[int, int, Timer]] = []
         self._numbers = count()
-        self._posted: deque[Call] = deque()
+        self._posted: deque[_Call] = deque()
         # `post` for a thread with the lock: no thread has to be woken.
         self.soon = self._posted.append
         self._lock = threading.Lock()
@@ -109,13 +109,13 @@ class Loop:
         del self._handlers[fd]
         self._epoll.unregister(fd)
 
-    def at(self, when_ns: int, call: Call) -> Timer:
+    def at(self, when_ns: int, call: _Call) -> Timer:
         """Schedule a call at a time of `clock_ns`, or as soon as possible after it."""
         timer = Timer(call)
         heappush(self._timers, (when_ns, next(self._numbers), timer))
         return timer
 
-    def post(self, call: Call) -> None:
+    def post(self, call: _Call) -> None:
         """Have the driving thread make a call; from any thread."""
         self._posted.append(call)
         self._wake()
@@ -230,7 +230,7 @@ class Loop:
         self._sleeping.append(sleeper)
         try:
             if not done() and (self._wanted or self._lock.locked()):
-                sleeper.wait(GRACE_S * 5)
+                sleeper.wait(_GRACE_S * 5)
         finally:
             self._sleeping.remove(sleeper)
 
@@ -247,7 +247,7 @@ class Loop:
         """Drive whenever no other thread does, until `stop`."""
         while not self.closed and not self._stopped.is_set():
             seen = self._turns
-            self._stopped.wait(GRACE_S)
+            self._stopped.wait(_GRACE_S)
             if self._wanted or not self._lock.acquire(blocking=False):
                 continue
             self._holder = threading.get_ident()
@@ -339,7 +339,7 @@ class Loop:
 
     # ------------------------------------------------------------------ signals
 
-    def guard_signals(self) -> Call:
+    def guard_signals(self) -> _Call:
         """Defer SIGINT while the lock is held; return a function that undoes this.
 
         Has an effect only on the main thread.

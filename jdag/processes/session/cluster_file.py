@@ -55,7 +55,7 @@ from jdag.settings.validation import (
 
 GONE_CARRIER = "no such key: sockets carry all data, gRPC is the control plane"
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
-DEADLINE_S = 10.0
+_DEADLINE_S = 10.0
 READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
 EVENTS_MAX = 1_000_000
@@ -97,7 +97,7 @@ class SessionSettings(RunSettings, frozen=True, kw_only=True):
     `jdag.launch` describes it.
     """
 
-    deadline_s: WAIT_S = DEADLINE_S
+    deadline_s: WAIT_S = _DEADLINE_S
     trace: bool = False
     events_max: COUNT = EVENTS_MAX
     journal: Annotated[Any, where(is_path, "the path of a folder")] | None = None
@@ -130,7 +130,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     ]
     tls: TlsTable | None = None
     token_file: TEXT | None = None
-    deadline_s: WAIT_S = DEADLINE_S
+    deadline_s: WAIT_S = _DEADLINE_S
     # So long `jdag up` and `connect` wait for workers that start.
     ready_s: WAIT_S = READY_S
     # Of one value: none that is larger leaves a worker, or has memory taken for it.

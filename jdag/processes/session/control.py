@@ -59,7 +59,7 @@ _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 Kind = TypeVar("Kind")
 Answers = Mapping[type[Request], Callable[[Any], Mapping[str, Any]]]
-Context = Any
+_Context = Any
 
 _OPTIONS = (
     ("grpc.max_receive_message_length", BODY_BYTES_MAX + 64),
@@ -171,7 +171,7 @@ class ControlServer:
         self,
         answer: Callable[[bytes, Names], bytes],
         messages: AsyncIterator[bytes],
-        context: Context,
+        context: _Context,
     ) -> bytes:
         metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
         theirs = str(metadata.get(VERSION, ""))
@@ -193,9 +193,9 @@ class ControlServer:
 
 
 async def _guarded(
-    serve: Callable[[AsyncIterator[bytes], Context], Awaitable[Any]],
+    serve: Callable[[AsyncIterator[bytes], _Context], Awaitable[Any]],
     messages: AsyncIterator[bytes],
-    context: Context,
+    context: _Context,
 ) -> Any:
     try:
         return await serve(messages, context)

@@ -14,12 +14,12 @@ from jdag.processes.session.cluster_file import SessionSettings
 from jdag.schedules import from_csv
 from jdag.settings.validation import decoded
 
-Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
-Text = Annotated[str, Meta(max_length=4096)]
+_Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
+_Text = Annotated[str, Meta(max_length=4096)]
 LISTS_MAX = 1 << 19
 Incarnation = Annotated[int, Meta(ge=0, lt=1 << 32)]
-Modules = Annotated[tuple[Text, ...], Meta(max_length=4096)]
-Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
+_Modules = Annotated[tuple[_Text, ...], Meta(max_length=4096)]
+_Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
 class Listed(Struct, frozen=True, forbid_unknown_fields=True):
     """A schedule of pipelines: its workers, and the CSV of their lists."""
 
-    workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
+    workers: Annotated[tuple[_Name, ...], Meta(max_length=WORKERS_MAX)]
     csv: Annotated[str, Meta(max_length=LISTS_MAX)]
 
 
@@ -50,19 +50,19 @@ class AttachWorker(Request, frozen=True):
     as CSV. `watched`, `program`: see `jdag.processes.session.session_info.SessionInfo`.
     """
 
-    token: Text
+    token: _Text
     secret: Annotated[str, Meta(min_length=16, max_length=4096)]
-    secrets: Annotated[dict[Name, Text], Meta(max_length=WORKERS_MAX)]
-    main: Name
-    worker: Name
+    secrets: Annotated[dict[_Name, _Text], Meta(max_length=WORKERS_MAX)]
+    main: _Name
+    worker: _Name
     settings: Annotated[dict[str, Any], Meta(max_length=64)]
-    incarnations: Annotated[dict[Name, Incarnation], Meta(max_length=WORKERS_MAX)]
-    allow: Modules
-    handshake: Handshake
-    control: Text = ""
+    incarnations: Annotated[dict[_Name, Incarnation], Meta(max_length=WORKERS_MAX)]
+    allow: _Modules
+    handshake: _Handshake
+    control: _Text = ""
     watched: bool = False
     schedule: Listed | None = None
-    program: Text = ""
+    program: _Text = ""
 
     def session_settings(self) -> SessionSettings:
         """Return the settings of the session; JdagError if one is unusable."""
@@ -76,16 +76,16 @@ class WorkerAddress(Struct, frozen=True, forbid_unknown_fields=True):
     """Which process a name stands for, where it is reached, and what it allows."""
 
     incarnation: Incarnation
-    data: Text
-    allow: Modules
+    data: _Text
+    allow: _Modules
 
 
 class Mesh(Request, frozen=True):
     """Register these peers, and dial some; answered when all are connected."""
 
-    secret: Text
-    peers: Annotated[dict[Name, WorkerAddress], Meta(max_length=WORKERS_MAX)]
-    dial: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)]
+    secret: _Text
+    peers: Annotated[dict[_Name, WorkerAddress], Meta(max_length=WORKERS_MAX)]
+    dial: Annotated[tuple[_Name, ...], Meta(max_length=WORKERS_MAX)]
 
 
 class Peer(Request, frozen=True):
@@ -94,22 +94,22 @@ class Peer(Request, frozen=True):
     By `shared` the two know each other.
     """
 
-    secret: Text
-    shared: Text
-    worker: Name
+    secret: _Text
+    shared: _Text
+    worker: _Name
     whereabouts: WorkerAddress
 
 
 class Detach(Request, frozen=True):
     """End the session."""
 
-    secret: Text
+    secret: _Text
 
 
 class Info(Request, frozen=True):
     """Return what this process is and does."""
 
-    token: Text
+    token: _Text
 
 
 class Health(Request, frozen=True):
@@ -119,6 +119,6 @@ class Health(Request, frozen=True):
 class WorkerAttached(Struct, frozen=True):
     """Answer to AttachWorker: where the worker is dialled, what it says of itself."""
 
-    data: Text
-    allow: Modules
-    handshake: Handshake
+    data: _Text
+    allow: _Modules
+    handshake: _Handshake

@@ -68,7 +68,7 @@ def test_a_sweep_prints_its_counts_and_files_and_the_second_call_runs_nothing(
     assert out.splitlines()[-2:] == ["6 runs: 6 met", "runs/mine-sweep/sweep.csv"]
     before = Path("runs/mine-sweep/sweep.csv").read_bytes()
     assert before.count(b"\n") == 7
-    monkeypatch.setattr("jdag.lab.sweep.attempt", None)
+    monkeypatch.setattr("jdag.lab.sweep._attempt", None)
     code, out, _ = sweep(written(tmp_path), *options)
     assert code == 0 and "6/6" in out
     assert Path("runs/mine-sweep/sweep.csv").read_bytes() == before
