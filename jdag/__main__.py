@@ -8,7 +8,7 @@ def main() -> None:
     signals.handle()
     from jdag.cli.commands import main as command  # noqa: PLC0415 - It imports JAX.
 
-    signals.run(command)
+    signals.run_command(command)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ SHOWN_MAX = 1000  # Characters of a value.
 SAID_MAX = 1 << 16  # Characters of an exception's text, and of its frames.
 
 
-def cut(text: str, most: int) -> str:
+def abridged(text: str, most: int) -> str:
     """Shorten a text to its two ends, and the number of characters left out."""
     half = most // 2
     if len(text) <= most:
@@ -43,7 +43,7 @@ def meant(name: str, names: Iterable[str]) -> str:
 def repr_of(value: object) -> str:
     """The repr of a value, at most `SHOWN_MAX` characters; its kind if it has none."""
     try:
-        return cut(repr(value), 80 if type(value) is int else SHOWN_MAX)
+        return abridged(repr(value), 80 if type(value) is int else SHOWN_MAX)
     except Exception:  # Of an int of 4,300 digits, of deep data, of a user's class.
         return kind_of(value)
 
@@ -51,7 +51,7 @@ def repr_of(value: object) -> str:
 def text_of(error: BaseException) -> str:
     """Return the text of an exception, also if its `__str__` fails."""
     try:
-        return cut(str(error), SAID_MAX)
+        return abridged(str(error), SAID_MAX)
     except (Exception, SystemExit) as failure:
         return f"its __str__ raises {type(failure).__name__}"
 

@@ -21,7 +21,7 @@ import jax
 from jdag.lab.exploration import Report, exploration, sound
 from jdag.lab.strategies import FAULTS, PCT, RandomWalk
 from jdag.lab.subject import Subject
-from jdag.testing.drawn import FUNCTIONS, Call, Program
+from jdag.testing.drawn import FUNCTIONS, DrawnCall, Program
 from paper.figures import RESULTS, machine
 
 ORDERS = 50
@@ -37,7 +37,7 @@ def drawn(number: int) -> Program:
     calls = []
     for at in range(rng.randint(1, 8)):
         given = rng.randrange(len(leaves) + at), rng.randrange(len(leaves) + at)
-        calls.append(Call(rng.choice(workers), rng.choice([*FUNCTIONS]), given))
+        calls.append(DrawnCall(rng.choice(workers), rng.choice([*FUNCTIONS]), given))
     terms, passes = rng.randint(1, len(calls)), rng.randint(1, 2)
     return Program(workers, leaves, tuple(calls), terms, passes)
 

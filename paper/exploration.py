@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from jdag.lab.exploration import sound
-from jdag.lab.failures import failure_of
-from jdag.lab.strategies import PCT, parsed
+from jdag.lab.failures import run_failure
+from jdag.lab.strategies import PCT, parsed_strategy
 from jdag.lab.subject import Subject
 from paper.figures import RESULTS, machine
 from paper.planted import BUGS, Bug
@@ -43,17 +43,17 @@ def rates(program: str, runs: int) -> dict[str, Any]:
     planted = PROGRAMS[program]
     subject = Subject(planted.program, [*planted.workers], "real", planted.faults)
     first = subject.first()
-    if failure_of(subject, first, sound, 0) is not None:
+    if run_failure(subject, first, sound, 0) is not None:
         return {"error": "the run of first choices is wrong, too"}
     found: dict[str, Any] = {"picks": len(first.steps)}
     for name in STRATEGIES:
-        strategy: Any = parsed(name)
+        strategy: Any = parsed_strategy(name)
         strategy.planned(len(first.choices))
         wrong = []
         for run in range(runs):
             played = subject.play(strategy.begin(run))
             strategy.ended(len(played.choices))
-            if failure_of(subject, played, sound, run) is not None:
+            if run_failure(subject, played, sound, run) is not None:
                 wrong.append(run)
         least = strategy.runs_per_bug if isinstance(strategy, PCT) else None
         found[name] = {"runs": runs, "wrong": wrong, "bound": least}

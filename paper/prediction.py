@@ -30,7 +30,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
-from jdag.lab.calibration import WARM, Steps, measured, probe
+from jdag.lab.calibration import WARM, CaseSteps, measured, probe
 from jdag.lab.prediction import predict
 from jdag.scenario import load
 from jdag.scenario.costs import written
@@ -147,7 +147,7 @@ def costs_of(setting: Setting, folder: Path, links: list[Any], load_of: Load) ->
     driver = driver_of(scenario.settings, "rpc", device=None)
     with closing(driver):
         cluster = driver.cluster(0, clean=True)
-        steps = Steps(scenario.case, cluster)
+        steps = CaseSteps(scenario.case, cluster)
         burst = partial(measured, steps, cluster, BURST)
         devices = load_of.calm([burst] * BURSTS)[0][1]
         if not links:
@@ -167,7 +167,7 @@ def row_of(setting: Setting, file: Path, costs: Path, load_of: Load) -> Row:
     scenario = load(file)
     driver = driver_of(scenario.settings, "rpc", device=None)
     with closing(driver):
-        steps = Steps(scenario.case, driver.cluster(0, clean=True))
+        steps = CaseSteps(scenario.case, driver.cluster(0, clean=True))
         for _ in range(WARM):
             steps.step()
         bursts = [lambda: [steps.step().ns for _ in range(BURST)]] * BURSTS

@@ -21,7 +21,7 @@ from jdag.engine.functions import call_site, is_program, name_of, program, remot
 from jdag.engine.protocol import ContextId, named
 from jdag.errors import ContextError, JdagError, WorkerLost, repr_of
 from jdag.runtime.worker_runtime import ProgramPort
-from jdag.training.checkpoint import FilePath, load, save
+from jdag.training.checkpoint import FilePath, load_checkpoint, save
 from jdag.training.recovery import Recoverable
 
 CONTEXTS_MAX = (1 << 48) - 1
@@ -467,7 +467,7 @@ class Cluster(Collectives, Copying, Recoverable):
             WorkerLost: the owner of a leaf is gone.
         """
         self._check("cluster.load")
-        loaded = load(self._assignments, path, parts)
+        loaded = load_checkpoint(self._assignments, path, parts)
         self._reassigned()
         return loaded
 

@@ -15,7 +15,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from jdag.collectives import replicas
-from jdag.collectives.collective_matcher import Call, CollectiveMatcher, failure
+from jdag.collectives.collective_matcher import (
+    CollectiveCall,
+    CollectiveMatcher,
+    failure,
+)
 from jdag.collectives.routes import How
 from jdag.compute.pytrees import flatten, flatten_refs, paths, unflatten
 from jdag.compute.refs import RefData, is_ref
@@ -108,7 +112,7 @@ class Collectives:
         frame.check(what)
         try:
             given = ctx.workers if among is None else among
-            names = replicas.checked(what, given, how, frame.state.place)
+            names = replicas.checked_workers(what, given, how, frame.state.place)
         except JdagError as error:
             raise CollectiveError(str(error)) from None
         if kind != "barrier" and root in (None, ctx.here):
@@ -170,11 +174,11 @@ class Coordinator:
         if isinstance(asked, JdagError):
             return {name: f"the main program cannot read what {name!r} gives: {asked}"}
         kind, among, how, root, site, data = asked
-        frame, calls = self._frame, dict[str, Call]()
+        frame, calls = self._frame, dict[str, CollectiveCall]()
         kept = [leaf for leaf in flatten(data)[0] if type(leaf) is RefData]
         holds = {one.key: Hold(frame.loose, one.key, one.owner) for one in kept}
         tree = frame.bound(data, holds)
-        call = Call(f"cluster.{kind}, called at {site}", (), {}, tree)
+        call = CollectiveCall(f"cluster.{kind}, called at {site}", (), {}, tree)
         try:
             names = self._group(name, among, root)
             agreed = _agreed(tree, {"the call": kind, "how": how, "root": root})
@@ -200,7 +204,7 @@ class Coordinator:
         return names
 
     def _issued(
-        self, kind: str, calls: Mapping[str, Call], how: How, root: str
+        self, kind: str, calls: Mapping[str, CollectiveCall], how: How, root: str
     ) -> Mapping[str, Any]:
         ctx, check = self._ctx, self._frame.state.place
         trees = {member: call.given for member, call in calls.items()}

@@ -32,22 +32,21 @@ from jdag.processes.launch.launch import LOGS, Launch, is_here
 from jdag.processes.launch.main_session import Session, SessionPlan
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.shared_secrets import fresh_secret
-from jdag.processes.net.tls import Tls
-from jdag.processes.net.tls import load as load_tls
+from jdag.processes.net.tls import Tls, load_tls
 from jdag.processes.node import MakeNode, Node
 from jdag.processes.session.cluster_file import (
     ALLOW,
     DEVICE,
-    EVENTS_MAX,
     FILE,
     READY_S,
+    TRACE_EVENTS_MAX,
     WAIT_S,
     SessionSettings,
     WorkerOptions,
-    load,
+    load_cluster_file,
 )
 from jdag.processes.session.session_info import SessionInfo
-from jdag.runtime.journal import BYTES_MAX, SUFFIX, read_journals
+from jdag.runtime.journal import JOURNAL_BYTES_MAX, SUFFIX, read_journals
 from jdag.settings.validation import (
     COUNT,
     Settings,
@@ -91,7 +90,7 @@ class ConnectSettings(_FileOf, frozen=True, kw_only=True):
     name: Any
     recover: bool = False
     trace: bool = False
-    events_max: COUNT = EVENTS_MAX
+    events_max: COUNT = TRACE_EVENTS_MAX
 
 
 @takes(SimSettings)
@@ -235,7 +234,7 @@ def _launched(asked: LaunchSettings) -> Cluster:
             allowed = "a new folder, or an empty one: this one has journals of a run"
             raise ScenarioError(unusable("journal", asked.journal, allowed))
         settings = replace(settings, journal=folder)
-    elif asked.journal_bytes != BYTES_MAX:
+    elif asked.journal_bytes != JOURNAL_BYTES_MAX:
         allowed = "a number beside journal=, a folder"
         raise ScenarioError(unusable("journal_bytes", asked.journal_bytes, allowed))
     share_gpu(asked.device)
@@ -311,7 +310,7 @@ def connect(asked: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
     refuse_import("jdag.connect")
     refuse_unusable("jdag.connect")
     path, name = asked.path, asked.name
-    file = load(Path(path))
+    file = load_cluster_file(Path(path))
     mine = file.worker(name)
     tls = None if file.tls_files is None else load_tls(*file.tls_files)
     settings = part(SessionSettings, file, asked, workers=file.names)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jdag.api.cotangent_hooks import CotangentHooks
 from jdag.collectives import oracle_replicas as plain
 from jdag.compute.avals import aval_of, frozen
-from jdag.compute.devices import parsed
+from jdag.compute.devices import parsed_place
 from jdag.compute.pytrees import (
     Split,
     argument_numbers,
@@ -84,7 +84,7 @@ class OracleRun:
             raise JdagError(
                 f"the worker comes first, as its name: {what}('a', ...), not {place!r}"
             )
-        return parsed(place)
+        return parsed_place(place)
 
     def read(self, refs: Sequence[Ref]) -> list[Any]:
         """Return the values, in a second run those that the first one read."""

@@ -19,7 +19,7 @@ from jdag.compute.pytrees import (
 )
 from jdag.compute.refs import is_ref
 from jdag.context.context import Context
-from jdag.context.refs import Ref, read
+from jdag.context.refs import Ref, read_refs
 from jdag.context.roots import checked_roots
 from jdag.errors import JdagError, RootError, no_arrays, repr_of
 
@@ -179,15 +179,17 @@ def fetched(
     others, treedef = flatten(returned, what="what the program returned")
     forms = [flatten_refs(tree, is_ref) for tree in trees]
     wanted = [gradients.get(ref) for refs, _ in forms for ref in refs]
-    values = iter(read([*others, *wanted]))
+    values = iter(read_refs([*others, *wanted]))
     data = unflatten(treedef, [primal_of(next(values)) for _ in others])
     return data, tuple(
-        unflatten(form.bare, [filled(part(next(values)), ref) for ref in refs])
+        unflatten(
+            form.bare, [gradient_or_zeros(part(next(values)), ref) for ref in refs]
+        )
         for refs, form in forms
     )
 
 
-def filled(gradient: Any, leaf: Any) -> Any:
+def gradient_or_zeros(gradient: Any, leaf: Any) -> Any:
     """Return what was fetched of a leaf's gradient, zeros if there is none."""
     if gradient is not None:
         return gradient

@@ -59,8 +59,7 @@ from jdag.report.result import RESULT, TRACE, read_result
 from jdag.runtime.trace import read_trace
 from jdag.runtime.versions import version_of
 from jdag.scenario import Scenario, load
-from jdag.scenario.driving import BY_WORKER, driver_of
-from jdag.scenario.driving import Driver as Driving
+from jdag.scenario.driving import BY_WORKER, CaseDriver, driver_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 from jdag.settings.toml_files import wrong
 
@@ -165,7 +164,9 @@ def _files_of(folder: Path) -> list[str]:
     return [*_WRITTEN, *[name for name in traces if _FORMATTED.fullmatch(name)]]
 
 
-def _played(scenario: Scenario, console: Console, driving: Driving) -> ScenarioResult:
+def _played(
+    scenario: Scenario, console: Console, driving: CaseDriver
+) -> ScenarioResult:
     """Run, with a progress bar."""
     columns = (
         TextColumn("{task.description}"),

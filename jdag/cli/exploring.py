@@ -20,10 +20,10 @@ from jdag.lab.campaign import campaign
 from jdag.lab.exploration import Report
 from jdag.lab.failures import (
     OTHER_BITS,
-    failure_of,
     has_other_bits,
     read_failure,
     replayed,
+    run_failure,
     said_of,
 )
 from jdag.lab.places import at, check_is_here
@@ -205,7 +205,7 @@ def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
             assert run is not None
             is_other = has_other_bits(held, subject, run)
             with raising_nothing(own, "property"):
-                found = property and failure_of(subject, played, property, held["run"])
+                found = property and run_failure(subject, played, property, held["run"])
         for line in _timeline(held, played):
             typer.echo(line)
         if is_other:

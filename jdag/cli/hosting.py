@@ -26,7 +26,7 @@ from jdag.processes.session.cluster_file import (
     ClusterSettings,
     WorkerOptions,
     is_device,
-    load,
+    load_cluster_file,
 )
 
 # The import path of the node factory; worker processes look it up by name.
@@ -70,7 +70,7 @@ def worker(file: _File, *, name: _Name, device: _Device = None) -> None:
     Exit codes: 0 it was stopped, and had finished; 2 bad input, or it cannot start.
     """
     with errors_in_one_line():
-        settings = load(file)
+        settings = load_cluster_file(file)
         settings.make_token()
         options = options_of(settings, name, device)
     sys.stdout.flush()
@@ -107,7 +107,7 @@ def up(
         elif workers is not None:
             allowed = "only with --slurm; a file names its workers itself"
             raise ScenarioError(unusable("--workers", workers, allowed))
-        settings = load(file)
+        settings = load_cluster_file(file)
         settings.make_token()
         options = [
             options_of(settings, name, None)

@@ -15,7 +15,7 @@ from jdag.errors import spelled
 from jdag.report import GRAPH, GRAPH_DOT
 from jdag.scenario import Scenario
 from jdag.scenario.scenario_schema import devices_of
-from jdag.sim.devices import FREE
+from jdag.sim.devices import FREE_DEVICE
 
 Functions = Annotated[
     bool, typer.Option("--functions", help="Print names and costs of functions.")
@@ -34,7 +34,7 @@ def print_functions(console: Console, scenario: Scenario, cluster: Any) -> None:
     models = devices_of(scenario.settings) or {}
     rows: dict[tuple[str, str], list[str]] = {}
     for worker, name, typed in ran:
-        model = models.get(worker, FREE)
+        model = models.get(worker, FREE_DEVICE)
         costs = [str([*model.functions[one]]) for one in model.entries(name, typed)]
         cost = costs[0] if costs else "none: 0" if model.is_free(name) else "default"
         rows.setdefault((typed, cost), []).append(worker)

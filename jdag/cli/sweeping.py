@@ -15,7 +15,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from jdag.cli.cli_errors import Exit, File, check_one_of, errors_in_one_line, say
 from jdag.errors import ScenarioError, meant, reason, spelled, unusable
 from jdag.lab.parquet import need_pyarrow, write_parquet
-from jdag.lab.sweep import RETIMED, TABLE, Row, combinations
+from jdag.lab.sweep import RETIMED, SWEEP_TABLE, Row, combinations
 from jdag.lab.sweep import sweep as run_sweep
 from jdag.report.lines import draw_lines
 from jdag.scenario import Scenario, load
@@ -93,7 +93,7 @@ def sweep(
                 file, values, jobs=jobs, on=on, out=folder, retime=retime, show=show
             )
             bar.update(task, completed=len(rows), total=len(rows))
-        made = [folder / TABLE]
+        made = [folder / SWEEP_TABLE]
         try:
             if parquet:
                 made.append(folder / PARQUET)

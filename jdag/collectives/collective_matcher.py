@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jdag.errors import SHOWN_MAX, cut
+from jdag.errors import SHOWN_MAX, abridged
 
 _Group = tuple[str, ...]
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """A call by one member; `agreed` has to be equal in the calls of all."""
 
     where: str  # What is called, and at which line.
@@ -26,7 +26,7 @@ class Call(NamedTuple):
     given: Any = None
 
 
-Calls = dict[str, Call]
+Calls = dict[str, CollectiveCall]
 Errors = dict[str, str]
 
 
@@ -40,7 +40,7 @@ class CollectiveMatcher:
         # By member and group: errors of calls to which others came before.
         self._owed: defaultdict[tuple[str, _Group], list[str]] = defaultdict(list)
 
-    def arrive(self, name: str, call: Call) -> tuple[Calls, Errors]:
+    def arrive(self, name: str, call: CollectiveCall) -> tuple[Calls, Errors]:
         """Take a member's call: return those of a complete group, and errors."""
         among = call.among
         if owed := self._owed[name, among]:
@@ -103,6 +103,6 @@ def _disagreement(calls: Calls) -> str:
     for name, other in others:
         for key in dict.fromkeys((*one.agreed, *other.agreed)):
             if (mine := one.agreed.get(key)) != (theirs := other.agreed.get(key)):
-                shown = [cut(str(value), SHOWN_MAX) for value in (mine, theirs)]
+                shown = [abridged(str(value), SHOWN_MAX) for value in (mine, theirs)]
                 return f"{key} is {shown[0]} in {first!r} and {shown[1]} in {name!r}"
     return ""

@@ -8,8 +8,8 @@ import jax
 from jdag.collectives import replicas
 from jdag.collectives.replicas import (
     Check,
-    checked,
     checked_trees,
+    checked_workers,
     equals_of,
     refs_of,
     shares_of,
@@ -22,7 +22,7 @@ def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
     """Return the pytree once per worker; `how` is only checked."""
-    workers = checked("ctx.replicate", workers, how, check)
+    workers = checked_workers("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
 
@@ -59,12 +59,12 @@ def reduce_scatter(
 
 def _total(ctx: Any, worker: str, lists: Sequence[Any], form: Any) -> Any:
     columns = zip(*lists, strict=True)
-    return unflatten(form, [ctx.call(worker, total, *column) for column in columns])
+    return unflatten(form, [ctx.call(worker, left_sum, *column) for column in columns])
 
 
 all_to_all = replicas.all_to_all  # It has no routes.
 
 
-def total(*arrays: jax.Array) -> Any:
+def left_sum(*arrays: jax.Array) -> Any:
     """Return the sum of the arrays, from left to right."""
     return sum(arrays[1:], arrays[0])

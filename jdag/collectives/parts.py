@@ -19,7 +19,7 @@ from jdag.parallel import movement
 def copies(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
     """Return `count` copies of the arrays; cotangents of copies are added in order."""
     # One call per array, so that no array's cotangent waits for another's.
-    each = [movement.copies([array], count) for array in arrays]
+    each = [movement.repeat_arrays([array], count) for array in arrays]
     return tuple(zip(*each, strict=True))
 
 

@@ -36,7 +36,9 @@ _Ref = Any  # A `jdag.Ref`.
 Check = Callable[[object, str], object]
 
 
-def checked(what: str, workers: Any, how: object, check: Check) -> tuple[str, ...]:
+def checked_workers(
+    what: str, workers: Any, how: object, check: Check
+) -> tuple[str, ...]:
     """Check the workers of replicas; return them in order."""
     check_how(how)
     if isinstance(workers, str):
@@ -78,7 +80,7 @@ def workers_of(what: str, trees: Any) -> tuple[Any, ...]:
 
 def checked_trees(what: str, trees: Any, how: object, check: Check) -> tuple[str, ...]:
     """Check the workers of these pytrees; return them in order."""
-    return checked(what, workers_of(what, trees), how, check)
+    return checked_workers(what, workers_of(what, trees), how, check)
 
 
 def shares_of(what: str, trees: Any, how: object, check: Check) -> list[dict[str, Any]]:
@@ -146,7 +148,7 @@ def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
     """Copy a pytree to each worker; see `jdag.Context.replicate`."""
-    workers = checked("ctx.replicate", workers, how, check)
+    workers = checked_workers("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     found: list[list[Any]] = [[None] * len(refs) for _ in workers]
     for group in _groups((ref.place, ref.tracked) for ref in refs):

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jdag.compute.dataflow import Graph
+from jdag.compute.dataflow import DataflowGraph
 from jdag.compute.segments import SegmentFunction, link
 from jdag.engine.messages import Outgoing, Prepare, Segment, Slotted
 from jdag.engine.names import ContextId, LeafId, Worker
@@ -66,7 +66,7 @@ class _Edge(NamedTuple):
     slots: Slots
 
 
-class Cut(NamedTuple):
+class CutPlan(NamedTuple):
     """The parts of a plan, ready for `jdag.engine.protocol.Planned`, and all segments.
 
     Of `inputs`, each worker gets these slots with a step. Each of `pieces` depends on
@@ -81,8 +81,8 @@ class Cut(NamedTuple):
     nbytes: tuple[int, ...]
 
 
-def cut(
-    graph: Graph,
+def cut_graph(
+    graph: DataflowGraph,
     *,
     plan: ContextId,
     caller: Worker,
@@ -90,7 +90,7 @@ def cut(
     stages: Sequence[tuple[LeafId, int]],
     exact: bool,
     nodes_max: int = NODES_MAX,
-) -> Cut:
+) -> CutPlan:
     """Cut a graph into segments.
 
     Args:
@@ -144,10 +144,10 @@ def cut(
     for _, names in sorted([one for piece in pieces for one in piece.given.items()]):
         nbytes.append(sum([graph.nodes[~name].pair.residual_bytes for name in names]))
     edges = _edges(pieces)
-    return Cut(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
+    return CutPlan(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
 
 
-def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
+def _pieces(graph: DataflowGraph, nodes_max: int, exact: bool) -> list[Piece]:
     """The segments with nodes, in order, without their bundles."""
     levels: dict[int, tuple[int, tuple[int, ...], NodeKind | None]] = {}
     groups: dict[_Group, list[int]] = defaultdict(list)
@@ -180,7 +180,7 @@ def _pieces(graph: Graph, nodes_max: int, exact: bool) -> list[Piece]:
     return pieces
 
 
-def _apart(graph: Graph, exact: bool) -> list[tuple[int, ...]]:
+def _apart(graph: DataflowGraph, exact: bool) -> list[tuple[int, ...]]:
     """Of each node what it is apart for."""
     found: list[tuple[int, ...]] = [()] * len(graph.nodes)
     readers: dict[int, dict[tuple[Worker, tuple[int, ...]], None]] = defaultdict(dict)
@@ -201,7 +201,7 @@ def _apart(graph: Graph, exact: bool) -> list[tuple[int, ...]]:
 
 
 def _sets(
-    graph: Graph, groups: Mapping[_Group, list[int]]
+    graph: DataflowGraph, groups: Mapping[_Group, list[int]]
 ) -> Iterator[tuple[_Group, list[int]]]:
     """Yield the nodes of each segment, in an order in which segments can run."""
     home = {name: at for at, node in enumerate(graph.nodes) for name in node.outputs}
@@ -258,7 +258,7 @@ def _sets(
             yield key, sorted(few)
 
 
-def _bundle(graph: Graph, pieces: Sequence[Piece]) -> None:
+def _bundle(graph: DataflowGraph, pieces: Sequence[Piece]) -> None:
     """Give pieces their bundles, one for each two of them; slots follow the values."""
     home = {~place: piece for piece in pieces for place in piece.nodes}
     slots: dict[tuple[int, int], int] = {}
@@ -271,7 +271,11 @@ def _bundle(graph: Graph, pieces: Sequence[Piece]) -> None:
 
 
 def _segment(
-    graph: Graph, piece: Piece, made: Container[int], wanted: Wanted, exact: bool
+    graph: DataflowGraph,
+    piece: Piece,
+    made: Container[int],
+    wanted: Wanted,
+    exact: bool,
 ) -> Segment:
     nodes = [graph.nodes[place] for place in piece.nodes]
     arrays = [name for name in piece.reads if name >= 0]

@@ -35,7 +35,7 @@ class DataflowValue(NamedTuple):
     leaf: LeafId | None = None
 
 
-class Node(NamedTuple):
+class DataflowNode(NamedTuple):
     """A node as in `jdag.engine.segments`; ~i names the residuals of the node at i."""
 
     kind: NodeKind
@@ -52,12 +52,12 @@ class Node(NamedTuple):
     weights: tuple[bool, ...] = ()
 
 
-class Graph:
+class DataflowGraph:
     """A program over workers: `values` by number, and `nodes` in program order."""
 
     def __init__(self) -> None:
         self.values: list[DataflowValue] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[DataflowNode] = []
         # For a value on another worker: the first call there, and the slot it takes.
         self._transfers: dict[tuple[int, Worker, bool], tuple[int, int]] = {}
         # Of each value: worker, place and position of a consumer, and its cotangent,
@@ -158,7 +158,9 @@ class Graph:
                 gradients[leaf] = total
         return gradients
 
-    def _carry_back(self, place: int, node: Node, addends: Sequence[Numbers]) -> None:
+    def _carry_back(
+        self, place: int, node: DataflowNode, addends: Sequence[Numbers]
+    ) -> None:
         worker, pair = node.worker, node.pair
         inputs, came = [*compress(node.inputs[0], pair.tracked)], [*map(bool, addends)]
         read = ((~place,), *addends)
@@ -170,7 +172,7 @@ class Graph:
 
     def _vjp(
         self,
-        node: Node,
+        node: DataflowNode,
         read: tuple[Numbers, ...],
         inputs: Sequence[int],
         avals: Sequence[Aval],
@@ -233,7 +235,7 @@ class Graph:
         start, on = len(self.values), tracked or (False,) * len(avals)
         self.values += map(DataflowValue, repeat(worker), avals, on)
         outputs = tuple(range(start, len(self.values)))
-        self.nodes.append(Node(kind, worker, inputs, outputs, *about, **more))
+        self.nodes.append(DataflowNode(kind, worker, inputs, outputs, *about, **more))
         return outputs
 
 

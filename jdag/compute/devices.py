@@ -19,7 +19,7 @@ from jdag.errors import JdagError
 _PLACE = re.compile(r"(.+)/([a-z]+:\d+)", re.DOTALL)
 
 
-def parsed(place: str) -> tuple[str, str | None]:
+def parsed_place(place: str) -> tuple[str, str | None]:
     """Return the worker and the device of a place; None if it names no device."""
     found = _PLACE.fullmatch(place)
     return (place, None) if found is None else (found[1], found[2])
@@ -35,7 +35,7 @@ def available() -> tuple[str, ...]:
     )
 
 
-def check(device: str, worker: str, what: str) -> None:
+def check_device(device: str, worker: str, what: str) -> None:
     """Raise JdagError if this process, and so the worker, has no such device."""
     if device not in available():
         raise JdagError(
@@ -50,7 +50,7 @@ def _found(device: str) -> Any:
     return jax.local_devices(backend=platform)[int(index)]
 
 
-def named(device: str | None) -> Any:
+def device_named(device: str | None) -> Any:
     """Return JAX's device of a name, or the default one; it must exist."""
     if device is not None:
         return _found(device)
@@ -67,7 +67,7 @@ def put(values: Sequence[Any], device: str | None) -> tuple[Any, ...]:
     Arrays already there, and arrays over several devices, are returned unchanged. Both
     arrays of a dual are put.
     """
-    target = named(device)
+    target = device_named(device)
     return tuple([_put(value, target) for value in values])
 
 
@@ -93,5 +93,5 @@ def on_default(value: Any) -> Any:
 
 def working_on(device: str | None) -> AbstractContextManager[Any]:
     """Return a context in which computations without array arguments run there."""
-    context: AbstractContextManager[Any] = jax.default_device(named(device))
+    context: AbstractContextManager[Any] = jax.default_device(device_named(device))
     return context

@@ -159,7 +159,7 @@ def _why(failed: Exception | None) -> str:
     return f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}"
 
 
-class Program:
+class ExportedProgram:
     """The source of a pair: a function received as StableHLO.
 
     Args:

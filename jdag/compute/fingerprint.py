@@ -5,9 +5,9 @@ that are functions of its own package are followed. Numbers, texts, tuples, smal
 containers and numpy arrays count by value, other objects by identity.
 
 Outputs: `key_of`, a hashable key for caches, which has the names of functions, since
-    costs and messages go by these; `digest_of`, which processes compare. In a digest an
-    object that counts by identity is described: an array by its bytes, one of the same
-    package by its parts, any other by its name.
+    costs and messages go by these; `function_digest`, which processes compare. In a
+    digest an object that counts by identity is described: an array by its bytes, one of
+    the same package by its parts, any other by its name.
 
 Invariants: functions with equal keys compute the same unless an object that counts by
 identity has changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. Objects that
@@ -281,7 +281,7 @@ class _RewrittenError(Exception):
     """Code with assertions rewritten by pytest, which differs in other processes."""
 
 
-def digest_of(found: Any) -> str:
+def function_digest(found: Any) -> str:
     """Return the digest of a function or class; empty if it must not be compared.
 
     That is the case if pytest rewrote its code, or its functions nest too deep.

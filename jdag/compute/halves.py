@@ -32,7 +32,7 @@ from jax.tree_util import tree_leaves
 from jdag.compute.avals import intern_aval
 from jdag.compute.devices import put, working_on
 from jdag.compute.duals import any_dual
-from jdag.compute.jaxpr_cutting import cut, inlined, variables
+from jdag.compute.jaxpr_cutting import cut_jaxpr, inlined, variables
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.pairs import PAIRS_MAX, Pair, input_types, refuse_deleted
 from jdag.compute.placed import spread
@@ -44,7 +44,7 @@ _Places = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class BackwardHalves:
     """Two halves of one backward, and what its stash holds.
 
     The stash keeps the arguments at `args_kept` and the outputs at `outputs_kept` of
@@ -120,7 +120,7 @@ class Halves:
         self.input_avals, self.weight_avals = self._split(avals)
         self._homes = self._split([aval.device for aval in avals])
 
-    def cut(self, counts: _Places) -> Cut:
+    def cut(self, counts: _Places) -> BackwardHalves:
         """Return what the stash holds, without running anything.
 
         Args:
@@ -183,17 +183,19 @@ class Halves:
         inputs = compress(values, map(not_, self.weights))
         return tuple(inputs), tuple(compress(values, self.weights))
 
-    def _whole(self) -> Cut:
-        return Cut((), (), (), sum([aval.nbytes for aval in self.weight_avals]))
+    def _whole(self) -> BackwardHalves:
+        return BackwardHalves(
+            (), (), (), sum([aval.nbytes for aval in self.weight_avals])
+        )
 
     def _uncut(
-        self, residuals: Residuals, sums: Sequence[Sequence[Any]], cut: Cut
+        self, residuals: Residuals, sums: Sequence[Sequence[Any]], cut: BackwardHalves
     ) -> tuple[tuple[Any, ...], Stash]:
         results, keeps = self._split(self.pair.vjp(residuals, sums))
         nbytes = cut.stash_bytes * (2 if any_dual(keeps) else 1)
         return results, Stash(keeps, nbytes, None)
 
-    def _cut(self, traced: Traced, held: Any, counts: _Places) -> Cut:
+    def _cut(self, traced: Traced, held: Any, counts: _Places) -> BackwardHalves:
         """The cut of a trace's backward, made once; `held` are residuals or types."""
         counts = tuple(map(addends_n, counts))
         key = (self.weights, counts)
@@ -218,9 +220,11 @@ def _backward(traced: Traced, held: Any, counts: _Places) -> Any:
     return inlined(closed)
 
 
-def _cut(traced: Traced, closed: Any, weights: Flags, sizes: Sequence[int]) -> Cut:
+def _cut(
+    traced: Traced, closed: Any, weights: Flags, sizes: Sequence[int]
+) -> BackwardHalves:
     """Cut a jaxpr; `sizes` count the rest, and the arguments and outputs kept."""
-    first, second, stash = cut(closed, weights)
+    first, second, stash = cut_jaxpr(closed, weights)
     results = weights.count(False)
     number: dict[Any, int] = {}
     for index, one in enumerate([*closed.jaxpr.invars, *first.outputs]):
@@ -251,7 +255,7 @@ def _cut(traced: Traced, closed: Any, weights: Flags, sizes: Sequence[int]) -> C
         second.jitted(closed, f"weight_half_{name}"),
         tuple(handed),
     )
-    return Cut(
+    return BackwardHalves(
         tuple([traced.args_kept[index] for index in args]),
         tuple([traced.outputs_kept[index] for index in outs]),
         tuple(mine),

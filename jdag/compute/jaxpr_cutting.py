@@ -25,7 +25,7 @@ SHARDED = ("in_shardings", "out_shardings", "in_layouts", "out_layouts")
 Variables = Sequence[Any]
 
 
-class Part(NamedTuple):
+class JaxprPart(NamedTuple):
     """Equations in order, the variables that they read from elsewhere, and outputs."""
 
     equations: Sequence[Any]
@@ -57,7 +57,9 @@ class Part(NamedTuple):
         return jax.jit(half) if self.outputs else run
 
 
-def cut(closed: Any, second: Sequence[bool]) -> tuple[Part, Part, Variables]:
+def cut_jaxpr(
+    closed: Any, second: Sequence[bool]
+) -> tuple[JaxprPart, JaxprPart, Variables]:
     """Return both parts, and what the second needs: its stash, variables.
 
     The first part's outputs are its own, then variables for the stash. Outputs of the
@@ -86,8 +88,8 @@ def cut(closed: Any, second: Sequence[bool]) -> tuple[Part, Part, Variables]:
     own = set(variables(inputs))
     made = [*inputs, *[one for one in stash if one in computed and one not in own]]
     left = [one for one in outputs if not variables([one]) or one not in computed]
-    first = Part(early, read_by(early, made, known), made)
-    return first, Part(late, stash, left), stash
+    first = JaxprPart(early, read_by(early, made, known), made)
+    return first, JaxprPart(late, stash, left), stash
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -113,7 +115,9 @@ def _needed(jaxpr: Any, outputs: Any, known: set[Any]) -> list[Any]:
 
 def _partly(jaxpr: Any, equation: Any, used: list[bool]) -> Any:
     """An equation of a jaxpr with these outputs alone, and what they need."""
-    alone = Part([equation], read_by([equation], (), set()), equation.outvars).of(jaxpr)
+    alone = JaxprPart([equation], read_by([equation], (), set()), equation.outvars).of(
+        jaxpr
+    )
     return partial_eval.dce_jaxpr(alone, used)[0].eqns[0]
 
 
@@ -172,7 +176,7 @@ def _inline(closed: Any, *args: Any) -> list[Any]:
             made = _inline(each.params["jaxpr"], *map(value, each.invars))
         else:
             few = list(dict.fromkeys(variables(each.invars)))
-            alone = Part([each], few, each.outvars)
+            alone = JaxprPart([each], few, each.outvars)
             made = alone.function(closed)(*map(value, few))
         values.update(zip(each.outvars, made, strict=True))
     return list(map(value, closed.jaxpr.outvars))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jdag.compute.jaxpr_cutting import JITS, SHARDED, Part, read_by, variables
+from jdag.compute.jaxpr_cutting import JITS, SHARDED, JaxprPart, read_by, variables
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OF_INPUTS = ("donated_invars", *SHARDED[::2])
@@ -30,7 +30,7 @@ class Slicer:
         self._makers: dict[int, tuple[Any, dict[Any, int]]] = {}
         self._texts: dict[int, tuple[Any, Hashable]] = {}
 
-    def slice(self, jaxpr: Any, outputs: Sequence[Any]) -> Part:
+    def slice(self, jaxpr: Any, outputs: Sequence[Any]) -> JaxprPart:
         """Return the equations that outputs need, and the inputs that they read."""
         makers = self._makers_of(jaxpr)
         wanted: dict[int, set[Any]] = {}
@@ -52,7 +52,7 @@ class Slicer:
             found.append(each if all(used) else self._narrowed(each, used))
             want(found[-1].invars)
         found.reverse()
-        return Part(found, read_by(found, outputs, set(jaxpr.constvars)), outputs)
+        return JaxprPart(found, read_by(found, outputs, set(jaxpr.constvars)), outputs)
 
     def function(self, closed: Any, outputs: Sequence[Any]) -> Callable[..., list[Any]]:
         """Return a function from inputs by variable to outputs.

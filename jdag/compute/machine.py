@@ -383,7 +383,7 @@ def job_name(job: Job) -> str:
     return type(job).__name__.lower()
 
 
-def blamed(job: Job) -> str:
+def blamed_name(job: Job) -> str:
     """What an error of a job says has failed: `job_name`, or the backward of that."""
     backward = isinstance(job, Vjp | VjpWeights)
     return f"the backward of {job_name(job)}" if backward else job_name(job)

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
-from jdag.compute.devices import named
+from jdag.compute.devices import device_named
 from jdag.compute.duals import is_array
 from jdag.errors import JdagError
 
@@ -23,7 +23,7 @@ from jdag.errors import JdagError
 Target = Any
 
 
-def transferred(
+def moved_arrays(
     arrays: Sequence[Any],
     targets: Sequence[Target],
     homes: Sequence[Target] | None = None,
@@ -69,7 +69,7 @@ def beside(arrays: Sequence[Any], others: Sequence[Any]) -> list[Any]:
     """
     homes = list(map(home_of, others))
     if None not in homes:
-        return transferred(arrays, homes)
+        return moved_arrays(arrays, homes)
     found: list[Any] = BESIDE.bind(*arrays, *others)
     return found
 
@@ -78,8 +78,8 @@ def _beside(*both: Any) -> list[Any]:
     """Implements `beside`; values that are not JAX arrays use the default device."""
     arrays, others = _halves(both)
     homes = [home_of(other) for other in others]
-    return transferred(
-        arrays, [named(None) if home is None else home for home in homes]
+    return moved_arrays(
+        arrays, [device_named(None) if home is None else home for home in homes]
     )
 
 
@@ -108,7 +108,7 @@ def cuttable(arrays: Sequence[Any], homes: Sequence[Target]) -> Sequence[Any]:
     """
     if not any(map(is_explicit, homes)):
         return arrays
-    return transferred(arrays, [_automatic(home) for home in homes], homes)
+    return moved_arrays(arrays, [_automatic(home) for home in homes], homes)
 
 
 def _automatic(home: Target) -> Target:
@@ -122,8 +122,8 @@ def _automatic(home: Target) -> Target:
 def is_free(value: Any) -> bool:
     """Tell whether a program over devices accepts an array wherever it is.
 
-    JAX transfers uncommitted arrays faster than `transferred`, unless a guard restricts
-    implicit transfers.
+    JAX transfers uncommitted arrays faster than `moved_arrays`, unless a guard
+    restricts implicit transfers.
     """
     if not is_array(value) or value.committed:
         return False
@@ -164,7 +164,7 @@ def _transposed(
     found = list(cotangents)
     indices = [p for p, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
     # If the source was unknown, as inside of jax.checkpoint, use the default device.
-    homes = [named(None) if sources[p] is None else sources[p] for p in indices]
+    homes = [device_named(None) if sources[p] is None else sources[p] for p in indices]
     there = [home_of(found[p]) or targets[p] for p in indices]
     # Bound also where nothing moves: inside of jit it is refused.
     ends = {"targets": tuple(homes), "sources": tuple(there)}

@@ -19,10 +19,10 @@ import numpy as np
 from jax._src.lax.lax import _convert_element_type
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.devices import named
+from jdag.compute.devices import device_named
 from jdag.compute.duals import along, is_dual
 from jdag.compute.jaxprs import Reaches, reaches
-from jdag.compute.moves import home_of, transferred
+from jdag.compute.moves import home_of, moved_arrays
 from jdag.compute.pytrees import Template, flatten
 from jdag.compute.sums import addends_n, fold
 from jdag.engine.functions import is_unjitted, name_of, shapes_of
@@ -228,9 +228,9 @@ def arrays_of(name: str, tree: Any) -> tuple[list[Any], Any]:
 
 def settled(outputs: Sequence[Any]) -> list[Any]:
     """Move outputs that an unjitted function left elsewhere to its own device."""
-    here, homes = named(None), list(map(home_of, outputs))
+    here, homes = device_named(None), list(map(home_of, outputs))
     targets = [here if isinstance(home, jax.Device) else None for home in homes]
-    return transferred(outputs, targets, homes)
+    return moved_arrays(outputs, targets, homes)
 
 
 def strong(array: Any) -> Any:

@@ -14,7 +14,7 @@ from jax._src.core import trace_ctx
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.buffers import delivered
 from jdag.compute.configuration import configuration
-from jdag.compute.devices import check, on_default, parsed
+from jdag.compute.devices import check_device, on_default, parsed_place
 from jdag.compute.refs import is_ref
 from jdag.context.hosted import Hosted
 from jdag.context.refs import Leaf, Ref
@@ -248,10 +248,10 @@ class ClusterState:
         if not isinstance(place, str):
             said = f"{what} takes the name of a worker first, not {place!r}"
             raise JdagError(f"{said}; {there}")
-        worker, device = parsed(place)
+        worker, device = parsed_place(place)
         if worker in self.workers and device is not None:
             if not self.abstract:
-                check(device, worker, what)
+                check_device(device, worker, what)
             return self._now(worker), device
         hint, owner = meant(worker, self.workers), place.partition("/")[0]
         if owner in self.workers:

@@ -14,11 +14,17 @@ from jdag.context.cluster_state import ClusterState
 from jdag.context.context_collectives import Exchanges
 from jdag.context.device_placement import move
 from jdag.context.graph import ContextGraph
-from jdag.context.outcome import PassReport, expired, nanoseconds, remarked, stuck
+from jdag.context.outcome import (
+    PassReport,
+    expired,
+    nanoseconds,
+    remarked,
+    stuck_pass_text,
+)
 from jdag.context.program_frame import FramePhase, ProgramFrame
 from jdag.context.python_calls import is_waited_for, run_python
 from jdag.context.refs import Hold, Ref
-from jdag.context.roots import check_hook, seeded, unreached
+from jdag.context.roots import check_hook, seeded_roots, unreached
 from jdag.context.tags import Tagged, move_shared, tagged
 from jdag.context.tasks import Task
 from jdag.engine.functions import call_site, is_program, is_unjitted, name_of
@@ -303,7 +309,7 @@ class Context(Exchanges):
             )
         if due_ns is not None:
             timeout_ns = max(due_ns - frame.now_ns, 1)
-        told, stored = seeded(frame, self._passes + 1, roots, cotangents)
+        told, stored = seeded_roots(frame, self._passes + 1, roots, cotangents)
         frame.tell_discarded()
         asked = (frame.id, told, _MODES[mode], retain_graph, timeout_ns)
         result: PassResult = frame.wait(
@@ -321,7 +327,7 @@ class Context(Exchanges):
         if result.outcome is Outcome.EXPIRED:
             raise PassTimeout(expired(result, timeout_s, frame.state), result.owed)
         if result.outcome is Outcome.STUCK:
-            raise UnusedSendError(stuck(result.owed), result.owed)
+            raise UnusedSendError(stuck_pass_text(result.owed), result.owed)
         leaves, ref_of = frame.state.leaves, frame.state.leaf_ref
         for id in result.leaves if result.outcome is Outcome.FINISHED else ():
             key = GradientKey(frame.id, id, result.number)

@@ -13,7 +13,7 @@ from msgspec import Struct
 from jdag.engine.graph_snapshot import GraphSnapshot, Need
 from jdag.engine.protocol import Key, Path
 
-WORKERS_MAX = 8
+DRAWN_WORKERS_MAX = 8
 
 
 class Vertex(Struct, frozen=True):
@@ -70,7 +70,7 @@ class Graph(Struct, frozen=True):
 
 
 def graph_of(
-    drawings: Mapping[str, GraphSnapshot], workers_max: int | None = WORKERS_MAX
+    drawings: Mapping[str, GraphSnapshot], workers_max: int | None = DRAWN_WORKERS_MAX
 ) -> Graph:
     """Join the fragments of `ctx.graph()`, of the first `workers_max` workers."""
     workers = tuple(drawings)[:workers_max]

@@ -83,7 +83,7 @@ def expired(result: PassResult, timeout_s: float | None, state: Any = None) -> s
     return "\n".join([text, *_owed_lines(result.owed)])
 
 
-def stuck(owed: tuple[Owed, ...]) -> str:
+def stuck_pass_text(owed: tuple[Owed, ...]) -> str:
     """Return the error text of a stuck FAST pass: its owed sends, and the remedy."""
     return (
         "the pass is stuck: no cotangent will ever come for what was sent by\n"

@@ -56,7 +56,7 @@ from jdag.engine.protocol import (
     Worker,
     named,
 )
-from jdag.errors import SAID_MAX, ContextError, JdagError, cut, kind_of
+from jdag.errors import SAID_MAX, ContextError, JdagError, abridged, kind_of
 from jdag.runtime.failures import exception_of, traced
 from jdag.runtime.worker_runtime import ProgramPort
 from jdag.schedules import Action
@@ -234,7 +234,7 @@ class ProgramFrame:
         for raised, failure in self._raised:
             if raised is error:
                 told = "\n".join([failure.traceback, *getattr(error, "__notes__", ())])
-                return replace(failure, traceback=cut(told.strip("\n"), SAID_MAX))
+                return replace(failure, traceback=abridged(told.strip("\n"), SAID_MAX))
         return None
 
     def attach(self, ref: Ref, hook: Hook) -> None:

@@ -334,10 +334,10 @@ def fetch(tree: Any) -> Any:
         JdagError: as `Ref.fetch` does, for the first ref that has no value.
     """
     leaves, treedef = flatten(tree)
-    return unflatten(treedef, [primal_of(value) for value in read(leaves)])
+    return unflatten(treedef, [primal_of(value) for value in read_refs(leaves)])
 
 
-def read(leaves: Sequence[Any]) -> list[Any]:
+def read_refs(leaves: Sequence[Any]) -> list[Any]:
     """Return a list with the value of each ref in its place, duals as they are.
 
     Raises:

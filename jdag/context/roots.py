@@ -170,7 +170,7 @@ def check_hook(
         )
 
 
-def seeded(
+def seeded_roots(
     frame: Any, number: int, roots: tuple[Ref, ...], cotangents: Any
 ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
     """Return the roots of a pass by owner, and the cotangents that are given."""

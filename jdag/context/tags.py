@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
 
-from jdag.compute.cutting import Cut
+from jdag.compute.cutting import CutPlan
 from jdag.compute.pytrees import Split
 from jdag.compute.refs import is_ref
 from jdag.engine.functions import name_of, transferred
@@ -105,7 +105,7 @@ def tag_of(frame: Any, worker: str, device: str | None, fn: Any) -> Tag | None:
     return tag
 
 
-def check_steps(program: str, schedule: Schedule | None, cut: Cut) -> None:
+def check_steps(program: str, schedule: Schedule | None, cut: CutPlan) -> None:
     """Raise ScheduleError if a step of a plan would wait for a list for ever."""
     pieces = [piece.segment for piece in cut.pieces]
     said = {

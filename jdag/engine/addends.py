@@ -27,7 +27,7 @@ from jdag.engine.names import Key
 ADDENDS_MAX = 8
 
 # Path of the consumer and position there; then the key of the value.
-Edge = tuple[tuple[float, ...], int]
+AddendEdge = tuple[tuple[float, ...], int]
 Addend = tuple[tuple[float, ...], int, Key]
 # A level of the tree (0: addends), and a place there.
 Spot = tuple[int, int]
@@ -53,7 +53,7 @@ class Tree(Struct, eq=False):
     """The same tree while addends arrive: which sums can be made, and what waits."""
 
     sizes: list[int]  # The number of places of each level, down to at most eight.
-    ranks: dict[Edge, int]
+    ranks: dict[AddendEdge, int]
     addends: list[Addend]  # The sums at the top, in the form of addends.
     groups: dict[Spot, dict[int, Key | None]] = {}  # Incomplete ones, by their sum.
 
@@ -87,7 +87,7 @@ class Tree(Struct, eq=False):
         return [key for group in groups for key in group.values() if key is not None]
 
 
-def tree(edges: Sequence[Edge], addends: list[Addend]) -> Tree:
+def addend_tree(edges: Sequence[AddendEdge], addends: list[Addend]) -> Tree:
     """Return the tree of these edges, whose top is put into `addends`."""
     sizes = [len(edges)]
     while sizes[-1] > ADDENDS_MAX:

@@ -26,16 +26,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.engine.addends import ADDENDS_MAX
-from jdag.engine.credit import WHOLE, added
+from jdag.engine.credit import WHOLE, credit_sum
 from jdag.engine.gradients import Gradients
 from jdag.engine.graph import (
+    CallNode,
     Fragment,
     LeafEnd,
-    Node,
+    LocalVertex,
     RecvEnd,
     SendEnd,
     Value,
-    Vertex,
     describe,
 )
 from jdag.engine.protocol import (
@@ -67,8 +67,8 @@ from jdag.engine.state import State
 from jdag.engine.worker_pass import (
     SEED,
     Due,
-    Outgoing,
     Pass,
+    PendingSend,
     Uses,
     first,
     marked,
@@ -114,7 +114,7 @@ class Backward:
             self._state.drop(landing(message))
             return
         held = live.credit
-        live.credit = added(held, message.credit) if held.units else message.credit
+        live.credit = credit_sum(held, message.credit) if held.units else message.credit
         live.unreported += message.owed
         handler(live, message)
         self.settle(live)
@@ -171,7 +171,7 @@ class Backward:
                     self.owner(live, None)
             elif live.credit.units:
                 answer = partial(Answer, fragment.context, live.number)
-                live.outbox.append(Outgoing(fragment.owner, answer))
+                live.outbox.append(PendingSend(fragment.owner, answer))
         if live.outbox:
             for outgoing, message in live.parcel():
                 state.send(outgoing.to, message, outgoing.values, outgoing.zeros)
@@ -233,10 +233,10 @@ class Backward:
             transfers = tuple([Marked(to.path, tuple(of)) for to, of in masks.items()])
             context, number = live.fragment.context, live.number
             marks = partial(Mark, context, number, transfers, live.retain)
-            live.outbox.append(Outgoing(source, marks))
+            live.outbox.append(PendingSend(source, marks))
         return True
 
-    def _fail_spent(self, live: Pass, vertex: Vertex | SendEnd) -> None:
+    def _fail_spent(self, live: Pass, vertex: LocalVertex | SendEnd) -> None:
         message = (
             f"{describe(vertex)} on {self._state.worker!r} was already used by a "
             "backward pass; call the earlier backward with retain_graph=True to use "
@@ -325,14 +325,14 @@ class Backward:
         ready = live.ready
         while ready and not live.failed:
             vertex = ready.pop()
-            if type(vertex) is Node:
+            if type(vertex) is CallNode:
                 self._node(live, vertex)
             elif type(vertex) is RecvEnd:
                 self._recv(live, vertex)
             else:
                 self.gradients.reached(live, vertex)
 
-    def _node(self, live: Pass, node: Node) -> None:
+    def _node(self, live: Pass, node: CallNode) -> None:
         due = live.dues[node]
         hooks = live.fragment.hooks
         if hooks and not due.hooked:
@@ -354,7 +354,7 @@ class Backward:
     def _gather(
         self,
         live: Pass,
-        vertex: Node | RecvEnd,
+        vertex: CallNode | RecvEnd,
         due: Due,
         slots: Mapping[int, Sequence[Hook]],
     ) -> None:
@@ -367,12 +367,12 @@ class Backward:
             self.gradients.total(live, vertex.path, addends, then, hooks, aval=aval)
 
     def _gathered(
-        self, live: Pass, vertex: Vertex, due: Due, slot: int, key: Key
+        self, live: Pass, vertex: LocalVertex, due: Due, slot: int, key: Key
     ) -> None:
         due.addends[slot] = [(SEED, 0, key)]
         live.less(vertex)
 
-    def woken(self, fragment: Fragment, node: Node) -> None:
+    def woken(self, fragment: Fragment, node: CallNode) -> None:
         """The forward of a node that a pass waits for has run."""
         live: Pass | None = fragment.live
         if live is None or node not in live.dues:
@@ -381,7 +381,7 @@ class Backward:
         live.ready.append(node)
         self.settle(live)
 
-    def _zero(self, live: Pass, node: Node) -> None:
+    def _zero(self, live: Pass, node: CallNode) -> None:
         """Skip the vjp of a node that received only symbolic zeros."""
         if not live.retain and node.residuals is not None:
             self._state.drop((node.residuals,))
@@ -392,7 +392,7 @@ class Backward:
         for position, value in enumerate(node.inputs):
             self._deliver(live, value, node.path, position, None)
 
-    def _vjp(self, live: Pass, node: Node, due: Due) -> None:
+    def _vjp(self, live: Pass, node: CallNode, due: Due) -> None:
         number = self._state.number_job()
         context = live.fragment.context
         assert node.residuals is not None, node.path
@@ -416,7 +416,7 @@ class Backward:
         then = partial(self._vjped, live, node, job, addends)
         self._compute(live, job, then, node.call_site)
 
-    def _second_half(self, live: Pass, node: Node, first: VjpInputs) -> None:
+    def _second_half(self, live: Pass, node: CallNode, first: VjpInputs) -> None:
         """Ask for the cotangents of weights."""
         context, number = live.fragment.context, self._state.number_job()
         weights = enumerate(first.weights)
@@ -429,7 +429,7 @@ class Backward:
     def _vjped(
         self,
         live: Pass,
-        node: Node,
+        node: CallNode,
         job: Vjp | VjpWeights,
         addends: Sequence[Sequence[Key]],
     ) -> None:
@@ -463,4 +463,4 @@ class Backward:
             zeros = tuple([aval for aval, on, here in slots if on and not here])
         context, number = live.fragment.context, live.number
         message = partial(Cotangent, context, number, recv.path, present, live.retain)
-        live.outbox.append(Outgoing(recv.source, message, keys, zeros))
+        live.outbox.append(PendingSend(recv.source, message, keys, zeros))

@@ -28,7 +28,7 @@ from typing import Any
 from msgspec import Struct
 
 from jdag.engine.forward import Forwarding
-from jdag.engine.graph import Fragment, ProgramFrame
+from jdag.engine.graph import Fragment, FrameRecord
 from jdag.engine.leaves import Leaves, Update
 from jdag.engine.passes import Passes
 from jdag.engine.phases import NEXT, OwnedFragment, Phase
@@ -71,7 +71,7 @@ class Ends(Struct, eq=False):
         assert context.incarnation == state.incarnation, context
         state.opened = context.counter
         own = state.contexts[context] = OwnedFragment(context, state.worker)
-        own.frames[()] = ProgramFrame((), None, workers={state.worker: None})
+        own.frames[()] = FrameRecord((), None, workers={state.worker: None})
 
     # ---------------------------------------------------------- the end of a context
 

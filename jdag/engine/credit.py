@@ -63,7 +63,7 @@ NOTHING = Credit(0, 0)
 WHOLE = Credit(1, 0)
 
 
-def added(one: Credit, other: Credit) -> Credit:
+def credit_sum(one: Credit, other: Credit) -> Credit:
     """The sum of two parts, reduced to the fewest bits."""
     if not one.units:
         return other
@@ -74,7 +74,7 @@ def added(one: Credit, other: Credit) -> Credit:
     return credit_of(units >> even, halvings - even)
 
 
-def split(credit: Credit, count: int) -> list[Credit]:
+def split_credit(credit: Credit, count: int) -> list[Credit]:
     """Split a credit into `count` parts, each more than nothing."""
     assert credit.units and count, (credit, count)
     if count == 1:

@@ -14,7 +14,7 @@ from jdag.engine.leaves import Leaves
 from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import WAITS, Lists
 from jdag.engine.passes import Passes
-from jdag.engine.phases import OF_CONTEXTS, Part, Phase, Situation, phase_of
+from jdag.engine.phases import OF_CONTEXTS, PartPhase, Phase, Situation, phase_of
 from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import Worker, landing
@@ -126,7 +126,7 @@ class Engine:
             return []
         if state.owner(context) == state.worker:
             return [(Phase.RELEASED, kind)]
-        return [(Part.RELEASED if state.gone(context) else Part.ABSENT, kind)]
+        return [(PartPhase.RELEASED if state.gone(context) else PartPhase.ABSENT, kind)]
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.

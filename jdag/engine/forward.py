@@ -19,7 +19,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value
+from jdag.engine.graph import CallNode, Fragment, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves, unused
 from jdag.engine.lifetimes import Lives
 from jdag.engine.protocol import (
@@ -47,7 +47,7 @@ class Forwarding(Struct, eq=False):
     _leaves: Leaves
     _lives: Lives
     # Called when a node that a pass waits for has run.
-    _woken: Callable[[Fragment, Node], None]
+    _woken: Callable[[Fragment, CallNode], None]
 
     def call(self, sender: Worker, message: Call) -> None:
         """Handle a call, issued by any worker."""
@@ -71,7 +71,7 @@ class Forwarding(Struct, eq=False):
             for key, aval in zip(message.inputs, message.function.avals, strict=True):
                 if key.kind == "received" and key.name[0] == path:
                     fragment.recvs[key.name].avals[key.index] = aval
-        node = Node(path, message.function, message.call_site, tag=message.tag)
+        node = CallNode(path, message.function, message.call_site, tag=message.tag)
         if message.tag is not None and message.tag.listed and fragment.release is None:
             fragment.listed = True
             fragment.tags.append(message.tag)
@@ -112,7 +112,7 @@ class Forwarding(Struct, eq=False):
         assert known.users, key  # Otherwise it was discarded.
         return known
 
-    def _start(self, fragment: Fragment, node: Node) -> None:
+    def _start(self, fragment: Fragment, node: CallNode) -> None:
         if fragment.gone:
             return
         failure = first_failure(node.arguments)
@@ -134,7 +134,7 @@ class Forwarding(Struct, eq=False):
         self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
-        self, fragment: Fragment, node: Node, failure: Failure | None, job: Any
+        self, fragment: Fragment, node: CallNode, failure: Failure | None, job: Any
     ) -> None:
         if fragment.gone:
             kept = () if job.residuals is None else (job.residuals,)
@@ -148,7 +148,9 @@ class Forwarding(Struct, eq=False):
             self._state.drop((job.residuals,))  # Spent before it ran.
         self._settle(fragment, node, failure)
 
-    def _settle(self, fragment: Fragment, node: Node, failure: Failure | None) -> None:
+    def _settle(
+        self, fragment: Fragment, node: CallNode, failure: Failure | None
+    ) -> None:
         state = self._state
         node.done = True
         node.failure = failure

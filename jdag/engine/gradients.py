@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.addends import Spot, Tree
-from jdag.engine.graph import LeafEnd, Value, Vertex
+from jdag.engine.graph import LeafEnd, LocalVertex, Value
 from jdag.engine.protocol import (
     Apply,
     Failure,
@@ -87,7 +87,7 @@ class Gradients(Struct, eq=False):
         self._compute(live, job, go_on, hook.call_site)
 
     def put(
-        self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key | None
+        self, live: Pass, vertex: LocalVertex, tree: Tree, spot: Spot, key: Key | None
     ) -> None:
         """Put one of many addends in its place, and request the sum that it completes.
 
@@ -101,7 +101,7 @@ class Gradients(Struct, eq=False):
             self.total(live, vertex.path, keys, then)
 
     def _summed(
-        self, live: Pass, vertex: Vertex, tree: Tree, spot: Spot, key: Key
+        self, live: Pass, vertex: LocalVertex, tree: Tree, spot: Spot, key: Key
     ) -> None:
         self.put(live, vertex, tree, spot, key)
         live.less(vertex)

@@ -3,7 +3,7 @@
 A vertex is a point where cotangents are accumulated. All four kinds have the same
 shape: cotangents of `outputs` arrive, cotangents of `inputs` leave.
 
-    Node     a recorded vjp: tracked results of a call in, its tracked arguments out
+    CallNode a recorded vjp: tracked results of a call in, its tracked arguments out
     SendEnd  the sending end of a transfer: a cotangent message in, the sent values out
     RecvEnd  the receiving end: the received values in, a cotangent message out
     LeafEnd  accumulates the gradient of a leaf: its versions in, nothing out
@@ -42,7 +42,7 @@ class Value:
     )  # fmt: skip
 
     def __init__(
-        self, key: Key, producer: "Vertex | None" = None, index: int = 0
+        self, key: Key, producer: "LocalVertex | None" = None, index: int = 0
     ) -> None:
         self.key = key
         self.stored = key  # A gradient is stored under the key of its sum.
@@ -87,7 +87,7 @@ class Pending(Struct, eq=False):
     then: Callable[[], None]
 
 
-class Node(Struct, eq=False):
+class CallNode(Struct, eq=False):
     """A call that runs here; a recorded vjp if it has tracked inputs and outputs."""
 
     path: Path
@@ -141,13 +141,13 @@ class LeafEnd(Struct, eq=False):
     read: Value | None = None
 
 
-Vertex = Node | RecvEnd | LeafEnd  # What a value comes from.
+LocalVertex = CallNode | RecvEnd | LeafEnd  # What a value comes from.
 
 # The copies of a value, by where they are and whether they are tracked.
 _Copies = dict[tuple[Worker, bool], Key]
 
 
-class ProgramFrame(Struct, eq=False):
+class FrameRecord(Struct, eq=False):
     """One run of a program here: what it issued, and its unfinished waits."""
 
     path: Path
@@ -173,13 +173,13 @@ class Fragment(Struct, eq=False):
     context: ContextId
     owner: Worker
     values: dict[Key, Value] = {}
-    nodes: dict[Path, Node] = {}
+    nodes: dict[Path, CallNode] = {}
     sends: dict[Path, SendEnd] = {}
     recvs: dict[tuple[Path, Worker], RecvEnd] = {}
     leaves: dict[LeafId, LeafEnd] = {}
     # By leaf, or by key of an output; in order of path.
     hooks: dict[Key | LeafId, tuple[Hook, ...]] = {}
-    frames: dict[Path, ProgramFrame] = {}
+    frames: dict[Path, FrameRecord] = {}
     pending: int = 0  # Calls not yet run and values not yet shipped.
     failures: list[Failure] = []  # Those that originated here.
     live: Any = None  # The `share.Pass` in progress here.
@@ -190,16 +190,16 @@ class Fragment(Struct, eq=False):
     listed: bool = False  # A schedule says when jobs of calls here run;
     tags: list[Tag] = []  # of these calls.
 
-    def tag(self, node: Node) -> Tag | None:
+    def tag(self, node: CallNode) -> Tag | None:
         """The tag of the jobs of a call from now on."""
         tag = node.tag
         return replace(tag, listed=False) if tag and not self.listed else tag
 
 
-def describe(vertex: Vertex | SendEnd) -> str:
+def describe(vertex: LocalVertex | SendEnd) -> str:
     """Describe a vertex for an error: its kind, call and call site."""
     match vertex:
-        case Node(function=function, path=path, call_site=site):
+        case CallNode(function=function, path=path, call_site=site):
             return f"{getattr(function, 'name', function)} (call {path}, {site})"
         case SendEnd(function=function, path=path, call_site=site):
             return f"the send to {function} (call {path}, {site})"

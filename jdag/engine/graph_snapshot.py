@@ -7,7 +7,7 @@ slots that it counted here, by the same walk over edges.
 from collections.abc import Iterable
 from enum import Enum
 
-from jdag.engine.graph import Fragment, LeafEnd, Node, RecvEnd, Value, Vertex
+from jdag.engine.graph import CallNode, Fragment, LeafEnd, LocalVertex, RecvEnd, Value
 from jdag.engine.messages import Several
 from jdag.engine.names import (
     U64,
@@ -150,9 +150,9 @@ def snapshot(fragment: Fragment) -> GraphSnapshot:
     return GraphSnapshot(nodes, sends, recvs, leaves, tuple(edges), last)
 
 
-def _name(vertex: Vertex | None) -> str:
+def _name(vertex: LocalVertex | None) -> str:
     match vertex:
-        case Node(path=path):
+        case CallNode(path=path):
             return f"node {path}"
         case RecvEnd(path=path):
             return f"recv {path}"
@@ -173,9 +173,9 @@ def _need(fragment: Fragment, path: Path) -> Need:
     return Need.NEEDED if path in past.counted else Need.UNNEEDED
 
 
-def _awaited(fragment: Fragment) -> dict[Vertex, int]:
+def _awaited(fragment: Fragment) -> dict[LocalVertex, int]:
     """For each vertex, the number of edges that the last pass counted."""
-    past, dues = fragment.past, dict[Vertex, Due]()
+    past, dues = fragment.past, dict[LocalVertex, Due]()
     if past is not None:
         values = tuple([fragment.values[root.key] for root in past.roots])
         for path, slots in past.counted.items():

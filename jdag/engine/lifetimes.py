@@ -33,7 +33,7 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from jdag.engine.graph import ProgramFrame
+from jdag.engine.graph import FrameRecord
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Argument,
@@ -61,14 +61,14 @@ class Lives(Struct, eq=False):
         for worker, keys in notices.items():
             self._state.send(worker, Discard(event.context, tuple(keys)))
 
-    def note(self, frame: ProgramFrame, places: Iterable[tuple[Key, Worker]]) -> None:
+    def note(self, frame: FrameRecord, places: Iterable[tuple[Key, Worker]]) -> None:
         """A frame discards keys, and with each key the copies made for the frame."""
         for key, owner in places:
             self._note(frame, owner, key)
             if key in frame.moved:
                 self._note_copies(frame, key)
 
-    def note_leaves(self, frame: ProgramFrame) -> None:
+    def note_leaves(self, frame: FrameRecord) -> None:
         """A pass spends transfers: discard tracked copies of leaves."""
         for key, copies in frame.moved.items():
             if key.kind in LEAF_KINDS:
@@ -76,7 +76,7 @@ class Lives(Struct, eq=False):
                     self._note(frame, what[0], copies.pop(what))
 
     def note_older(
-        self, frame: ProgramFrame, key: Key, arguments: Iterable[Argument]
+        self, frame: FrameRecord, key: Key, arguments: Iterable[Argument]
     ) -> None:
         """A leaf version is transferred: discard copies of the previous version."""
         older = frame.versions.get(key.name, key)
@@ -92,17 +92,17 @@ class Lives(Struct, eq=False):
                     for key in keys:
                         self._note_copies(frame, key)
 
-    def _note_copies(self, frame: ProgramFrame, key: Key) -> None:
+    def _note_copies(self, frame: FrameRecord, key: Key) -> None:
         for (worker, _), copy in frame.moved.pop(key, {}).items():
             self._note(frame, worker, copy)
 
-    def _note(self, frame: ProgramFrame, worker: Worker, key: Key) -> None:
+    def _note(self, frame: FrameRecord, worker: Worker, key: Key) -> None:
         if worker == self._state.worker:
             self.discard((key,))
         else:
             frame.notices.setdefault(worker, []).append(key)
 
-    def returning(self, frame: ProgramFrame) -> tuple[Notice, ...]:
+    def returning(self, frame: FrameRecord) -> tuple[Notice, ...]:
         """The notices that a returning program passes to its caller."""
         for key in tuple(frame.moved):
             self._note_copies(frame, key)

@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.engine.graph import Fragment, ProgramFrame
+from jdag.engine.graph import Fragment, FrameRecord
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
     Asked,
@@ -48,7 +48,7 @@ class Lists(Struct, eq=False):
                 tell = partial(self.tell, frame, Listing(context, 0, False))
                 self._frames.when_acknowledged(frame, tell)
 
-    def tell(self, frame: ProgramFrame, message: Listing) -> None:
+    def tell(self, frame: FrameRecord, message: Listing) -> None:
         """Tell all workers with listed calls of a program that these are there."""
         for worker in frame.listed:
             self._state.send(worker, message)

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 
 from jdag.engine.backward import Backward
 from jdag.engine.credit import WHOLE
-from jdag.engine.graph import Fragment, Node
+from jdag.engine.graph import CallNode, Fragment
 from jdag.engine.leaves import Leaves
 from jdag.engine.lifetimes import Lives
 from jdag.engine.listing import Lists
@@ -52,7 +52,7 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.protocol import Lost as LostEvent
 from jdag.engine.state import State
-from jdag.engine.worker_pass import Outgoing, Pass
+from jdag.engine.worker_pass import Pass, PendingSend
 
 
 class Passes(Struct, eq=False):
@@ -118,7 +118,7 @@ class Passes(Struct, eq=False):
             else:
                 start = partial(Start, context, number, roots, mode, retain, alone)
                 seeds = _seeds(own, number, roots)
-                live.outbox.append(Outgoing(worker, start, seeds))
+                live.outbox.append(PendingSend(worker, start, seeds))
         if live.roots and self._backward.sight(live) and alone:
             self._backward.seed(live)
         if alone:
@@ -144,7 +144,7 @@ class Passes(Struct, eq=False):
         go = partial(Go, own.context, live.number, own.retain)
         for worker in dict.fromkeys(worker for worker, _ in own.roots):
             if worker != self._state.worker:
-                live.outbox.append(Outgoing(worker, go))
+                live.outbox.append(PendingSend(worker, go))
         marked = Listing(own.context, live.number, live.mode is Mode.SMART)
         self._lists.tell(own.frames[()], marked)
         self._backward.seed(live)
@@ -290,7 +290,7 @@ class Passes(Struct, eq=False):
         jobs = self._jobs(fragment, live.number) if observed else ()
         state.when_computed(jobs, partial(state.drop, observed))
         for vertex in live.dues:
-            if isinstance(vertex, Node):
+            if isinstance(vertex, CallNode):
                 vertex.waited = False
 
     def _spend(self, fragment: Fragment) -> None:

@@ -97,7 +97,7 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 }
 
 
-class Part(Enum):
+class PartPhase(Enum):
     """What a context is doing on a worker that does not own it."""
 
     ABSENT = "absent"
@@ -109,11 +109,11 @@ class Part(Enum):
     __hash__ = object.__hash__
 
 
-Situation = tuple[Phase | Part, type]  # An event in a phase.
+Situation = tuple[Phase | PartPhase, type]  # An event in a phase.
 Triple = tuple[str, str, str]  # The same in words: role, phase, event.
 
 
-def triple(phase: Phase | Part, event: type) -> Triple:
+def triple(phase: Phase | PartPhase, event: type) -> Triple:
     """Return an event in a phase, in words."""
     role = "owner" if isinstance(phase, Phase) else "participant"
     return role, phase.value, event.__name__
@@ -125,7 +125,7 @@ _CALLS = (Call, Ship, Run, Return, Tell, Attach, Discard, Listing)
 _WORKERS = (Lost, Joined)  # Concerns all contexts.
 
 # What may come to an engine, by the phase of the context that it is about.
-TAKES: Mapping[Phase | Part, tuple[type, ...]] = {
+TAKES: Mapping[Phase | PartPhase, tuple[type, ...]] = {
     Phase.OPEN: (
         *(Computed, Primal, Acknowledge, Awaited, Asked, Returned, Differentiated),
         *(Left, *_FRAMES, *_CALLS, *_WORKERS),
@@ -149,21 +149,21 @@ TAKES: Mapping[Phase | Part, tuple[type, ...]] = {
         *(Released, *_CALLS, *_WORKERS),
     ),
     Phase.RELEASED: (Computed, Issued, Returned, Released),
-    Part.ABSENT: (Primal, Call, Ship, Run, Attach, Release),
-    Part.OPEN: (
+    PartPhase.ABSENT: (Primal, Call, Ship, Run, Attach, Release),
+    PartPhase.OPEN: (
         *(Computed, Primal, Acknowledge, Start, Mark, Cotangent, Fail, End, Release),
         *(Asked, Returned, *_FRAMES, *_CALLS, *_WORKERS),
     ),
-    Part.PASS: (
+    PartPhase.PASS: (
         *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
         *(Listing, *_WORKERS),
     ),
-    Part.FAILED: (
+    PartPhase.FAILED: (
         *(Computed, Primal, Start, Mark, Go, Cotangent, Fail, End, Release, Discard),
         *(Listing, *_WORKERS),
     ),
-    Part.LEAVING: (Computed, Primal, Release, Listing, *_WORKERS),
-    Part.RELEASED: (
+    PartPhase.LEAVING: (Computed, Primal, Release, Listing, *_WORKERS),
+    PartPhase.RELEASED: (
         *(Computed, Primal, Acknowledge, Call, Ship, Run, Attach, Mark, Cotangent),
         *(Fail, Release, Issued, Returned, Listing),
     ),
@@ -206,12 +206,12 @@ class OwnedFragment(Fragment, eq=False):
         self.phase = following
 
 
-def phase_of(part: Fragment) -> Phase | Part:
+def phase_of(part: Fragment) -> Phase | PartPhase:
     """Return the phase of a context on a worker that has a part of it."""
     if isinstance(part, OwnedFragment):
         return part.phase
     if part.release is not None:
-        return Part.LEAVING
+        return PartPhase.LEAVING
     if part.live is not None:
-        return Part.FAILED if part.live.failed else Part.PASS
-    return Part.RELEASED if part.gone else Part.OPEN
+        return PartPhase.FAILED if part.live.failed else PartPhase.PASS
+    return PartPhase.RELEASED if part.gone else PartPhase.OPEN

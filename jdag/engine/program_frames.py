@@ -24,7 +24,7 @@ from operator import attrgetter
 from msgspec import Struct, field
 from msgspec.structs import astuple
 
-from jdag.engine.graph import Fragment, ProgramFrame
+from jdag.engine.graph import Fragment, FrameRecord
 from jdag.engine.lifetimes import Lives
 from jdag.engine.locks import Locks
 from jdag.engine.phases import OwnedFragment
@@ -66,14 +66,14 @@ class ProgramFrames(Struct, eq=False):
 
     _state: State
     _lives: Lives
-    _held: list[tuple[ProgramFrame, Callable[[], None], bool]] = []
+    _held: list[tuple[FrameRecord, Callable[[], None], bool]] = []
     _locks: Locks = field(default_factory=Locks)
 
     # -------------------------------------------------------------------- issuing
 
     def frame(
         self, context: ContextId, path: Path, cause: type | None = None
-    ) -> ProgramFrame:
+    ) -> FrameRecord:
         """The frame of this path here, if the phase allows what it is to do."""
         fragment = self._state.contexts.get(context)
         frame = None if fragment is None else fragment.frames.get(path)
@@ -115,7 +115,7 @@ class ProgramFrames(Struct, eq=False):
 
     def _issue(
         self,
-        frame: ProgramFrame,
+        frame: FrameRecord,
         to: Worker,
         path: Path,
         message: Call | Ship | Attach,
@@ -141,7 +141,7 @@ class ProgramFrames(Struct, eq=False):
                 raise WorkerLost(f"{said}: {gone}{self._state.loss(worker)}")
 
     def _transfers(
-        self, event: Issued, frame: ProgramFrame
+        self, event: Issued, frame: FrameRecord
     ) -> tuple[list[Key], dict[Worker, list[tuple[Key, bool]]]]:
         """The key of each input on the callee, and the slots each owner must send."""
         inputs: list[Key] = []
@@ -184,7 +184,7 @@ class ProgramFrames(Struct, eq=False):
         self.when_acknowledged(frame, resume)
 
     def when_acknowledged(
-        self, frame: ProgramFrame, then: Callable[[], None], *, idle: bool = False
+        self, frame: FrameRecord, then: Callable[[], None], *, idle: bool = False
     ) -> None:
         """Run `then` once everything that the frame issued is acknowledged.
 
@@ -196,13 +196,13 @@ class ProgramFrames(Struct, eq=False):
         else:
             then()
 
-    def unacknowledged(self, frame: ProgramFrame) -> list[str]:
+    def unacknowledged(self, frame: FrameRecord) -> list[str]:
         """Describe what `when_acknowledged` waits for."""
         named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
         leaves = self._state.assignments
         return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
 
-    def never_mind(self, frame: ProgramFrame) -> None:
+    def never_mind(self, frame: FrameRecord) -> None:
         """Discard the continuations that a frame holds back."""
         self._held = [entry for entry in self._held if entry[0] is not frame]
 
@@ -252,7 +252,7 @@ class ProgramFrames(Struct, eq=False):
             failure = failure if why else state.gone_failure(context)
             state.send(sender, Return(context, path, None, failure, (), ()))
             return
-        fragment.frames[path] = ProgramFrame(path, sender, workers={state.worker: None})
+        fragment.frames[path] = FrameRecord(path, sender, workers={state.worker: None})
         spawn = Spawn(*astuple(message))  # Both have the same fields.
         state.out.extend(self._locks.acquire(spawn))
 
@@ -266,7 +266,7 @@ class ProgramFrames(Struct, eq=False):
         then = partial(self._return, fragment, frame, event)
         self.when_acknowledged(frame, then, idle=True)
 
-    def _return(self, fragment: Fragment, frame: ProgramFrame, event: Returned) -> None:
+    def _return(self, fragment: Fragment, frame: FrameRecord, event: Returned) -> None:
         if fragment.frames.pop(event.path, None) is None:
             return
         assert frame.issuer is not None, event.path
@@ -306,7 +306,7 @@ class ProgramFrames(Struct, eq=False):
             self._state.out.append(Alarm(event.waiter, late, event.timeout_ns))
         self._report(frame)
 
-    def _report(self, frame: ProgramFrame, *news: Return | Tell) -> None:
+    def _report(self, frame: FrameRecord, *news: Return | Tell) -> None:
         frame.news.extend(news)
         if frame.collector and frame.news:
             waiter, frame.collector = frame.collector, 0
@@ -359,7 +359,7 @@ class ProgramFrames(Struct, eq=False):
             del self._state.assignments[pending]
         self.let_go()
 
-    def _lost(self, fragment: Fragment, frame: ProgramFrame, worker: Worker) -> None:
+    def _lost(self, fragment: Fragment, frame: FrameRecord, worker: Worker) -> None:
         state = self._state
         failure = state.lost_failure(worker)
         if worker in frame.workers:

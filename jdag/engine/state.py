@@ -13,11 +13,11 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from jdag.engine.graph import (
+    CallNode,
     Fragment,
+    FrameRecord,
     LeafVersions,
-    Node,
     Pending,
-    ProgramFrame,
     RecvEnd,
     Value,
     Version,
@@ -119,7 +119,7 @@ class State:
         fragment = self.contexts.get(context)
         return fragment if isinstance(fragment, OwnedFragment) else None
 
-    def frame(self, context: ContextId, path: Path) -> ProgramFrame | None:
+    def frame(self, context: ContextId, path: Path) -> FrameRecord | None:
         """The frame of this path here; None once it, or its context, has ended."""
         fragment = self.contexts.get(context)
         return None if fragment is None else fragment.frames.get(path)
@@ -198,7 +198,7 @@ class State:
         self.jobs[job.id] = (done, fragment, job)
         self.out.append(Compute(job))
 
-    def skip(self, fragment: Fragment, node: Node, actions: str) -> None:
+    def skip(self, fragment: Fragment, node: CallNode, actions: str) -> None:
         """Say that these actions of a call that is listed will not be asked for."""
         if fragment.listed and node.tag is not None and node.tag.listed:
             self.out.append(Skip(fragment.context, node.tag, actions))

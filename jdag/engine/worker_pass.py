@@ -16,9 +16,9 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.engine.addends import ADDENDS_MAX, Addend, Edge, Tree, tree
-from jdag.engine.credit import NOTHING, Credit, split
-from jdag.engine.graph import Fragment, Node, RecvEnd, SendEnd, Value, Vertex
+from jdag.engine.addends import ADDENDS_MAX, Addend, AddendEdge, Tree, addend_tree
+from jdag.engine.credit import NOTHING, Credit, split_credit
+from jdag.engine.graph import CallNode, Fragment, LocalVertex, RecvEnd, SendEnd, Value
 from jdag.engine.protocol import (
     Credited,
     Key,
@@ -36,7 +36,7 @@ SEED = (inf,)  # Sorts after every path: seeds come last.
 Uses = tuple[tuple[float, ...], int, tuple[Value, ...]]
 
 
-class Outgoing(Struct):
+class PendingSend(Struct):
     """A message to be sent once its credit and change in owed sends are known.
 
     `values` are sent with it; `zeros` are the shapes of the symbolic zeros.
@@ -56,18 +56,20 @@ class Due(Struct):
     """
 
     addends: list[list[Addend]]
-    edges: list[tuple[Edge, int]] | None
+    edges: list[tuple[AddendEdge, int]] | None
     remaining: int = 0
     hooked: bool = False  # Hooks were applied.
     trees: dict[int, Tree] = {}  # Of slots with many addends.
 
     def plant(self) -> None:
         """Make the trees, when the first addend arrives: all edges are counted."""
-        by_slot: dict[int, list[Edge]] = {}
+        by_slot: dict[int, list[AddendEdge]] = {}
         for edge, slot in self.edges or ():
             by_slot.setdefault(slot, []).append(edge)
         many = [slot for slot, edges in by_slot.items() if len(edges) > ADDENDS_MAX]
-        self.trees = {slot: tree(by_slot[slot], self.addends[slot]) for slot in many}
+        self.trees = {
+            slot: addend_tree(by_slot[slot], self.addends[slot]) for slot in many
+        }
         self.edges = None
 
     def held(self) -> list[Key]:
@@ -103,13 +105,13 @@ class Pass(Struct, eq=False):
     parent: Worker | None
     credit: Credit = NOTHING
     unreported: int = 0  # Change in owed sends, not yet sent.
-    outbox: list[Outgoing] = []
+    outbox: list[PendingSend] = []
     # Jobs, and nodes that have all cotangents but whose forward has not run.
     busy: int = 0
     owed: dict[Path, SendEnd] = {}
     counted: dict[Path, list[bool]] = {}  # Per send, which slots are counted.
     needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
-    dues: dict[Vertex, Due] = {}
+    dues: dict[LocalVertex, Due] = {}
     ready: list[Any] = []  # Vertices that have all their contributions.
     staged: dict[LeafId, Key | None] = {}
     oldest: dict[LeafId, int] = {}  # The oldest version differentiated.
@@ -120,21 +122,21 @@ class Pass(Struct, eq=False):
     failed: bool = False
     outcome: Outcome | None = None  # None while it is in progress.
 
-    def less(self, vertex: Vertex) -> None:
+    def less(self, vertex: LocalVertex) -> None:
         """One that a vertex waited for is there; after the last it is ready."""
         due = self.dues[vertex]
         due.remaining -= 1
         if due.remaining == 0:
             self.ready.append(vertex)
 
-    def parcel(self) -> list[tuple[Outgoing, Credited]]:
+    def parcel(self) -> list[tuple[PendingSend, Credited]]:
         """Empty the outbox: split the credit among its messages, with a part if busy.
 
         The first message carries the change in owed sends.
         """
         outbox, self.outbox = self.outbox, []
         count = len(outbox) + (self.busy > 0)
-        parts = [self.credit] if count == 1 else split(self.credit, count)
+        parts = [self.credit] if count == 1 else split_credit(self.credit, count)
         self.credit = parts.pop(0) if self.busy else NOTHING
         owed, self.unreported = self.unreported, 0
         sent = []
@@ -183,16 +185,16 @@ def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Uses]:
 
 
 def walk(
-    uses: Iterable[Uses], dues: dict[Vertex, Due]
-) -> tuple[list[Node], list[tuple[RecvEnd, int]]]:
+    uses: Iterable[Uses], dues: dict[LocalVertex, Due]
+) -> tuple[list[CallNode], list[tuple[RecvEnd, int]]]:
     """Count in `dues` these edges and those to everything behind them.
 
     Returns:
         The nodes that had no due before, and the slots of recvs that were reached.
     """
-    reached: list[Node] = []
+    reached: list[CallNode] = []
     received: list[tuple[RecvEnd, int]] = []
-    stack: list[Node] = []
+    stack: list[CallNode] = []
     while True:
         for path, start, values in uses:
             for position, value in enumerate(values, start):
@@ -202,7 +204,7 @@ def walk(
                 due = dues.get(vertex)
                 if due is None:
                     due = dues[vertex] = Due([[] for _ in vertex.outputs], None)
-                    if type(vertex) is Node:
+                    if type(vertex) is CallNode:
                         reached.append(vertex)
                         stack.append(vertex)
                     else:

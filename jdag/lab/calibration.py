@@ -68,7 +68,7 @@ def in_one_line(scenario: Scenario) -> Iterator[None]:
             raise ScenarioError(text_of(error).partition("\n\n")[0]) from error
 
 
-class Steps:
+class CaseSteps:
     """The steps of a case on a cluster: a context with its passes, or one of a plan."""
 
     def __init__(self, case: Case, cluster: Cluster, *, planned: bool = False) -> None:
@@ -127,7 +127,7 @@ def calibrate(
     with in_one_line(scenario), configured(settings), closing(driver):
         case = scenario.case
         cluster = driver.cluster(settings.seed, clean=True)
-        step_ns, found = measured(Steps(case, cluster), cluster, steps)
+        step_ns, found = measured(CaseSteps(case, cluster), cluster, steps)
         network, job_ns = probe(cluster, settings.names, steps)
     about = {"scenario": settings.name, "step_ns": step_ns}
     tables = {
@@ -151,7 +151,7 @@ def _writing(out: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def measured(
-    steps: Steps, cluster: Cluster, count: int
+    steps: CaseSteps, cluster: Cluster, count: int
 ) -> tuple[list[int], dict[str, Any]]:
     """Return how long steps on processes took, and what functions and calls cost.
 
@@ -265,7 +265,7 @@ def hop_ns(cluster: Cluster, workers: Sequence[str], nbytes: int, rounds: int) -
 
     It is how much longer a step takes for each further call of a chain.
     """
-    chains = [Steps(chain(workers, n, nbytes), cluster) for n in (SHORT, LONG)]
+    chains = [CaseSteps(chain(workers, n, nbytes), cluster) for n in (SHORT, LONG)]
     _ = [each.step() for each in chains for _ in range(WARM)], cluster.driver.times()
     taken = [[each.step().ns for each in chains] for _ in range(rounds)]
     found = costs_of(cluster.driver.times())["functions"]

@@ -21,9 +21,9 @@ from msgspec import Meta
 from jdag.engine.phases import TRIPLES
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.exploration import Report, exploration, sound
-from jdag.lab.failures import FORMAT, failure_of, repeated
+from jdag.lab.failures import FORMAT, run_again, run_failure
 from jdag.lab.journal import identity, journal
-from jdag.lab.strategies import Exhaustive, Strategy, parsed
+from jdag.lab.strategies import Exhaustive, Strategy, parsed_strategy
 from jdag.lab.subject import Subject
 from jdag.lab.sweep_pool import check_on, replies
 from jdag.scenario import Scenario, configured, load
@@ -40,7 +40,7 @@ def _loaded(path: Path, said: str) -> tuple[Scenario, Subject, Strategy]:
     scenario, wanted = load(path), json.loads(said)
     settings, values = scenario.settings, wanted["values"] or scenario.settings.values
     subject = Subject(scenario.case, settings.names, values, wanted["faults"])
-    return scenario, subject, parsed(wanted["strategy"])
+    return scenario, subject, parsed_strategy(wanted["strategy"])
 
 
 def attempt(path: Path, request: Any) -> dict[str, Any]:
@@ -149,6 +149,6 @@ def _read(
         run, choices = reply["failure"]
         with configured(scenario.settings, exact=True):
             subject.first()
-            played = repeated(subject, choices)
-            report.failure = failure_of(subject, played, sound, run)
+            played = run_again(subject, choices)
+            report.failure = run_failure(subject, played, sound, run)
     return report

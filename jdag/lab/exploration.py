@@ -17,13 +17,13 @@ from typing import Any, Literal
 from jdag.api.cluster import Cluster
 from jdag.engine.phases import TRIPLES, Triple
 from jdag.errors import ScenarioError, WorkerLost, named_text, unusable
-from jdag.lab.failures import Failure, Property, failure_of
+from jdag.lab.failures import Property, RunFailure, run_failure
 from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
 from jdag.scenario.case import Case, difference, worst
 from jdag.settings.validation import COUNT, converted
 from jdag.sim.simulation import COLLECTOR
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 from jdag.wire.encoding import encoded
 
 RELATIVE_MAX = 1e-5  # Of float32; what the oracle fuses may differ in the last bits.
@@ -48,7 +48,7 @@ class Report:
     redundant: int = 0
     picks: int = 0
     lost: int = 0
-    failure: Failure | None = None
+    failure: RunFailure | None = None
     bound: str = ""
     seen: dict[bytes, None] = field(default_factory=dict, repr=False)
     reached: Counter[Triple] = field(default_factory=Counter, repr=False)
@@ -173,7 +173,7 @@ def exploration(
             report.lost += explored.crashed and explored.error is not None
             report.seen[order_of(played.steps)] = None
             report.reached.update(played.reached)
-            report.failure = failure_of(subject, played, property, run)
+            report.failure = run_failure(subject, played, property, run)
             if report.failure is not None:
                 break
     report.bound = strategy.bound()
@@ -217,9 +217,9 @@ def near(result: Sequence[Any], expected: Sequence[Any], where: str = "") -> Non
     assert apart <= RELATIVE_MAX, said
 
 
-def order_of(steps: Iterable[Step]) -> bytes:
+def order_of(steps: Iterable[PossibleStep]) -> bytes:
     """A hash of the order of steps on each worker, which is all that workers see."""
-    spans: list[dict[str, list[Step]]] = [defaultdict(list)]
+    spans: list[dict[str, list[PossibleStep]]] = [defaultdict(list)]
     for step in steps:
         spans[-1][step.worker].append(step)
         if step.kind in EVERYWHERE:

@@ -1,7 +1,7 @@
 """Runs that broke a property: shrunk, saved, and repeated from a file.
 
 Inputs:  a subject, the choices of a run, a property; or a file.
-Outputs: a `Failure`; a file of JSON from which `replay` repeats the run.
+Outputs: a `RunFailure`; a file of JSON from which `replay` repeats the run.
 
 Invariants: a failure's choices repeat it, in any process; a shrunk one breaks the
 property too, and has no more choices that are not the first.
@@ -20,11 +20,11 @@ from jdag.api.cluster import Cluster
 from jdag.errors import ScenarioError, reason, unusable
 from jdag.lab.places import place_of
 from jdag.lab.strategies import Script
-from jdag.lab.subject import Explored, RunResult, Subject, check
+from jdag.lab.subject import Explored, RunResult, Subject, check_subject
 from jdag.runtime.versions import version_of
 from jdag.scenario.case import Case
 from jdag.settings.validation import COUNT, PATH, converted
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 
 FORMAT = 3
 _SHOWN_MAX = 4
@@ -43,7 +43,7 @@ Property = Callable[[Explored], object]
 
 
 @dataclass(frozen=True, eq=False)
-class Failure:
+class RunFailure:
     """A run that broke the property; `choices` repeat it.
 
     Attributes:
@@ -59,12 +59,12 @@ class Failure:
     run: int
     why: str
     choices: tuple[int, ...]
-    steps: tuple[Step, ...]
-    firsts: tuple[Step, ...]
+    steps: tuple[PossibleStep, ...]
+    firsts: tuple[PossibleStep, ...]
     explored: Explored
     subject: Subject
     property: Property
-    held: tuple[Step, ...] = ()
+    held: tuple[PossibleStep, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -87,7 +87,7 @@ class Failure:
         """What was picked at a step, and before which other one, in words."""
         return said_of(self.steps[number], self.firsts[number])
 
-    def shrink(self, runs: int = 1_000) -> "Failure":
+    def shrink(self, runs: int = 1_000) -> "RunFailure":
         """A failure that is as simple as `runs` runs find.
 
         The simplest has one step that waits; else as few choices that are not the first
@@ -96,7 +96,7 @@ class Failure:
         """
         converted(COUNT, runs, "runs")
         alone = self.subject.play(_first)
-        found = failure_of(self.subject, alone, self.property, self.run)
+        found = run_failure(self.subject, alone, self.property, self.run)
         if found is not None:
             return found
         for step in dict.fromkeys(self.steps):
@@ -104,7 +104,7 @@ class Failure:
                 return self
             runs -= 1
             played = self.subject.play(partial(_but, step))
-            found = failure_of(self.subject, played, self.property, self.run)
+            found = run_failure(self.subject, played, self.property, self.run)
             if found is not None:
                 return replace(found, held=(step,))
         best, width = self, len(self.choices)
@@ -122,9 +122,9 @@ class Failure:
                 width //= 2
         return best
 
-    def _smaller(self, best: "Failure", choices: Sequence[int]) -> "Failure":
-        found = failure_of(
-            self.subject, repeated(self.subject, choices), self.property, self.run
+    def _smaller(self, best: "RunFailure", choices: Sequence[int]) -> "RunFailure":
+        found = run_failure(
+            self.subject, run_again(self.subject, choices), self.property, self.run
         )
         if found is None or _weight(found) >= _weight(best):
             return best
@@ -168,8 +168,8 @@ class Failure:
 
 def replay(
     path: str | Path, program: Case | Callable[[Cluster], Any]
-) -> tuple[Explored, tuple[Step, ...]]:
-    """Repeat the run that `Failure.save` wrote.
+) -> tuple[Explored, tuple[PossibleStep, ...]]:
+    """Repeat the run that `RunFailure.save` wrote.
 
     Args:
         path: the file.
@@ -206,7 +206,7 @@ def has_other_bits(held: Mapping[str, Any], subject: Subject, run: Explored) -> 
 def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> RunResult:
     """As `replay`, of what was read from the file; the digest is not compared."""
     subject.first()  # What it raises, it raises in every order.
-    played = repeated(subject, held["choices"])
+    played = run_again(subject, held["choices"])
     steps = map(str, played.steps)
     for number, (now, then) in enumerate(zip_longest(steps, held["steps"])):
         if now != then:
@@ -219,7 +219,7 @@ def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> Run
 
 
 def read_failure(path: str | Path) -> dict[str, Any]:
-    """Read what `Failure.save` wrote.
+    """Read what `RunFailure.save` wrote.
 
     Raises:
         ScenarioError: the file is no such one, or cannot be read; names what is wrong.
@@ -249,17 +249,17 @@ def _check(held: Any) -> None:
         if not all(isinstance(step, str) for step in held[key]):
             raise ScenarioError(unusable(key, held[key], "a list of texts"))
     Script(held["choices"])
-    check(held["workers"], held["values"], held["faults"])
+    check_subject(held["workers"], held["values"], held["faults"])
 
 
-def repeated(subject: Subject, choices: Sequence[int]) -> RunResult:
+def run_again(subject: Subject, choices: Sequence[int]) -> RunResult:
     """Run a subject with these choices."""
     return subject.play(Script(choices).pick)
 
 
-def failure_of(
+def run_failure(
     subject: Subject, played: RunResult, property: Property, run: int
-) -> Failure | None:
+) -> RunFailure | None:
     """The failure that a run is; None if it keeps the property."""
     explored = played.explored
     assert explored is not None, run
@@ -272,7 +272,7 @@ def failure_of(
     if not why:
         return None
     last = max([n for n, choice in enumerate(played.choices) if choice], default=-1)
-    return Failure(
+    return RunFailure(
         run=run,
         why=why,
         choices=tuple(played.choices[: last + 1]),
@@ -295,12 +295,12 @@ def _kept(found: Any) -> bool:
     raise ScenarioError(unusable("what the property returns", found, allowed))
 
 
-def said_of(step: Step, first: Step) -> str:
+def said_of(step: PossibleStep, first: PossibleStep) -> str:
     """A step in words, and the first choice that it comes before."""
     return f"{_worded(step)} before {_worded(first)}"
 
 
-def _worded(step: Step) -> str:
+def _worded(step: PossibleStep) -> str:
     name, _, where = step.of.partition(" ")
     path = where.partition(":")[2]
     if step.kind == "main":
@@ -310,14 +310,14 @@ def _worded(step: Step) -> str:
     return f"{step.worker}'s {name.lower()} of call {path}"
 
 
-def _first(steps: Sequence[Step]) -> int:
+def _first(steps: Sequence[PossibleStep]) -> int:
     return 0
 
 
-def _but(held: Step, steps: Sequence[Step]) -> int:
+def _but(held: PossibleStep, steps: Sequence[PossibleStep]) -> int:
     """The first step that is not held, if there is one."""
     return next((n for n, step in enumerate(steps) if step != held), 0)
 
 
-def _weight(failure: Failure) -> tuple[int, int]:
+def _weight(failure: RunFailure) -> tuple[int, int]:
     return sum(map(bool, failure.choices)), len(failure.choices)

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import ScenarioError, unusable
-from jdag.lab.calibration import WARM, Steps, in_one_line
+from jdag.lab.calibration import WARM, CaseSteps, in_one_line
 from jdag.report.spans import bubble, spans_of
 from jdag.scenario import Scenario, configured, load
 from jdag.scenario.costs import refuse_unmeasured
-from jdag.scenario.driving import Driver, Virtual, driver_of
+from jdag.scenario.driving import CaseDriver, Virtual, driver_of
 from jdag.settings.validation import NATURAL, converted
 
 
@@ -102,7 +102,7 @@ def _simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int
     case, settings = scenario.case, scenario.settings
     with configured(settings), closing(Virtual(settings)) as driver:
         cluster = driver.cluster(settings.seed, clean=True)
-        steps = Steps(case, cluster, planned=settings.compile)
+        steps = CaseSteps(case, cluster, planned=settings.compile)
         _, last = steps.step(), steps.step()
         refuse_unmeasured(settings, cluster.trace)
         window = last.began_ns, last.ended_ns
@@ -113,9 +113,9 @@ def _simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int
     return last.ns, busy, held
 
 
-def _real(scenario: Scenario, count: int, driver: Driver) -> tuple[int, ...]:
+def _real(scenario: Scenario, count: int, driver: CaseDriver) -> tuple[int, ...]:
     settings = scenario.settings
     with configured(settings), closing(driver):
         cluster = driver.cluster(settings.seed, clean=True)
-        steps = Steps(scenario.case, cluster, planned=settings.compile)
+        steps = CaseSteps(scenario.case, cluster, planned=settings.compile)
         return tuple([steps.step().ns for _ in range(WARM + count)][WARM:])

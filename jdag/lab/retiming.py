@@ -25,7 +25,7 @@ import numpy as np
 
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.max_plus import MaxPlus
-from jdag.lab.run_graph import RunGraph, job_named, refusal
+from jdag.lab.run_graph import RunGraph, job_named, retiming_error
 from jdag.runtime.trace import Trace
 from jdag.sim.devices import MOVED, DeviceModel
 from jdag.sim.network import LinkModel, LogGP, Network
@@ -205,7 +205,7 @@ def retime(trace: Trace, window_ns: tuple[int, int] | None = None) -> Retimed:
     at, _ = run._paths.times(run._edge_costs(None, None))
     for node, record in graph.checked:
         if at[node] != record.time_ns:
-            raise refusal(
+            raise retiming_error(
                 f"record {record.index} ({record.kind} {record.named['job']} on "
                 f"{record.worker}) came at {record.time_ns} ns, and what it is known "
                 f"to wait for at {at[node]} ns; put arrays on their workers, and fetch "
@@ -217,16 +217,16 @@ def retime(trace: Trace, window_ns: tuple[int, int] | None = None) -> Retimed:
 def _network_of(trace: Trace) -> Network:
     held: Any = trace.settings
     if not held:
-        raise refusal("its trace has no settings, as those of older versions")
+        raise retiming_error("its trace has no settings, as those of older versions")
     if held.get("driver") == "rpc":
-        raise refusal("it was a run of processes, whose network is no model")
+        raise retiming_error("it was a run of processes, whose network is no model")
     if not held["schedule"]:
-        raise refusal("it has no schedule")
+        raise retiming_error("it has no schedule")
     for key, allowed in (("faults", 0), ("policy", "path"), ("call_ns", 0)):
         if held.get(key, allowed) != allowed:
-            raise refusal(unusable(key, held[key], repr(allowed)))
+            raise retiming_error(unusable(key, held[key], repr(allowed)))
     if held["routed"]:
-        raise refusal("its network has a topology, whose links are shared")
+        raise retiming_error("its network has a topology, whose links are shared")
     control = held["control_lane"]
     network = Network(
         _model(held["default"]),
@@ -237,7 +237,7 @@ def _network_of(trace: Trace) -> Network:
     try:
         _check_network(network)
     except ScenarioError as error:
-        raise refusal(str(error)) from None
+        raise retiming_error(str(error)) from None
     return network
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jdag.errors import JdagError
-from jdag.runtime.trace import Record, Trace
+from jdag.runtime.trace import Trace, TraceRecord
 
 _TROUBLE = ("resend", "drop", "delay", "duplicate", "crash", "lost", "restart", "spawn")
 _FRAMES = ("send", "resend", "ack")
@@ -49,7 +49,7 @@ def job_named(key: Sequence[str]) -> str:
     return f"{worker}: {function.rpartition(':')[2]} {action}"
 
 
-def refusal(why: str) -> JdagError:
+def retiming_error(why: str) -> JdagError:
     """The error for a run that cannot be re-timed."""
     return JdagError(f"this run cannot be re-timed: {why}")
 
@@ -76,14 +76,14 @@ class RunGraph:
         self.edges: list[tuple[tuple[int, int], Cost]] = []
         self.starts: list[int] = []
         self.ends: list[int] = []
-        self.checked: list[tuple[int, Record]] = []
+        self.checked: list[tuple[int, TraceRecord]] = []
         self.costs: dict[tuple[str, str, str], int] = {}
         self.free: dict[tuple[str, str, str], None] = {}
         self._between: dict[tuple[str, str, str], None] = {}  # No listed job came yet.
         self.links: dict[_Link, None] = {}
         self._window_ns = window_ns
         self._at: list[int] = []  # The node of each record.
-        self._records: list[Record] = []
+        self._records: list[TraceRecord] = []
         self._left: dict[_Link, int] = {}  # Where the last value has left.
         self._carried: dict[int, int] = {}  # By send, where its values have left.
         self._lanes: dict[_Link, dict[str, int]] = {}
@@ -105,12 +105,12 @@ class RunGraph:
         for record in trace:
             self._records.append(record)
             if record.kind in _TROUBLE:
-                raise refusal(f"it has a {record.kind} on {record.worker}")
+                raise retiming_error(f"it has a {record.kind} on {record.worker}")
             handle = getattr(self, f"_{record.kind}", self._event)
             self._at.append(handle(record))
         if not self.ends:
             where = "" if window_ns is None else f" that begin in {window_ns} ns"
-            raise refusal(f"it has no jobs of its schedule{where}")
+            raise retiming_error(f"it has no jobs of its schedule{where}")
 
     def _node(self, *entering: tuple[int, Cost]) -> int:
         node = self.nodes
@@ -122,7 +122,7 @@ class RunGraph:
     def _waits(self, records: Any) -> list[tuple[int, Cost]]:
         return [(self._at[index], _NO_COST) for index in records]
 
-    def _event(self, record: Record) -> int:
+    def _event(self, record: TraceRecord) -> int:
         """An issue, or a record that nothing waits for."""
         node = self._node(*self._waits(record.causes))
         if record.kind == "issue":
@@ -131,7 +131,7 @@ class RunGraph:
             self._asked.setdefault(of, []).append(node)
         return node
 
-    def _resume(self, record: Record) -> int:
+    def _resume(self, record: TraceRecord) -> int:
         waits = self._waits(record.causes)
         if record.named["event"] in ("Differentiated", "Stepping"):  # All is done.
             waits += [(node, _NO_COST) for node in self._pass_ends]
@@ -143,7 +143,7 @@ class RunGraph:
             self._readings.clear()
         return self._node(*waits)
 
-    def _send(self, record: Record) -> int:
+    def _send(self, record: TraceRecord) -> int:
         said, worker = record.named, record.worker
         causes = [i for i in record.causes if self._records[i].kind not in _FRAMES]
         waits = self._waits(causes)
@@ -175,20 +175,20 @@ class RunGraph:
         is_answer = said["message"] == "Answer" and _pass(said) in self._running
         return is_answer or said["message"] == "Listing"
 
-    def _check_order(self, record: Record, causes: list[int]) -> None:
+    def _check_order(self, record: TraceRecord, causes: list[int]) -> None:
         """Refuse values whose place in the order of their link depends on time."""
         event = self._records[causes[0]]
         here = event.kind == "finish" and event.worker == record.worker
         if here and causes[0] not in self._loose:
             return
         if self._since.get(record.worker):
-            raise refusal(
+            raise retiming_error(
                 f"the values of a {record.named['message']} (record {record.index}) "
                 f"leave {record.worker} when a message comes, so that their place on "
                 "the link depends on time"
             )
 
-    def _deliver(self, record: Record) -> int:
+    def _deliver(self, record: TraceRecord) -> int:
         said = record.named
         link = said["source"], record.worker
         sent = record.causes[0]
@@ -222,7 +222,7 @@ class RunGraph:
             self._asked.setdefault(asked, []).append(node)
         return node
 
-    def _start(self, record: Record) -> int:
+    def _start(self, record: TraceRecord) -> int:
         said, worker = record.named, record.worker
         device = self._devices.setdefault(worker, _Device())
         waits = self._waits(record.causes)
@@ -248,33 +248,33 @@ class RunGraph:
         key = worker, said["function"], _kind(said)
         cost_ns = said["cost_ns"]
         if self.costs.setdefault(key, cost_ns) != cost_ns:
-            raise refusal(
+            raise retiming_error(
                 f"{job_named(key)} takes {self.costs[key]} ns and {cost_ns} ns; each "
                 "job of a function must take the same time"
             )
         return node
 
-    def _check_turn(self, record: Record) -> None:
+    def _check_turn(self, record: TraceRecord) -> None:
         """Refuse contexts whose jobs go as they are ready, those of either first."""
         context, in_pass = record.named["context"], bool(record.named["number"])
         followed = self._followed.setdefault(record.worker, {})
         last = next(reversed(followed), context)
         if last != context and (followed[last] or context in followed):
-            raise refusal(
+            raise retiming_error(
                 f"contexts {last} and {context} are computed at once on "
                 f"{record.worker} (record {record.index}); call one when the pass of "
                 "the other has ended"
             )
         followed[context] = followed.get(context, False) or in_pass
 
-    def _is_within(self, start: Record) -> bool:
+    def _is_within(self, start: TraceRecord) -> bool:
         first_ns, last_ns = self._window_ns or (0, start.time_ns)
         return first_ns <= start.time_ns <= last_ns
 
-    def _unlisted(self, record: Record, waits: list[tuple[int, Cost]]) -> int:
+    def _unlisted(self, record: TraceRecord, waits: list[tuple[int, Cost]]) -> int:
         said = record.named
         if said["cost_ns"]:
-            raise refusal(
+            raise retiming_error(
                 f"{said['function']} on {record.worker} (record {record.index}) takes "
                 f"{said['cost_ns']} ns and is in no list"
             )
@@ -285,7 +285,7 @@ class RunGraph:
             self._loose[record.index] = None
         return self._node(*waits)
 
-    def _finish(self, record: Record) -> int:
+    def _finish(self, record: TraceRecord) -> int:
         said, worker = record.named, record.worker
         (start,) = record.causes
         if not said["action"]:

@@ -1,7 +1,7 @@
 """Which of the steps that may happen next does: the strategies of `jdag.explore`.
 
 A strategy is asked to `begin` each run and returns a function that picks the index of
-one of some steps (`jdag.sim.untimed.Step`), or None if there is nothing left to try;
+one of some steps (`jdag.sim.untimed.PossibleStep`), or None if nothing is left to try;
 `planned(steps)` tells it how many steps the run of first choices has, `ended(steps)`
 how many each run had. One of your own derives from `Strategy`.
 
@@ -18,9 +18,9 @@ from msgspec import Meta
 
 from jdag.errors import ScenarioError, unusable
 from jdag.settings.validation import COUNT, NATURAL, converted
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 
-Pick = Callable[[tuple[Step, ...]], int]
+Pick = Callable[[tuple[PossibleStep, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
 _DEPTH_MAX = (
     100  # Bugs of even ten steps are hardly found; the bound is a whole number.
@@ -85,7 +85,7 @@ class RandomWalk(Strategy):
         """See `Strategy`."""
         random = Random(f"walk {self._seed} {run}")
 
-        def pick(steps: tuple[Step, ...]) -> int:
+        def pick(steps: tuple[PossibleStep, ...]) -> int:
             count = len(steps)
             if steps[-1].kind in FAULTS:
                 count, fault = _fault(steps, random, self._planned)
@@ -137,7 +137,7 @@ class PCT(Strategy):
         lowest = {at: -1 - number for number, at in enumerate(changes)}
         count = 0
 
-        def pick(steps: tuple[Step, ...]) -> int:
+        def pick(steps: tuple[PossibleStep, ...]) -> int:
             nonlocal count
             if steps[-1].kind in FAULTS:
                 ordinary, fault = _fault(steps, random, self._planned)
@@ -182,7 +182,9 @@ class Exhaustive(Strategy):
     def __init__(self, max_runs: int = 100_000) -> None:
         self.max_runs = converted(COUNT, max_runs, "max_runs")
         # The path of the run: at each pick the steps, which one, and the asleep ones.
-        self._path: list[tuple[tuple[Step, ...], int, frozenset[Step]]] = []
+        self._path: list[
+            tuple[tuple[PossibleStep, ...], int, frozenset[PossibleStep]]
+        ] = []
         self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
         self.complete = False  # Whether every order has been seen.
 
@@ -203,7 +205,7 @@ class Exhaustive(Strategy):
         path, taken, at, is_over = self._path, self._taken, 0, False
         self._taken = ()
 
-        def pick(steps: tuple[Step, ...]) -> int:
+        def pick(steps: tuple[PossibleStep, ...]) -> int:
             nonlocal at, is_over
             if is_over:  # The program still leaves its context.
                 raise Redundant
@@ -231,7 +233,7 @@ class Exhaustive(Strategy):
             continue  # To the first path that has not been tried.
         self.complete = not self._path
 
-    def _asleep(self) -> frozenset[Step]:
+    def _asleep(self) -> frozenset[PossibleStep]:
         """The steps of which all that follows has been seen, after the path so far."""
         if not self._path:
             return frozenset()
@@ -278,7 +280,7 @@ class Script(Strategy):
         return lambda steps: min(next(left, 0), len(steps) - 1)
 
 
-def parsed(text: str) -> Strategy:
+def parsed_strategy(text: str) -> Strategy:
     """A strategy from "random", "pct:3" or "exhaustive:1000".
 
     Raises:
@@ -295,7 +297,9 @@ def parsed(text: str) -> Strategy:
     return kinds[name](*([int(number)] if number else []))
 
 
-def _fault(steps: Sequence[Step], random: Random, picks: int) -> tuple[int, int | None]:
+def _fault(
+    steps: Sequence[PossibleStep], random: Random, picks: int
+) -> tuple[int, int | None]:
     """How many steps are no faults, which come last; the index of one that comes now.
 
     There is one of each kind in so many picks.
@@ -309,10 +313,12 @@ def _fault(steps: Sequence[Step], random: Random, picks: int) -> tuple[int, int 
     return count, count + int(random.random() * (len(steps) - count))
 
 
-def _highest(steps: Sequence[Step], priorities: dict[tuple[str, ...], float]) -> int:
+def _highest(
+    steps: Sequence[PossibleStep], priorities: dict[tuple[str, ...], float]
+) -> int:
     return max(range(len(steps)), key=lambda index: priorities[steps[index].chain])
 
 
-def _dependent(one: Step, other: Step) -> bool:
+def _dependent(one: PossibleStep, other: PossibleStep) -> bool:
     everywhere = one.kind in EVERYWHERE or other.kind in EVERYWHERE
     return everywhere or one.worker == other.worker

@@ -32,7 +32,7 @@ from jdag.runtime.trace import Trace
 from jdag.scenario.case import Case, bits
 from jdag.settings.validation import NATURAL, converted, where
 from jdag.sim.settings import SimSettings
-from jdag.sim.untimed import Step, StepChooser
+from jdag.sim.untimed import PossibleStep, StepChooser
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class RunResult:
     """
 
     choices: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PossibleStep] = field(default_factory=list)
     picks: int = 0
-    firsts: list[Step] = field(default_factory=list)
+    firsts: list[PossibleStep] = field(default_factory=list)
     reached: list[Triple] = field(default_factory=list)
     explored: Explored | None = None
 
@@ -107,7 +107,7 @@ class Subject:
                 "jdag.scenario.Case(program, params, placement)"
             )
             raise ScenarioError(unusable("program", program, allowed))
-        check(workers, values, faults)
+        check_subject(workers, values, faults)
         if isinstance(program, Case):
             _check_case(program)
         self.program = program
@@ -234,7 +234,7 @@ _FAULTS = Annotated[
 ]
 
 
-def check(workers: Any, values: Any, faults: Any) -> None:
+def check_subject(workers: Any, values: Any, faults: Any) -> None:
     """Raise ScenarioError if workers, the kind of values or faults are unusable."""
     _settings(workers, values)
     converted(_FAULTS, faults, "faults")

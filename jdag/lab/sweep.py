@@ -38,7 +38,7 @@ from jdag.settings.validation import COUNT, converted, is_listed, is_number
 
 Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
 
-TABLE = "sweep.csv"
+SWEEP_TABLE = "sweep.csv"
 RUNS_MAX = 100_000
 _LAST = ("expectations", "digest", "jdag", "jax", "python")
 RETIMED = "re-timed"  # In place of whether expectations are met.
@@ -277,10 +277,10 @@ def _write_table(folder: Path, done: Mapping[int, Row]) -> None:
     """Replace the table by one of these rows, in the order of their numbers."""
     rows = [done[number] for number in sorted(done)]
     columns = dict.fromkeys([key for row in rows for key in row if key not in _LAST])
-    made = folder / f".{TABLE}"
+    made = folder / f".{SWEEP_TABLE}"
     with made.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*columns, *_LAST])
         for row in rows:
             writer.writerow([_written(row.get(key)) for key in (*columns, *_LAST)])
-    os.replace(made, folder / TABLE)
+    os.replace(made, folder / SWEEP_TABLE)

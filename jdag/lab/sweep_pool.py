@@ -52,7 +52,7 @@ def replies(
 
         name = f"{attempt.__module__}:{attempt.__name__}"
         requests = {at: (path.resolve(), run) for at, run in runs.items()}
-        yield from on_ray.replies(name, requests, processes)
+        yield from on_ray.ray_results(name, requests, processes)
         return
     if min(processes, len(runs)) <= 1:
         yield from ((at, attempt(path, run)) for at, run in runs.items())

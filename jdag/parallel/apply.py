@@ -17,13 +17,13 @@ import jax.tree_util as jtu
 
 from jdag.compute.avals import all_there, aval_of
 from jdag.compute.callables import JITTED, called
-from jdag.compute.moves import Target, home_of, transferred
+from jdag.compute.moves import Target, home_of, moved_arrays
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import Template, flatten, split, template_of_arrays
 from jdag.engine.arrays import HOLE
 from jdag.engine.functions import is_unjitted, name_of
 from jdag.errors import JdagError, kind_of
-from jdag.parallel.devices import Device, devices_of
+from jdag.parallel.devices import Device, resolved_devices
 from jdag.parallel.movement import as_array
 
 
@@ -60,7 +60,7 @@ def parallel_apply(
         )
     targets: Sequence[Any] = [None] * len(fns)
     if devices is not None:
-        targets = devices_of(devices, what)
+        targets = resolved_devices(devices, what)
         if len(targets) != len(fns):
             raise JdagError(
                 f"{what}: {len(fns)} functions and {len(targets)} devices: each "
@@ -90,7 +90,7 @@ def applied(
     None as a target: where its arrays are.
     """
     places = [home for call, home in zip(calls, targets, strict=True) for _ in call[2]]
-    there = iter(transferred([array for call in calls for array in call[2]], places))
+    there = iter(moved_arrays([array for call in calls for array in call[2]], places))
 
     def run(number: int) -> tuple[Pair, list[Any]]:
         fn, template, given = calls[number]
@@ -99,7 +99,7 @@ def applied(
         with _working(made, target or next(map(home_of, arrays), None)):
             outputs = list(made.forward(arrays)[0])
         homes = [home_of(array) or target for array in outputs]
-        return made, transferred(outputs, [target] * len(outputs), homes)
+        return made, moved_arrays(outputs, [target] * len(outputs), homes)
 
     moved = [[next(there) for _ in call.arrays] for call in calls]
     return _all_ended(run, len(calls))

@@ -14,14 +14,20 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from jdag.compute.avals import aval_of
-from jdag.compute.moves import beside, cuttable, home_of, transferred
+from jdag.compute.moves import beside, cuttable, home_of, moved_arrays
 from jdag.errors import JdagError
 from jdag.parallel.apply import applied, tracked_of
 from jdag.parallel.devices import Device
-from jdag.parallel.movement import check_joined, columns, copies, cut, joined
+from jdag.parallel.movement import (
+    check_joined,
+    columns,
+    concatenated,
+    cut_array,
+    repeat_arrays,
+)
 from jdag.parallel.processes import replace, summed
 from jdag.parallel.program import in_one_program
-from jdag.parallel.task import Task, task_of
+from jdag.parallel.task import ParallelTask, task_of
 from jdag.parallel.waiting import DEADLINE_S
 
 
@@ -83,7 +89,7 @@ def data_parallel(  # noqa: PLR0913 - as PyTorch has it, and ours by keyword.
     return (outputs[0], jax.lax.stop_gradient(outputs[1])) if has_aux else outputs
 
 
-def _is_one_program(task: Task) -> bool:
+def _is_one_program(task: ParallelTask) -> bool:
     """Tell whether one program may run all replicas, if `fn` moves no arrays."""
     if task.axis_name is not None:
         return True
@@ -94,7 +100,7 @@ def _is_one_program(task: Task) -> bool:
     return equal and None not in map(home_of, task.call.arrays)
 
 
-def _received(task: Task) -> Task:
+def _received(task: ParallelTask) -> ParallelTask:
     """Return the task, with its arrays' cotangents brought home and summed."""
     arrays, tracked = list(task.call.arrays), tracked_of(task.call.arrays)
     shared = [index for index in range(task.shared) if tracked[index]]
@@ -107,13 +113,13 @@ def _received(task: Task) -> Task:
     return task._replace(call=task.call._replace(arrays=arrays))
 
 
-def _side_by_side(task: Task) -> Any:
+def _side_by_side(task: ParallelTask) -> Any:
     """Run the replicas, each by itself."""
     arrays, shared, dim = task.call.arrays, task.shared, task.dim
     count = len(task.sizes)
-    replicas = copies(arrays[:shared], count)
+    replicas = repeat_arrays(arrays[:shared], count)
     rows = cuttable(arrays[shared:], list(map(home_of, arrays[shared:])))
-    pieces = [cut(array, task.sizes, dim) for array in rows]
+    pieces = [cut_array(array, task.sizes, dim) for array in rows]
     own = [replicas[n * shared : (n + 1) * shared] for n in range(count)]
     calls = [
         task.call._replace(arrays=[*own[n], *[piece[n] for piece in pieces]])
@@ -132,10 +138,10 @@ def _side_by_side(task: Task) -> Any:
     for index, parts in enumerate(zip(*flat, strict=True)):
         check_joined(parts, dim, f"output {index} of {task.name}")
     gathered = columns(flat, [task.target] * size, task.devices)
-    leaves = [joined(parts, dim) for parts in gathered]
+    leaves = [concatenated(parts, dim) for parts in gathered]
     made, outputs = found[0]
     aux = outputs[size:]
-    leaves += transferred(aux, [task.target] * len(aux))
+    leaves += moved_arrays(aux, [task.target] * len(aux))
     return jtu.tree_unflatten(made.out_tree, leaves)
 
 

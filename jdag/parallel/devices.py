@@ -6,14 +6,16 @@ from typing import TypeAlias
 import jax
 import numpy as np
 
-from jdag.compute.devices import available, named
+from jdag.compute.devices import available, device_named
 from jdag.errors import JdagError
 
 # A device name, such as "cpu:1", or a JAX device.
 Device: TypeAlias = str | jax.Device
 
 
-def devices_of(devices: Sequence[Device] | None, what: str) -> tuple[jax.Device, ...]:
+def resolved_devices(
+    devices: Sequence[Device] | None, what: str
+) -> tuple[jax.Device, ...]:
     """Resolve device arguments; None: all devices of this process."""
     if devices is None:
         return tuple(jax.local_devices())
@@ -36,14 +38,14 @@ def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]
     """Return the devices; raise JdagError if one occurs twice."""
     for index, device in enumerate(devices):
         if device in devices[:index]:
-            raise JdagError(f"{what}: device {name_of(device)} is there twice")
+            raise JdagError(f"{what}: device {device_name(device)} is there twice")
     return tuple(devices)
 
 
 def check_platform(devices: Sequence[jax.Device], what: str) -> None:
     """Raise JdagError if the devices are of several platforms, as no computation is."""
     if len({device.platform for device in devices}) > 1:
-        names = ", ".join(map(name_of, devices))
+        names = ", ".join(map(device_name, devices))
         raise JdagError(
             f"{what}: {names} are of several platforms: allowed are devices of one, "
             "such as all GPUs"
@@ -61,7 +63,7 @@ def device_of(device: Device, what: str) -> jax.Device:
             "several processes there is data_parallel(devices=jax.devices())"
         )
     if device in available():
-        return named(device)
+        return device_named(device)
     if isinstance(device, str) and "/" in device:
         worker, _, own = device.rpartition("/")
         raise JdagError(
@@ -76,7 +78,7 @@ def device_of(device: Device, what: str) -> jax.Device:
     )
 
 
-def name_of(device: jax.Device) -> str:
+def device_name(device: jax.Device) -> str:
     """Return the name of a device of this process, such as `cpu:1`."""
     if device.process_index != jax.process_index():
         return f"{device} of process {device.process_index}"

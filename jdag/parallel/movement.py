@@ -17,12 +17,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jdag.compute.avals import aval_of, frozen
-from jdag.compute.devices import named
-from jdag.compute.moves import cuttable, home_of, transferred
+from jdag.compute.devices import device_named
+from jdag.compute.moves import cuttable, home_of, moved_arrays
 from jdag.compute.pytrees import Form, flatten, is_static, paths
 from jdag.engine.arrays import HOLE
 from jdag.errors import JdagError, kind_of
-from jdag.parallel.devices import Device, device_of, devices_of
+from jdag.parallel.devices import Device, device_of, resolved_devices
 
 COPIES = Primitive("jdag_copies")
 COPIES.multiple_results = True
@@ -45,9 +45,9 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
     Raises:
         JdagError: unusable devices, or a leaf that cannot be copied.
     """
-    targets = devices_of(devices, "replicate")
+    targets = resolved_devices(devices, "replicate")
     arrays, form = apart(params, "replicate")
-    return _placed(form, copies(arrays, len(targets)), targets)
+    return _placed(form, repeat_arrays(arrays, len(targets)), targets)
 
 
 def scatter(
@@ -70,13 +70,13 @@ def scatter(
         JdagError: unusable devices; a scalar; no such dimension; arrays with different
             numbers of rows.
     """
-    targets = devices_of(devices, "scatter")
+    targets = resolved_devices(devices, "scatter")
     arrays, form = apart(x, "scatter")
     dims, count = rows_of(x, arrays, dim, "scatter")
     sizes = chunk_sizes(count, len(targets))
     arrays = list(cuttable(arrays, list(map(home_of, arrays))))
     both = zip(arrays, dims, strict=True)
-    pieces = [cut(array, sizes, where) for array, where in both]
+    pieces = [cut_array(array, sizes, where) for array, where in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
     return _placed(form, flat, targets[: len(sizes)])
 
@@ -99,13 +99,13 @@ def gather(
         JdagError: `xs` is empty; structures, dtypes or the other dimensions differ; no
             such dimension; no such device.
     """
-    target = named(None) if device is None else device_of(device, "gather")
+    target = device_named(None) if device is None else device_of(device, "gather")
     which = whole(dim, "gather")
     flat, form = _alike(xs, "gather", "chunk")
     for index, parts in enumerate(zip(*flat, strict=True)):
         check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
     found = columns(flat, [target] * len(flat[0]))
-    return form.rebuild([joined(parts, which) for parts in found])
+    return form.rebuild([concatenated(parts, which) for parts in found])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
@@ -138,7 +138,7 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
                     f"replica {number}; all have to be alike"
                 )
     homes = [target or home_of(array) for array in flat[0]]
-    return form.rebuild(added(columns(flat, homes)))
+    return form.rebuild(sum_each(columns(flat, homes)))
 
 
 # ------------------------------------------------- arrays of pytrees, and their rows
@@ -165,7 +165,7 @@ def _placed(
 ) -> tuple[Any, ...]:
     """Rebuild one pytree per device from consecutive groups of arrays."""
     size = form.num_leaves
-    there = transferred(arrays, [target for target in targets for _ in range(size)])
+    there = moved_arrays(arrays, [target for target in targets for _ in range(size)])
     numbers = range(len(targets))
     return tuple([form.rebuild(there[n * size : (n + 1) * size]) for n in numbers])
 
@@ -181,7 +181,7 @@ def columns(
     """
     size = len(homes)
     froms = sources and [device for device in sources for _ in homes]
-    there = transferred([a for row in rows for a in row], homes * len(rows), froms)
+    there = moved_arrays([a for row in rows for a in row], homes * len(rows), froms)
     return [there[index::size] for index in range(size)]
 
 
@@ -299,7 +299,7 @@ def _array_path(tree: Any, number: int) -> str:
 # ----------------------------------------------------- operations, one jitted call each
 
 
-def copies(arrays: Sequence[Any], count: int) -> list[Any]:
+def repeat_arrays(arrays: Sequence[Any], count: int) -> list[Any]:
     """Repeat the arrays `count` times; cotangents are added in the same order."""
     found = list(arrays) * count
     # Beside a tracer an array would be differentiated too.
@@ -311,7 +311,7 @@ def copies(arrays: Sequence[Any], count: int) -> list[Any]:
     return found
 
 
-def added(sums: Sequence[Any]) -> list[Any]:
+def sum_each(sums: Sequence[Any]) -> list[Any]:
     """Return the sum of each list of addends, from left to right.
 
     All sums on one device are one call.
@@ -337,7 +337,7 @@ def _added(sums: Any) -> Any:
     return [reduce(add, [*addends]) for addends in sums]
 
 
-def cut(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:
+def cut_array(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:
     """Split an array into pieces of these sizes along a dimension."""
     return (array,) if len(sizes) == 1 else _cut(array, sizes, dim)
 
@@ -347,7 +347,7 @@ def _cut(array: Any, sizes: tuple[int, ...], dim: int) -> Any:
     return jax.lax.split(array, sizes, dim)
 
 
-def joined(parts: Sequence[Any], dim: int) -> Any:
+def concatenated(parts: Sequence[Any], dim: int) -> Any:
     """Concatenate arrays along a dimension; scalars become a vector."""
     if len(parts) == 1 and parts[0].ndim:
         return parts[0]
@@ -369,13 +369,13 @@ def _repeated(*arrays: Any, count: int) -> list[Any]:
 
 
 def _reduce_add(cotangents: Sequence[Any], *_: Any, count: int) -> list[Any]:
-    """ReduceAdd, the transpose of `copies`."""
+    """ReduceAdd, the transpose of `repeat_arrays`."""
     size = len(cotangents) // count
     sums = [
         [ct for ct in cotangents[index::size] if type(ct) is not ad.Zero]
         for index in range(size)
     ]
-    found = iter(added([addends for addends in sums if addends]))
+    found = iter(sum_each([addends for addends in sums if addends]))
     both = zip(sums, cotangents, strict=False)
     return [next(found) if addends else zero for addends, zero in both]
 

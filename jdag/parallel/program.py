@@ -29,23 +29,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.avals import aval_of
 from jdag.compute.configuration import configuration
-from jdag.compute.devices import named
+from jdag.compute.devices import device_named
 from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import collectives, has_move
-from jdag.compute.moves import cuttable, home_of, is_free, primitive, transferred
+from jdag.compute.moves import cuttable, home_of, is_free, moved_arrays, primitive
 from jdag.compute.pairs import CACHE
 from jdag.compute.tracing import Function, TracedResult, as_it_is
 from jdag.errors import JdagError
 from jdag.parallel.apply import tracked_of
-from jdag.parallel.movement import added, check_joined
+from jdag.parallel.movement import check_joined, sum_each
 from jdag.parallel.processes import numbered, replace
-from jdag.parallel.task import Task
+from jdag.parallel.task import ParallelTask
 
 _AXIS = "replicas"  # The axis name if the caller gives none.
 PROGRAMS_MAX = 512
 
 
-def in_one_program(task: Task) -> Any:
+def in_one_program(task: ParallelTask) -> Any:
     """Return the joined outputs of all replicas; None if the function moves arrays.
 
     The task's chunks have equal sizes, or it has an axis name.
@@ -66,12 +66,12 @@ def in_one_program(task: Task) -> Any:
         None if not task.everywhere and is_free(array) else NamedSharding(mesh, spec)
         for array, spec in both
     ]
-    found = _ran(task, mesh, specs, transferred(given, there))
+    found = _ran(task, mesh, specs, moved_arrays(given, there))
     if found is None:
         return None
     by_rows = NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
     count = len(found.outputs)
-    outputs = transferred(found.outputs, [task.target] * count, [by_rows] * count)
+    outputs = moved_arrays(found.outputs, [task.target] * count, [by_rows] * count)
     size = task.outputs_of(found.traced.out_tree).num_leaves
     if padded > real or dim:
         avals = zip(outputs[:size], found.traced.out_avals, strict=False)
@@ -81,7 +81,10 @@ def in_one_program(task: Task) -> Any:
 
 
 def _ran(
-    task: Task, mesh: Mesh, specs: Sequence[PartitionSpec], arrays: Sequence[Any]
+    task: ParallelTask,
+    mesh: Mesh,
+    specs: Sequence[PartitionSpec],
+    arrays: Sequence[Any],
 ) -> TracedResult | None:
     """Run the program on arrays over the mesh; its outputs are sharded by rows."""
     processes = task.processes if task.everywhere else None
@@ -112,7 +115,10 @@ def _ran(
 
 
 def _program(
-    task: Task, mesh: Mesh, specs: Sequence[PartitionSpec], arrays: Sequence[Any]
+    task: ParallelTask,
+    mesh: Mesh,
+    specs: Sequence[PartitionSpec],
+    arrays: Sequence[Any],
 ) -> tuple[Callable[..., Any] | None, list[str]]:
     """Return the program, or None if the function moves arrays; and its collectives."""
     fn, template, given = task.call
@@ -147,7 +153,7 @@ def _kept(key: Hashable) -> list[Any]:
 
 
 def _replica_of(
-    task: Task, specs: Sequence[PartitionSpec], scalars: Sequence[bool]
+    task: ParallelTask, specs: Sequence[PartitionSpec], scalars: Sequence[bool]
 ) -> Callable[..., TracedResult]:
     """Return the function of one replica; its outputs have their rows first."""
     reals, axis = task.everywhere or task.sizes, task.axis_name
@@ -175,7 +181,7 @@ def _replica_of(
     return replica
 
 
-def _rows_first(task: Task, index: int, array: Any, rows: int) -> Any:
+def _rows_first(task: ParallelTask, index: int, array: Any, rows: int) -> Any:
     """Return an output with its rows along the first dimension; a scalar is one."""
     if not array.ndim:
         return array[None]
@@ -212,7 +218,7 @@ def _firsts(stacks: Any) -> Any:
 
 def _spread(arrays: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
     """Return copies, one on each device of the mesh, as parts of one array."""
-    homes = tuple([home_of(array) or named(None) for array in arrays])
+    homes = tuple([home_of(array) or device_named(None) for array in arrays])
     return SPREAD.bind(*arrays, mesh=mesh, homes=homes) if arrays else []
 
 
@@ -232,10 +238,10 @@ def _reduce_add(
 ) -> list[Any]:
     """Add the gradients of all copies, in the order of the devices."""
     indices = [n for n, ct in enumerate(cotangents) if type(ct) is not ad.Zero]
-    back = transferred([cotangents[n] for n in indices], [homes[n] for n in indices])
+    back = moved_arrays([cotangents[n] for n in indices], [homes[n] for n in indices])
     found: list[Any] = [ad.Zero(array.aval.to_ct_aval()) for array in arrays]
     both = zip(back, indices, strict=True)
-    sums = added([ct.reshape(mesh.size, *found[n].aval.shape) for ct, n in both])
+    sums = sum_each([ct.reshape(mesh.size, *found[n].aval.shape) for ct, n in both])
     for n, total in zip(indices, sums, strict=True):
         found[n] = total
     return found

@@ -13,7 +13,7 @@ from jdag.engine.arrays import HOLE
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError, unusable
 from jdag.parallel.apply import DeviceCall, call_of, tracked_of
-from jdag.parallel.devices import Device, check_platform, device_of, devices_of
+from jdag.parallel.devices import Device, check_platform, device_of, resolved_devices
 from jdag.parallel.movement import chunk_sizes, rows_of, whole
 from jdag.parallel.processes import Processes, Terms, processes_of
 from jdag.parallel.waiting import check_deadline
@@ -21,7 +21,7 @@ from jdag.parallel.waiting import check_deadline
 WHAT = "data_parallel"
 
 
-class Task(NamedTuple):
+class ParallelTask(NamedTuple):
     """A function, its arrays, and how they are split into replicas.
 
     Attributes:
@@ -78,7 +78,7 @@ def task_of(  # noqa: PLR0913 - the arguments of data_parallel.
     axis_name: str | None,
     has_aux: bool,
     deadline_s: float,
-) -> Task:
+) -> ParallelTask:
     """Check the arguments of data_parallel; agree on them with other processes."""
     if axis_name is not None and not isinstance(axis_name, str):
         raise JdagError(unusable("axis_name", axis_name, "a str, or None"))
@@ -86,7 +86,7 @@ def task_of(  # noqa: PLR0913 - the arguments of data_parallel.
         raise JdagError(unusable("has_aux", has_aux, "True or False"))
     check_deadline(deadline_s)
     processes = processes_of(devices, WHAT, deadline_s)
-    chosen = devices_of(devices, WHAT) if processes is None else processes.own
+    chosen = resolved_devices(devices, WHAT) if processes is None else processes.own
     if axis_name is not None:
         check_platform(chosen, WHAT)
     given = output_device is not None
@@ -103,11 +103,11 @@ def task_of(  # noqa: PLR0913 - the arguments of data_parallel.
         )
     sizes = chunk_sizes(count, len(chosen))
     cut = dims[0], sizes, chosen[: len(sizes)]
-    task = Task(call, shared, *cut, target, axis_name, has_aux, processes)
+    task = ParallelTask(call, shared, *cut, target, axis_name, has_aux, processes)
     return task if processes is None else _agreed(task, processes)
 
 
-def _agreed(task: Task, processes: Processes) -> Task:
+def _agreed(task: ParallelTask, processes: Processes) -> ParallelTask:
     """Add the terms; for a function that reduces over all replicas, agree on chunks.
 
     Such a function needs equal chunks on all processes, so these exchange their numbers
@@ -132,7 +132,7 @@ def _agreed(task: Task, processes: Processes) -> Task:
     return task._replace(sizes=own, devices=processes.own, everywhere=tuple(real))
 
 
-def _terms_of(task: Task, processes: Processes) -> Terms:
+def _terms_of(task: ParallelTask, processes: Processes) -> Terms:
     """Return the properties of a task that must be equal on all processes."""
     found = [("fn", task.name)]
     arrays = task.call.arrays

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from jdag.api.cluster import Cluster
-from jdag.api.value_and_grad import check_leaf, check_program, filled
+from jdag.api.value_and_grad import check_leaf, check_program, gradient_or_zeros
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.cutting import Cut, cut
+from jdag.compute.cutting import CutPlan, cut_graph
 from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
 from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
@@ -172,7 +172,7 @@ class CompiledStep:
         plan, inputs = self._planned(args, True, allow_int)
         value, gradients = plan.run(inputs)
         leaves, form = plan.leaves
-        found = [filled(gradients.get(ref.key.name), ref) for ref in leaves]
+        found = [gradient_or_zeros(gradients.get(ref.key.name), ref) for ref in leaves]
         return value, unflatten(form, found)
 
     @property
@@ -343,7 +343,7 @@ class Plan:
         # Of an optimizer, which is NaN where a step is skipped.
         self._scale = [slots.setdefault(value, len(slots)) for value in scale]
         self._slots = tuple(slots)
-        made = cut(
+        made = cut_graph(
             drawn.graph,
             plan=self._id,
             caller=self._port.worker,
@@ -352,7 +352,7 @@ class Plan:
             exact=exact,
         )
         check_steps(self.name, cluster.state.schedule, made)
-        self.cut: Cut = made
+        self.cut: CutPlan = made
         self._inputs = made.inputs
         sent = dict.fromkeys([slot for _, of in made.inputs for slot in of])
         self._sent = [(slot, inputs[slot]) for slot in sent]

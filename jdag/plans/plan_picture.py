@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jdag.compute.cutting import Cut, Piece
+from jdag.compute.cutting import CutPlan, Piece
 from jdag.context.graph import Edge, Graph, Vertex
 from jdag.engine.protocol import LeafId, Worker, named
 
@@ -12,7 +12,7 @@ _SEGMENTS = ("segment", "worker", "level", "nodes", "functions")
 _HOPS = ("from", "to", "for segments", "values", "bytes")
 
 
-def table_of_plan(name: str, cut: Cut, caller: Worker) -> str:
+def table_of_plan(name: str, cut: CutPlan, caller: Worker) -> str:
     """Return segments and hops as text, with the bytes of each message of a step.
 
     Inputs go with the message that begins a step.
@@ -56,7 +56,7 @@ def table_of_plan(name: str, cut: Cut, caller: Worker) -> str:
     return "\n".join(lines)
 
 
-def graph_of_plan(cut: Cut, table: str) -> Graph:
+def graph_of_plan(cut: CutPlan, table: str) -> Graph:
     """Return the segments of a plan, the leaves that they read, and values between.
 
     Leaves of which the same segments read are one vertex.

@@ -19,7 +19,7 @@ from jax._src.core import eval_context, trace_ctx
 from jax.extend.core import jaxpr_as_fun
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.dataflow import Graph
+from jdag.compute.dataflow import DataflowGraph
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import (
     NUMBERS,
@@ -291,7 +291,7 @@ class RecordedGraph:
 
     def __init__(self, recording: Recording) -> None:
         frame = recording.frame
-        self.graph = Graph()
+        self.graph = DataflowGraph()
         self._state = frame.state
         self._tape = frame.tape
         here = self._tape.worker

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.configuration import carried
 from jdag.compute.duals import is_array
-from jdag.compute.machine import Machine, Work, blamed
+from jdag.compute.machine import Machine, Work, blamed_name
 from jdag.compute.pairs import typed_name
 from jdag.engine.protocol import (
     Apply,
@@ -39,12 +39,12 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 from jdag.processes.net.loop import Loop, clock_ns
-from jdag.processes.node_trace import Asked, Recording
+from jdag.processes.node_trace import JobRequest, NodeRecording
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
-from jdag.schedules.actions import Step
+from jdag.schedules.actions import ScheduleStep
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class _Item(NamedTuple):
     job: Job
     kind: Any
     work: Work
-    asked: Asked | None
+    asked: JobRequest | None
 
 
 class _Outcome(NamedTuple):
@@ -137,8 +137,8 @@ class Jobs:
         machine: Machine,
         loop: Loop,
         tell: _Tell,
-        steps: Sequence[Step] = (),
-        recording: Recording | None = None,
+        steps: Sequence[ScheduleStep] = (),
+        recording: NodeRecording | None = None,
     ) -> None:
         self.busy_ns = 0
         self.computing: dict[int, None] = {}  # Threads that run a user's function.
@@ -261,7 +261,7 @@ class Jobs:
         if error is None:
             self._machine.hold(job, work, made)
         else:
-            failure = failure_of(error, self._worker, job.path, blamed(job))
+            failure = failure_of(error, self._worker, job.path, blamed_name(job))
         if self._recording is not None:
             self._recording.ran(job, asked, took_ns, beside)
         self._tell(Computed(job.id, failure))

@@ -48,13 +48,12 @@ from jdag.processes.functions.code_fingerprint import coded_name
 from jdag.processes.functions.decoder import BOUND, FunctionDecoder
 from jdag.processes.functions.encoder import NAMING, check_size
 from jdag.processes.jobs import Jobs
+from jdag.processes.net import receiving
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
-from jdag.processes.net.receiving import Broken, Control, Definition, Exhausted, Failed
-from jdag.processes.net.receiving import Event as PeerEvent
 from jdag.processes.node_queries import NodeQueries
-from jdag.processes.node_trace import Collector, journal_of, recording_of
+from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
 from jdag.processes.session.session_info import SessionInfo
 from jdag.processes.stuck import Waits
@@ -65,7 +64,7 @@ from jdag.runtime.worker_runtime import (
     ProgramPort,
     RunProgram,
     WorkerRuntime,
-    run_program,
+    run_and_report,
 )
 from jdag.wire.messages import Codec
 
@@ -141,9 +140,9 @@ class Node:
         self._questions = asks
         self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
         main = name == session.main
-        self._collector: Collector | None = None
+        self._collector: TraceCollector | None = None
         if recording is not None and main:
-            self._collector = Collector(recording, peers, self._began_ns)
+            self._collector = TraceCollector(recording, peers, self._began_ns)
         self.port = ProgramPort(self._host)
         self._here = threading.local()  # `port`: of the program that the thread runs.
         self._here.port = self.port if main else None
@@ -182,7 +181,7 @@ class Node:
             buffers=self._buffers,
             deadline_ns=round(self._session.settings.deadline_s * 1e9),
             value_bytes_max=self._session.settings.value_bytes_max,
-            handle=self._received,
+            handle=self._receive,
             sends=None if self._recording is None else self._recording.sent,
         )
 
@@ -354,7 +353,7 @@ class Node:
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         self._here.port = port
         try:
-            run_program(self._checked, port, spawn, Over)
+            run_and_report(self._checked, port, spawn, Over)
         except Over:
             return  # The session is over.
         finally:
@@ -392,7 +391,7 @@ class Node:
 
     # ------------------------------------------------------------------ what peers say
 
-    def _received(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
+    def _receive(self, peer: Connection, events: Sequence[receiving.PeerEvent]) -> None:
         # The peer has proved its identity, so it is taken to speak the protocol.
         # Whatever one of its messages raises, here or in the engine, loses it alone.
         for event in events:
@@ -408,15 +407,15 @@ class Node:
                             message = self._functions.bind(message, worker, self._codec)
                         number = (event.number,)
                         self._host.arrived(worker, message, event.values, number)
-                    case Definition(digest, data):
+                    case receiving.ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
-                    case Control(what):
+                    case receiving.Control(what):
                         self.peers.control(peer, what)
-                    case Broken(why):
+                    case receiving.Broken(why):
                         self.peers.redial(peer, why)
-                    case Failed(why):
+                    case receiving.Failed(why):
                         self.peers.failed(peer, why)
-                    case Exhausted(why):
+                    case receiving.Exhausted(why):
                         self.peers.exhausted(peer, why)
                     case _:
                         assert_never(event)

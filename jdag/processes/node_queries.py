@@ -12,9 +12,9 @@ from jdag.engine.protocol import ContextId, named
 from jdag.errors import JdagError, ProtocolError
 from jdag.processes.jobs import Jobs
 from jdag.processes.net.loop import clock_ns
-from jdag.processes.node_trace import Recording
+from jdag.processes.node_trace import NodeRecording
 from jdag.processes.peers import PeerTable
-from jdag.runtime.stats import info, total
+from jdag.runtime.stats import info, total_sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.wire.encoding import encoded
 
@@ -30,7 +30,7 @@ class NodeQueries:
         peers: PeerTable,
         jobs: Jobs,
         check_open: Callable[[], None],
-        recording: Recording | None,
+        recording: NodeRecording | None,
     ) -> None:
         self._name = named(host.worker)
         self._host = host
@@ -131,6 +131,6 @@ class NodeQueries:
         }
 
     def _own_info(self) -> dict[str, Any]:
-        sent = total(peer.sent for peer in self.peers.connections.values())
+        sent = total_sent(peer.sent for peer in self.peers.connections.values())
         jobs, waits_for = self.jobs, self.jobs.waits_for
         return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)

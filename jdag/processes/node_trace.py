@@ -19,8 +19,8 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.peers import PeerTable
 from jdag.processes.session.session_info import SessionInfo
 from jdag.runtime.journal import SUFFIX, Journal, head_of
-from jdag.runtime.merging import Part, Sample, merged, sampled
-from jdag.runtime.recorder import NO_CAUSE, Recorder, said
+from jdag.runtime.merging import Sample, TracePart, merged, sampled
+from jdag.runtime.recorder import NO_CAUSE, Recorder, trace_fields
 from jdag.runtime.trace import FIELDS, Trace, row_of
 
 _ROWS_MAX = 4096  # Of one answer.
@@ -30,14 +30,14 @@ EXCHANGES = 8  # To sample a clock; the shortest one counts.
 _log = logging.getLogger(__name__)
 
 # When a job was asked for, and what it waits for.
-Asked = tuple[int, dict[int, None]]
+JobRequest = tuple[int, dict[int, None]]
 
 
 class _Clock:
     now_ns = property(lambda self: clock_ns())
 
 
-class Recording:
+class NodeRecording:
     """The records of one node; `stop` is called when it has `events_max`."""
 
     def __init__(
@@ -75,17 +75,17 @@ class Recording:
     ) -> None:
         """Record that a message leaves; `nbytes` are those of its values, and all."""
         if not self.full:
-            detail = (peer, *said(message), *nbytes, ())
+            detail = (peer, *trace_fields(message), *nbytes, ())
             self.recorder.note("send", self._worker, detail, causes)
 
-    def asked(self, job: Job, cause: int) -> Asked | None:
+    def asked(self, job: Job, cause: int) -> JobRequest | None:
         """Take what a job waits for, when the engine asks for it."""
         if self.full:
             return None
         return clock_ns(), self.recorder.needs(self._worker, job, cause)
 
     def ran(
-        self, job: Job, asked: Asked | None, took_ns: Sequence[int], beside: bool
+        self, job: Job, asked: JobRequest | None, took_ns: Sequence[int], beside: bool
     ) -> None:
         """Record that a job ran from and until these times, on the loop or beside it.
 
@@ -100,11 +100,11 @@ class Recording:
         end = self.recorder.ran(self._worker, job, causes, *took_ns)
         self._last[beside] = took_ns[1], end
 
-    def part(self, began_ns: int) -> Part:
+    def part(self, began_ns: int) -> TracePart:
         """Return all of it, in time since `began_ns`."""
         rows = [tuple(getattr(one, name) for name in FIELDS[1:]) for one in self.trace]
         clock = [Sample(0, -began_ns, 0)]
-        return Part(self._worker, rows, clock, self.full)
+        return TracePart(self._worker, rows, clock, self.full)
 
     def rows(self, start: int) -> dict[str, Any]:
         """Return the next rows as JSON, how many there are, and why if not all."""
@@ -114,12 +114,14 @@ class Recording:
         return {"rows": rows, "of": len(self.trace), "full": self.full}
 
 
-def recording_of(session: SessionInfo, stop: Callable[[], object]) -> Recording | None:
+def recording_of(
+    session: SessionInfo, stop: Callable[[], object]
+) -> NodeRecording | None:
     """Return the records of a node, if its session has a trace."""
     if not session.settings.trace:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
-    return Recording(worker, session.settings.events_max, stop)
+    return NodeRecording(worker, session.settings.events_max, stop)
 
 
 def journal_of(session: SessionInfo) -> Journal | None:
@@ -136,17 +138,19 @@ def journal_of(session: SessionInfo) -> Journal | None:
     return Journal(path, head, settings.journal_bytes)
 
 
-class Collector:
+class TraceCollector:
     """Main's: the parts of all nodes, as far as they have been sent.
 
     Times of the trace are since `began_ns` of main's clock.
     """
 
-    def __init__(self, recording: Recording, peers: PeerTable, began_ns: int) -> None:
+    def __init__(
+        self, recording: NodeRecording, peers: PeerTable, began_ns: int
+    ) -> None:
         self._recording = recording
         self._peers = peers
         self._began_ns = began_ns
-        self._parts: dict[str, Part] = {}  # By worker, with its incarnation.
+        self._parts: dict[str, TracePart] = {}  # By worker, with its incarnation.
         self._made: tuple[int, Trace] | None = None
 
     def sample(self) -> None:
@@ -163,7 +167,7 @@ class Collector:
                 best = min(found, key=lambda sample: sample.error_ns)
                 part = self._parts.get(peer.worker)
                 if part is None:
-                    self._parts[peer.worker] = Part(peer.worker, clock=[best])
+                    self._parts[peer.worker] = TracePart(peer.worker, clock=[best])
                 else:
                     part.clock[1:] = [best]
 
@@ -171,7 +175,7 @@ class Collector:
         """Return the trace of all nodes so far; the same object if nothing is new."""
         self.sample()
         for worker, peer in tuple(self._peers.connections.items()):
-            self._collect(self._parts.setdefault(worker, Part(worker)), peer)
+            self._collect(self._parts.setdefault(worker, TracePart(worker)), peer)
         own = self._recording
         records = len(own.trace) + sum([len(one.rows) for one in self._parts.values()])
         if self._made is None or self._made[0] != records:
@@ -183,7 +187,7 @@ class Collector:
             self._made = records, merged(parts)
         return self._made[1]
 
-    def _collect(self, part: Part, peer: Connection) -> None:
+    def _collect(self, part: TracePart, peer: Connection) -> None:
         rows = part.rows
         while not peer.lost:
             answer = self._ask(peer, {"what": "trace", "from": len(rows)})

@@ -34,7 +34,7 @@ from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.pulse import Pulse
 from jdag.processes.net.streams import Stream
 from jdag.processes.session.session_info import SessionInfo
-from jdag.runtime.failures import said
+from jdag.runtime.failures import error_text
 from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
@@ -45,14 +45,16 @@ WHY_MAX = 4096
 WAITING_BYTES_MAX = 8 * 1024 * 1024
 BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
 
-Asked = dict[int, Connection]  # By number of the question.
+OpenQuestions = dict[int, Connection]  # By number of the question.
 
 _log = logging.getLogger(__name__)
 
 
 def broke(error: BaseException) -> str:
     """Return the one-line goodbye of a node that ends by an error."""
-    return f"it ended by an error of its own: {' '.join(said(error).split())}"[:WHY_MAX]
+    return f"it ended by an error of its own: {' '.join(error_text(error).split())}"[
+        :WHY_MAX
+    ]
 
 
 class PeerTable:
@@ -361,9 +363,9 @@ class PeerTable:
 
     def ask(
         self, what: dict[str, Any], of: Sequence[Connection] | None = None
-    ) -> Asked:
+    ) -> OpenQuestions:
         """Ask the nodes of all live peers, or of these; requires the lock."""
-        asked: Asked = {}
+        asked: OpenQuestions = {}
         for peer in self.living if of is None else of:
             self._asks += 1
             asked[self._asks] = peer
@@ -371,14 +373,14 @@ class PeerTable:
             peer.control({"ask": self._asks, **what})
         return asked
 
-    def have_answered(self, asked: Asked) -> bool:
+    def have_answered(self, asked: OpenQuestions) -> bool:
         """Whether all that were asked have answered, or are lost."""
         return all(
             self._answers[number] is not None or peer.lost
             for number, peer in asked.items()
         )
 
-    def answers(self, asked: Asked) -> dict[str, Any]:
+    def answers(self, asked: OpenQuestions) -> dict[str, Any]:
         """Return the answers that have come, by name; wait for no others."""
         answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
         return {name: answer for name, answer in answers.items() if answer is not None}

@@ -17,8 +17,8 @@ from typing import Any
 from jdag.errors import JdagError
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.node_queries import NodeQueries
-from jdag.processes.peers import Asked
-from jdag.runtime.waiters import Waiters, stuck
+from jdag.processes.peers import OpenQuestions
+from jdag.runtime.waiters import Waiters, stuck_wait_text
 
 LOOK_NS = 150_000_000
 
@@ -47,7 +47,7 @@ class Waits:
         self._looked = 0  # The waiter of main's program when it last looked.
         self._users = 0  # Its waiter now; 0 for none.
         self._found = ""  # Why that can never be resumed.
-        self._asked: Asked | None = None
+        self._asked: OpenQuestions | None = None
         self._before: object = None
         if main:
             loop.at(clock_ns() + LOOK_NS, self.look)
@@ -106,5 +106,7 @@ class Waits:
         if sum([one["sent"] - one["got"] for one in nodes]) == 0:
             waits = [wait for one in nodes for wait in one["waits"]]
             lists = [one["list"] for one in nodes if one["list"]]
-            self._found = f"nothing is left to happen, and {stuck(waits, lists)}"
+            self._found = (
+                f"nothing is left to happen, and {stuck_wait_text(waits, lists)}"
+            )
             self._loop.wake_waiting()

@@ -16,7 +16,7 @@ Data and a program's order are both `data_deps`, the device's order is `ctrl_dep
 from collections.abc import Iterable, Sequence
 
 from jdag.context.graph import dotted
-from jdag.report.operations import Operation, delivered
+from jdag.report.operations import Operation, without_lost_sends
 from jdag.report.protobuf import nested, number, packed, varint
 
 _VERSION = "0.0.4"
@@ -32,7 +32,7 @@ def chakra_of(
     """Return the contents of each worker's file, in the order of `workers`."""
     rank = {worker: place for place, worker in enumerate(workers)}
     parts = [[_delimited(nested(1, _VERSION))] for _ in workers]
-    kept = tuple(delivered(operations))
+    kept = tuple(without_lost_sends(operations))
     ids = {one.id for one in kept}
     for one in kept:
         needs = tuple(id for id in one.needs if id in ids)

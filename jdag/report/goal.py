@@ -14,14 +14,14 @@ which are left out since their receive would wait for ever.
 
 from collections.abc import Iterable, Sequence
 
-from jdag.report.operations import Operation, delivered
+from jdag.report.operations import Operation, without_lost_sends
 
 
 def goal_of(operations: Iterable[Operation], workers: Sequence[str]) -> str:
     """Return the text; the rank of a worker is its place among `workers`."""
     rank = {worker: place for place, worker in enumerate(workers)}
     lines: list[list[str]] = [[] for _ in workers]
-    kept = tuple(delivered(operations))
+    kept = tuple(without_lost_sends(operations))
     ids = {one.id for one in kept}
     for one in kept:
         mine = lines[rank[one.worker]]

@@ -7,7 +7,7 @@ depends on what that program waited for.
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from jdag.runtime.trace import Record
+from jdag.runtime.trace import TraceRecord
 
 # What is none of these is for a sum.
 _DRAWN_AS = {
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
         return _DRAWN_AS.get(self.kind, "sum")
 
 
-def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
+def operations_of(records: Iterable[TraceRecord]) -> tuple[Operation, ...]:
     """Return the operations of a trace, in order of their first records.
 
     A job without an end ends when its worker crashed, or with the last record.
@@ -101,12 +101,12 @@ def operations_of(records: Iterable[Record]) -> tuple[Operation, ...]:
     return tuple(found.values())
 
 
-def delivered(operations: Iterable[Operation]) -> Iterator[Operation]:
+def without_lost_sends(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Yield the operations without the sends of messages that did not arrive."""
     return (one for one in operations if one.end_ns >= 0)
 
 
-def _job(record: Record, needs: tuple[int, ...], device: int | None) -> Operation:
+def _job(record: TraceRecord, needs: tuple[int, ...], device: int | None) -> Operation:
     kind, context, number, path, function, action, _ = record.detail
     at, worker = record.time_ns, record.worker
     said = (worker, kind, function, context, number, path, at, at)
@@ -114,14 +114,14 @@ def _job(record: Record, needs: tuple[int, ...], device: int | None) -> Operatio
     return Operation(record.index, *said, **more)
 
 
-def _send(record: Record, needs: tuple[int, ...]) -> Operation:
+def _send(record: TraceRecord, needs: tuple[int, ...]) -> Operation:
     peer, message, context, number, path, payload_bytes, wire_bytes, _ = record.detail
     said = (context, number, path, record.time_ns, -1, peer, record.index)
     sizes = (payload_bytes, wire_bytes)
     return Operation(record.index, record.worker, "send", message, *said, *sizes, needs)
 
 
-def _receive(record: Record, sent: Operation) -> Operation:
+def _receive(record: TraceRecord, sent: Operation) -> Operation:
     at = record.time_ns
     return sent._replace(
         id=record.index, worker=record.worker, kind="recv", start_ns=at, end_ns=at,

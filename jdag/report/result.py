@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, ValidationError, convert
 
 from jdag.errors import ScenarioError
-from jdag.settings.toml_files import parsed, text_in
+from jdag.settings.toml_files import parsed_text, text_in
 
 RESULT, TRACE = "result.json", "trace.jsonl"
 JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
@@ -51,7 +51,7 @@ def json_of(path: Path) -> Any:
             nested too deep.
     """
     try:
-        return parsed(json.loads, text_in(path, JSON_BYTES_MAX))
+        return parsed_text(json.loads, text_in(path, JSON_BYTES_MAX))
     except ScenarioError as error:
         raise ValueError(f"{path.name}: {error}") from error
 

@@ -67,7 +67,7 @@ class Chooser:
         return 0
 
 
-def checked(index: int, count: int, what: str = "pick of the chooser") -> int:
+def checked_index(index: int, count: int, what: str = "pick of the chooser") -> int:
     """Return an index that was picked; ScenarioError if it is none, with who did."""
     if type(index) is not int or not 0 <= index < count:
         allowed = f"an int from 0 to {count - 1}: an index"

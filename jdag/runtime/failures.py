@@ -21,7 +21,7 @@ from jdag.errors import (
     SAID_MAX,
     JdagError,
     RemoteError,
-    cut,
+    abridged,
     is_own,
     named_text,
     text_of,
@@ -45,7 +45,7 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
     keeps_class = is_ours or isinstance(error, KeyboardInterrupt)
     return Failure(
         error=type(error).__name__ if keeps_class else "RemoteError",
-        message=text_of(error) if is_ours else said(error),
+        message=text_of(error) if is_ours else error_text(error),
         worker=worker,
         path=path,
         function=function,
@@ -121,11 +121,11 @@ def user_traceback(error: BaseException) -> str:
         return ""
     lines = traceback.format_list(kept or frames)
     text = "".join(["Traceback (most recent call last):\n", *lines])
-    told = said(error)
+    told = error_text(error)
     if is_own(error):  # The failure's own text has the other lines.
         own = text_of(error)
         told = told.replace(own, own.partition("\n")[0], 1)
-    return cut(text, SAID_MAX) + told
+    return abridged(text, SAID_MAX) + told
 
 
 def _of_jax(error: BaseException) -> bool:
@@ -136,7 +136,7 @@ def _of_jax(error: BaseException) -> bool:
     return False
 
 
-def said(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return the class, text and notes of an exception, without JAX's note on frames.
 
     A traceback in its text, as of a callback that raised, has the user's frames alone.
@@ -153,7 +153,9 @@ def said(error: BaseException) -> str:
     named = [(n, match[1]) for n, one in enumerate(lines) if (match := _FRAME(one))]
     last = max([n for n, file in named if is_ours(file)], default=-1)
     gone = {n for n, file in named if n <= last or file.startswith(_THEIRS)}
-    return cut("\n".join([x for n, x in enumerate(lines) if n not in gone]), SAID_MAX)
+    return abridged(
+        "\n".join([x for n, x in enumerate(lines) if n not in gone]), SAID_MAX
+    )
 
 
 def traced(

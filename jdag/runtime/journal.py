@@ -50,7 +50,7 @@ from jdag.runtime.versions import version_of
 _FORMAT = 2
 SUFFIX = ".journal"
 END, FULL = "end", "full"
-BYTES_MAX = 1 << 30
+JOURNAL_BYTES_MAX = 1 << 30
 
 _LINE = re.compile(
     r"m \S+ \d+ (Acknowledge \S+ \d+ \([1-9]\d*,\)|(?!Ack)\w+ \S+ \d+ \([\d, ]*\))"

@@ -1,6 +1,6 @@
 """The traces of several processes as one, in the time of the main one.
 
-Inputs:  of each worker a `Part`: its rows by its own clock, and samples of that clock.
+Inputs:  of each worker a `TracePart`: rows by its own clock, and samples of that clock.
 Outputs: `merged`: a `Trace` whose causes cross workers, ordered by time.
 Invariants: a record comes after its causes, also where the clocks say otherwise: the
     times of two workers compare only within the `error_ns` of both. The records of a
@@ -39,7 +39,7 @@ def sampled(asked_ns: int, own_ns: int, heard_ns: int) -> Sample:
 
 
 @dataclass(slots=True)
-class Part:
+class TracePart:
     """What one worker has recorded: (time_ns, kind, worker, detail, causes) each.
 
     `missing` is why rows, or all after these, are not there. A clock that was sampled
@@ -66,7 +66,7 @@ class Part:
         return max([sample.error_ns for sample in self.clock])
 
 
-def merged(parts: Sequence[Part]) -> Trace:
+def merged(parts: Sequence[TracePart]) -> Trace:
     """Return the trace of all parts.
 
     A "deliver" whose "send" is in no part has no cause. A worker whose part is missing
@@ -77,7 +77,7 @@ def merged(parts: Sequence[Part]) -> Trace:
 
 
 class _Merge:
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[TracePart]) -> None:
         self._parts = parts
         self._place = [[_UNSEEN] * len(part.rows) for part in parts]
         self._sent: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -134,6 +134,6 @@ class _Merge:
         return self.trace.add(at_ns, kind, worker, detail, there)
 
 
-def _said(part: Part) -> Mapping[str, int]:
+def _said(part: TracePart) -> Mapping[str, int]:
     offset_ns = part.at(part.clock[-1].own_ns) - part.clock[-1].own_ns
     return {"offset_ns": offset_ns, "error_ns": part.error_ns}

@@ -26,9 +26,9 @@ from heapq import heappop, heappush
 from typing import Any
 
 from jdag.engine.protocol import ContextId, Listed, RunSegment, Skip
-from jdag.runtime.chooser import Chooser, checked
+from jdag.runtime.chooser import Chooser, checked_index
 from jdag.schedules import Action
-from jdag.schedules.actions import Step
+from jdag.schedules.actions import ScheduleStep
 
 # What follows a list: a context and, of a plan, the number of the step.
 _Of = tuple[ContextId, int]
@@ -87,7 +87,7 @@ class ReadyJobs:
     )
 
     def __init__(
-        self, chooser: Chooser, worker: str, steps: Sequence[Step] = ()
+        self, chooser: Chooser, worker: str, steps: Sequence[ScheduleStep] = ()
     ) -> None:
         self._chooser = chooser
         self._worker = worker
@@ -125,7 +125,7 @@ class ReadyJobs:
             return [heappop(self._jobs)[3]] if self._jobs else self._next(True)
         ready = self.choices()
         index = self._chooser.pick_job(self._worker, tuple(ready))
-        index = checked(index, len(ready))
+        index = checked_index(index, len(ready))
         if index == len(self._jobs):
             return self._next(True)
         return [self._jobs.pop(index)[3]]

@@ -81,14 +81,17 @@ class Recorder:
     ) -> int:
         """Record an event of an engine, and values held with it; return the index.
 
-        Of a message `told` is what was `said` of it when it left, if it is known.
+        Of a message `told` is its `trace_fields` when it left, if they are known.
         """
         kind = event.__class__
         detail: tuple[Any, ...]
         if kind is Computed:
             return self._computed(worker, event)
         if kind is Arrived:
-            what, detail = "deliver", (event.sender, *(told or said(event.message)))
+            what, detail = (
+                "deliver",
+                (event.sender, *(told or trace_fields(event.message))),
+            )
         elif kind is Lost:
             what, detail = "lost", (event.worker,)
         elif kind is Joined:
@@ -97,7 +100,7 @@ class Recorder:
             waiter = getattr(event, "waiter", None)
             if waiter is not None:
                 self._asked[waiter] = kind.__name__
-            what, detail = "issue", said(event)
+            what, detail = "issue", trace_fields(event)
         record = self.note(what, worker, detail, causes)
         if keys:
             self._made[worker].update(dict.fromkeys(keys, record))
@@ -126,7 +129,7 @@ class Recorder:
         if kind is Resume:
             return self._resume(worker, effect, cause)
         name = name_of(effect.function)
-        return self.note("spawn", worker, (*said(effect)[1:], name), (cause,))
+        return self.note("spawn", worker, (*trace_fields(effect)[1:], name), (cause,))
 
     def _resume(self, worker: str, resume: Resume, cause: int) -> int:
         asked = self._asked.pop(resume.waiter, None)
@@ -222,7 +225,7 @@ def _said_of(job: Any, cost_ns: int) -> tuple[Any, ...]:
     return (*of, job_name(job), action, cost_ns)
 
 
-def said(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
+def trace_fields(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     """Return kind, context ("": none), pass (0: none) and path for a trace."""
     kind: Any = thing.__class__
     has_context, has_number, has_path = HAS[kind]

@@ -20,7 +20,7 @@ class Sent:
     duplicates: int = 0  # Frames that came again, and were thrown away.
 
 
-def total(counts: Iterable[Sent]) -> Sent:
+def total_sent(counts: Iterable[Sent]) -> Sent:
     """Return the sum of the counts of all connections."""
     return Sent(*map(sum, zip(*map(astuple, (Sent(), *counts)), strict=True)))
 

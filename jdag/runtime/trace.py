@@ -72,7 +72,7 @@ DETAIL: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class TraceRecord:
     """One event of a trace.
 
     `causes` are the indices of the events that it waited for: data (the producers of
@@ -96,11 +96,11 @@ class Record:
 # note(kind, worker, detail, causes) -> the record's index.
 Note = Callable[[str, str, tuple[Any, ...], tuple[int, ...]], int]
 
-FIELDS = tuple(field.name for field in fields(Record))
+FIELDS = tuple(field.name for field in fields(TraceRecord))
 
 
 class Trace:
-    """The records of one run, in order; indexing and iteration give `Record`s."""
+    """The records of one run, in order; indexing and iteration give `TraceRecord`s."""
 
     __slots__ = ("_hash", "_hashed", "_rows", "settings")
 
@@ -148,15 +148,15 @@ class Trace:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> Record:
+    def __getitem__(self, index: int) -> TraceRecord:
         place = range(len(self._rows))[index]
-        return Record(place, *_decode(self._rows[place]))
+        return TraceRecord(place, *_decode(self._rows[place]))
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[TraceRecord]:
         for index, row in enumerate(self._rows):
-            yield Record(index, *_decode(row))
+            yield TraceRecord(index, *_decode(row))
 
-    def of_kind(self, *kinds: str) -> Iterator[Record]:
+    def of_kind(self, *kinds: str) -> Iterator[TraceRecord]:
         """The records of these kinds, in order."""
         return (record for record in self if record.kind in kinds)
 
@@ -170,7 +170,7 @@ class Trace:
         return self._hash.hexdigest()
 
     def write(self, path: str | Path) -> None:
-        """Write one JSON object a line; each has the fields of `Record`.
+        """Write one JSON object a line; each has the fields of `TraceRecord`.
 
         The settings, if there are any, are the first line.
 

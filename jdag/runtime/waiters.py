@@ -74,7 +74,7 @@ class Waiters:
         return found
 
 
-def stuck(waits: Sequence[str], lists: Sequence[str]) -> str:
+def stuck_wait_text(waits: Sequence[str], lists: Sequence[str]) -> str:
     """Return the text of a wait without end: programs, then lists of a schedule."""
     why = "no engine will ever resume them"
     if lists:

@@ -353,7 +353,7 @@ class ProgramPort:
         return self.host.lost.get(worker)
 
 
-def run_program(
+def run_and_report(
     run: RunProgram, port: ProgramPort, spawn: Spawn, over: type[BaseException]
 ) -> BaseException | None:
     """Run a program, and report its outcome to the engine.

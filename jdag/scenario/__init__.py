@@ -24,8 +24,8 @@ from jdag.scenario.expectations import refuse_unknown
 from jdag.scenario.program import player_of
 from jdag.scenario.scenario_schema import ScenarioTable
 from jdag.scenario.training import Training
-from jdag.settings.toml_files import read, wrong
-from jdag.settings.validation import decoded
+from jdag.settings.toml_files import read_toml, wrong
+from jdag.settings.validation import settings_from
 
 __all__ = [
     "Case", "Figures", "Player", "Run", "Scenario", "Training", "configured", "load",
@@ -70,9 +70,9 @@ def load(
         ScenarioError: one line: file, key, value, and what is allowed.
     """
     with wrong(path):
-        text, table = read(path, _FILE)
+        text, table = read_toml(path, _FILE)
         table = with_costs(changed(table, changes or {}), path.parent)
-        settings = decoded(ScenarioTable, table)
+        settings = settings_from(ScenarioTable, table)
         if seed is not None:
             settings = replace(settings, seed=seed)
         if settings.home is not None:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from jdag.errors import ScenarioError, meant, spelled
-from jdag.runtime.trace import Record
+from jdag.runtime.trace import TraceRecord
 from jdag.scenario.scenario_schema import ScenarioTable, devices_of, network_of
-from jdag.settings.toml_files import read, wrong
-from jdag.settings.validation import TABLE, Settings, decoded
+from jdag.settings.toml_files import read_toml, wrong
+from jdag.settings.validation import TABLE, Settings, settings_from
 from jdag.sim.devices import MOVED
 
 _FILE = "a file of costs, as `jdag calibrate` writes it"
@@ -34,11 +34,11 @@ def read_costs(path: Path) -> dict[str, dict[str, Any]]:
         ScenarioError: one line: file, key, value, and what is allowed.
     """
     with wrong(path):
-        _, table = read(path, _FILE)
-        given = decoded(_CostsTable, table)
+        _, table = read_toml(path, _FILE)
+        given = settings_from(_CostsTable, table)
         tables = {"network": given.network, "devices": given.devices}
         own = {"name": "costs", "program": "a:b", "workers": ["a", "b"], "expect": {}}
-        settings = decoded(ScenarioTable, {**own, **tables})
+        settings = settings_from(ScenarioTable, {**own, **tables})
         network_of(settings, clean=False)
         devices_of(settings)
     return {"measured": given.measured, **tables}
@@ -87,7 +87,7 @@ def _key(key: str) -> str:
     return key if is_bare else json.dumps(key)
 
 
-def refuse_unmeasured(settings: ScenarioTable, trace: Iterable[Record]) -> None:
+def refuse_unmeasured(settings: ScenarioTable, trace: Iterable[TraceRecord]) -> None:
     """Raise ScenarioError if a run called a function without a cost.
 
     A device with costs for all functions, or a roofline, takes any.

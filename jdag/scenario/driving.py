@@ -129,7 +129,7 @@ class Real:
             self._cluster.close()
 
 
-Driver = Virtual | Real
+CaseDriver = Virtual | Real
 
 
 def refuse_virtual(settings: ScenarioTable) -> None:
@@ -147,7 +147,9 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
     raise ScenarioError(unusable(key, value, f"{allowed} with --driver rpc"))
 
 
-def driver_of(settings: ScenarioTable, driver: str, *, device: str | None) -> Driver:
+def driver_of(
+    settings: ScenarioTable, driver: str, *, device: str | None
+) -> CaseDriver:
     """Return the driver of a scenario.
 
     Args:

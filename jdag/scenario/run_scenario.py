@@ -11,7 +11,7 @@ from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.scenario import Scenario, configured
 from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.costs import refuse_unmeasured
-from jdag.scenario.driving import Driver, Virtual
+from jdag.scenario.driving import CaseDriver, Virtual
 from jdag.scenario.expectations import Judged, judge
 from jdag.scenario.program import raising_nothing
 from jdag.scenario.scenario_schema import has_jitter
@@ -37,7 +37,7 @@ class ScenarioResult:
         return all(one.met for one in self.judged)
 
 
-def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
+def _run_of(scenario: Scenario, show: Progress, driver: CaseDriver) -> Run:
     settings = scenario.settings
     return Run(
         workers=settings.names,
@@ -53,7 +53,7 @@ def _run_of(scenario: Scenario, show: Progress, driver: Driver) -> Run:
 
 @outermost  # So that the digest does not depend on who runs it.
 def run_scenario(
-    scenario: Scenario, show: Progress, driver: Driver | None = None
+    scenario: Scenario, show: Progress, driver: CaseDriver | None = None
 ) -> ScenarioResult:
     """Run a scenario and compare its figures with what it expects.
 

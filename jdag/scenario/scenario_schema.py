@@ -35,9 +35,9 @@ from jdag.settings.validation import (
     Settings,
     are_different,
     converted,
-    decoded,
     one_of,
     part,
+    settings_from,
     under,
     where,
 )
@@ -169,7 +169,7 @@ def _made(
         frozen=True,
         kw_only=True,
     )
-    found: Any = decoded(wider, table, key)
+    found: Any = settings_from(wider, table, key)
     return part(kind, found), found
 
 
@@ -268,7 +268,7 @@ def _kind_of(
 
 def _topology(settings: ScenarioTable, table: Mapping[str, Any]) -> Network:
     """Return a topology, of all workers if none are named; links as in the table."""
-    found = _given(decoded(_TopologyTable, table))
+    found = _given(settings_from(_TopologyTable, table))
     dimensions = found.get("dimensions")
     kind = _kind_of(settings, found, _TOPOLOGIES, dimensions, "dimensions")
     build = topologies.topology if kind is None else _TOPOLOGIES[kind]
@@ -325,11 +325,11 @@ def devices_of(settings: ScenarioTable) -> dict[str, DeviceModel]:
     """Return the device of each worker: its own, or that of all."""
     table = dict(settings.devices)
     tables = converted(dict[str, TABLE], table.pop("workers", {}), "devices.workers")
-    found = dict.fromkeys(settings.names, decoded(DeviceModel, table, "devices"))
+    found = dict.fromkeys(settings.names, settings_from(DeviceModel, table, "devices"))
     for name, one in tables.items():
         key = f"devices.workers.{name}"
         settings.check_worker(key, name)
-        found[name] = decoded(DeviceModel, one, key)
+        found[name] = settings_from(DeviceModel, one, key)
     return found
 
 
@@ -348,7 +348,7 @@ def schedule_of(settings: ScenarioTable) -> Schedule | None:
         return None
     try:
         with under("schedule"):
-            return _schedule(settings, decoded(_ScheduleTable, settings.schedule))
+            return _schedule(settings, settings_from(_ScheduleTable, settings.schedule))
     except ScheduleError as error:
         raise ScenarioError(f"schedule: {error}") from error
 

@@ -5,7 +5,7 @@ its halves: `0I3` computes the cotangents of inputs, `0W3` the gradients of para
 `(0F7;7B3)OVERLAP_F_B` is a forward and a whole backward that run as one.
 
 Inputs:  texts, or kinds with numbers of stages and micro-batches.
-Outputs: `Action` and `Overlap`, whose `str` is the text that `parsed` reads.
+Outputs: `Action` and `Overlap`, whose `str` is the text that `parsed_action` reads.
 
 Invariants: `needs` names only what an action of another stage, or an earlier action of
 its own stage, `gives`; to other stages a whole backward is the same as its input half.
@@ -118,10 +118,10 @@ class Overlap:
         return self.forward.needs(stages) + self.backward.needs(stages)
 
 
-Step = Action | Overlap
+ScheduleStep = Action | Overlap
 
 
-def parsed(text: str, kinds: dict[str, str]) -> Step:
+def parsed_action(text: str, kinds: dict[str, str]) -> ScheduleStep:
     """Read an action from its text; `kinds` maps kinds of the text to ours.
 
     Raises:

@@ -14,15 +14,15 @@ In the texts, p is the number of workers, m that of micro-batches, r a worker's 
 from collections.abc import Sequence
 
 from jdag.errors import ScheduleError, unusable
-from jdag.schedules.actions import Action, Overlap, Step
-from jdag.schedules.schedule import Schedule, at_least_one, named
+from jdag.schedules.actions import Action, Overlap, ScheduleStep
+from jdag.schedules.schedule import Schedule, at_least_one, worker_names
 
 
 class _List:
     """The list of one worker in the making; it counts the micro-batches."""
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ScheduleStep] = []
         self.pending: list[Action] = []  # W of halves, the oldest first.
         self._next: dict[tuple[bool, int], int] = {}
 
@@ -65,7 +65,7 @@ def _schedule(
     micro_batches: int,
     workers: Sequence[str] | None,
 ) -> Schedule:
-    names = named(workers, len(lists))
+    names = worker_names(workers, len(lists))
     actions = tuple([tuple(each.steps) for each in lists])
     return Schedule(names, actions, tuple(placement), micro_batches)
 

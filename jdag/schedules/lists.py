@@ -19,8 +19,8 @@ from io import StringIO
 from typing import Literal
 
 from jdag.errors import ScheduleError, kind_of, text_of, unusable
-from jdag.schedules.actions import Action, Overlap, Step, parsed
-from jdag.schedules.schedule import Schedule, at_least_one, named
+from jdag.schedules.actions import Action, Overlap, ScheduleStep, parsed_action
+from jdag.schedules.schedule import Schedule, at_least_one, worker_names
 
 InputHalf = Literal["I", "B"]
 
@@ -30,7 +30,7 @@ _OLDER_WHOLE = {"F": "F", "BW": "B", "B": "B"}  # Of a CSV without W.
 
 
 def from_lists(
-    lists: Sequence[Sequence[Step | str | None]],
+    lists: Sequence[Sequence[ScheduleStep | str | None]],
     *,
     workers: Sequence[str] | None = None,
     stages: int | None = None,
@@ -97,7 +97,7 @@ def to_csv(schedule: Schedule, input_half: InputHalf = "I") -> str:
     return out.getvalue()
 
 
-def _written(step: Step, kinds: dict[str, str]) -> str:
+def _written(step: ScheduleStep, kinds: dict[str, str]) -> str:
     if isinstance(step, Overlap):
         forward, backward = [_written(part, kinds) for part in step.parts]
         return f"({forward};{backward}){step.kind}"
@@ -110,17 +110,17 @@ def _check_half(input_half: object) -> None:
 
 
 def _made(
-    lists: Sequence[Sequence[Step | str | None]],
+    lists: Sequence[Sequence[ScheduleStep | str | None]],
     renamed: dict[str, str],
     workers: Sequence[str] | None,
     stages: int | None,
     micro_batches: int | None,
 ) -> Schedule:
-    """Read, place and check; `renamed` is as in `parsed`."""
+    """Read, place and check; `renamed` is as in `parsed_action`."""
     if isinstance(lists, str) or not isinstance(lists, Sequence) or not lists:
         allowed = "a list of actions for each worker, at least one"
         raise ScheduleError(unusable("the schedule", lists, allowed))
-    names = named(workers, len(lists))
+    names = worker_names(workers, len(lists))
     actions = tuple(
         [
             tuple(_read(name, steps, renamed))
@@ -137,8 +137,8 @@ def _made(
 
 
 def _read(
-    name: str, steps: Sequence[Step | str | None], renamed: dict[str, str]
-) -> Iterable[Step]:
+    name: str, steps: Sequence[ScheduleStep | str | None], renamed: dict[str, str]
+) -> Iterable[ScheduleStep]:
     if isinstance(steps, str) or not isinstance(steps, Sequence):
         allowed = "a list of actions"
         raise ScheduleError(unusable(f"worker {name}", steps, allowed))
@@ -148,7 +148,7 @@ def _read(
         elif isinstance(step, str):
             if step.strip():
                 try:
-                    yield parsed(step, renamed)
+                    yield parsed_action(step, renamed)
                 except ScheduleError as error:
                     where = f"worker {name}, entry {number}"
                     raise ScheduleError(f"{where}: {error}") from None
@@ -161,7 +161,7 @@ def _read(
 
 def _placement(
     names: tuple[str, ...],
-    actions: tuple[tuple[Step, ...], ...],
+    actions: tuple[tuple[ScheduleStep, ...], ...],
     stages: int | None,
 ) -> tuple[int, ...]:
     """Return the worker of each stage, by the lists in which the stages are."""

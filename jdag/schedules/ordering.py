@@ -12,14 +12,14 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from jdag.errors import ScheduleError
-from jdag.schedules.actions import Action, Result, Step
+from jdag.schedules.actions import Action, Result, ScheduleStep
 
-Lists = Sequence[Sequence[Step]]
+ActionLists = Sequence[Sequence[ScheduleStep]]
 
 
 def in_order(
-    workers: Sequence[str], lists: Lists, stages: int
-) -> Iterator[tuple[int, Step]]:
+    workers: Sequence[str], lists: ActionLists, stages: int
+) -> Iterator[tuple[int, ScheduleStep]]:
     """Yield (index of the worker, step); a complete schedule alone may be passed.
 
     Raises:
@@ -50,7 +50,7 @@ def in_order(
 
 
 def _deadlock(
-    workers: Sequence[str], lists: Lists, stages: int, at: list[int]
+    workers: Sequence[str], lists: ActionLists, stages: int, at: list[int]
 ) -> ScheduleError:
     """Follow, from the first worker that waits, who waits for whom until it repeats."""
     givers = {

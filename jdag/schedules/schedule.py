@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdag.errors import ScheduleError, unusable
-from jdag.schedules.actions import OVERLAP, Action, Step
+from jdag.schedules.actions import OVERLAP, Action, ScheduleStep
 from jdag.schedules.ordering import in_order
 from jdag.schedules.timing import Timeline, timed
 
@@ -33,12 +33,12 @@ class Schedule:
     """
 
     workers: tuple[str, ...]
-    actions: tuple[tuple[Step, ...], ...]
+    actions: tuple[tuple[ScheduleStep, ...], ...]
     placement: tuple[int, ...]
     micro_batches: int
 
     def __post_init__(self) -> None:
-        named(self.workers, len(self.actions))
+        worker_names(self.workers, len(self.actions))
         at_least_one("stages", len(self.placement))
         at_least_one("micro_batches", self.micro_batches)
         for stage, worker in enumerate(self.placement):
@@ -52,7 +52,7 @@ class Schedule:
         return len(self.placement)
 
     @property
-    def lists(self) -> dict[str, tuple[Step, ...]]:
+    def lists(self) -> dict[str, tuple[ScheduleStep, ...]]:
         """The list of actions of each worker."""
         return dict(zip(self.workers, self.actions, strict=True))
 
@@ -205,7 +205,7 @@ def at_least_one(key: str, value: object) -> None:
         raise ScheduleError(unusable(key, value, "an integer >= 1"))
 
 
-def named(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
+def worker_names(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
     """Return the names of `count` workers, w0, w1, ... if None are given.
 
     Raises:

@@ -12,15 +12,15 @@ worker it is there at once.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jdag.schedules.actions import Result, Step
-from jdag.schedules.ordering import Lists, in_order
+from jdag.schedules.actions import Result, ScheduleStep
+from jdag.schedules.ordering import ActionLists, in_order
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """One action with its start and end in ns."""
 
-    action: Step
+    action: ScheduleStep
     start_ns: int
     end_ns: int
 
@@ -68,7 +68,7 @@ class Timeline:
 
 def timed(
     workers: tuple[str, ...],
-    lists: Lists,
+    lists: ActionLists,
     placement: Sequence[int],
     costs_ns: Mapping[str, int],
     comm_ns: int,

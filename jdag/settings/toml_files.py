@@ -10,7 +10,7 @@ from typing import Any
 
 from jdag.errors import ScenarioError, reason, spelled, text_of
 
-BYTES_MAX = 1 << 20  # Of a file.
+TOML_BYTES_MAX = 1 << 20  # Of a file.
 
 
 @contextmanager
@@ -22,7 +22,7 @@ def wrong(path: Path) -> Iterator[None]:
         raise ScenarioError(f"{spelled(path)}: {text_of(error)}") from error
 
 
-def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
+def read_toml(path: Path, what: str) -> tuple[str, dict[str, Any]]:
     """Return the text of a TOML file, and its content.
 
     Args:
@@ -37,12 +37,12 @@ def read(path: Path, what: str) -> tuple[str, dict[str, Any]]:
     except ScenarioError as error:
         raise ScenarioError(f"{error}; allowed is {what}") from error
     try:
-        return text, parsed(tomllib.loads, text)
+        return text, parsed_text(tomllib.loads, text)
     except ValueError as error:
         raise ScenarioError(f"this is not TOML: {error}") from error
 
 
-def parsed(parse: Callable[[str], Any], text: str) -> Any:
+def parsed_text(parse: Callable[[str], Any], text: str) -> Any:
     """Return the content of a text, by a parser of TOML or JSON.
 
     Raises:
@@ -60,13 +60,13 @@ def value_in(text: str) -> Any:
     Raises:
         ValueError: it is none of these.
     """
-    value = parsed(tomllib.loads, f"value = {text}")["value"]
+    value = parsed_text(tomllib.loads, f"value = {text}")["value"]
     if isinstance(value, bool | int | float | str | list | dict):
         return value
     raise ValueError(f"{text} is a date or a time")
 
 
-def text_in(path: Path, bytes_max: int = BYTES_MAX) -> str:
+def text_in(path: Path, bytes_max: int = TOML_BYTES_MAX) -> str:
     """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 
     Raises:

@@ -1,8 +1,8 @@
 """Settings: frozen structs whose fields declare what is allowed, and their errors.
 
 A `Settings` checks and converts its fields when it is made, so a value of such a class
-is always usable. `decoded` makes one of a table of TOML or of keyword arguments. All
-errors have one wording, `key = value: allowed is ...`, and name every wrong field.
+is always usable. `settings_from` makes one of a table of TOML or of keyword arguments.
+All errors have one wording, `key = value: allowed is ...`, and name every wrong field.
 """
 
 import inspect
@@ -130,7 +130,9 @@ class Settings(Struct, frozen=True):
 fields_of: Callable[[type[Settings]], tuple[FieldInfo, ...]] = cache(fields)
 
 
-def decoded(kind: type[_Made], table: Any, key: str = "", /, **given: Any) -> _Made:
+def settings_from(
+    kind: type[_Made], table: Any, key: str = "", /, **given: Any
+) -> _Made:
     """Return the settings that a table describes.
 
     Args:
@@ -201,7 +203,7 @@ def converted(kind: Any, value: Any, key: str) -> Any:
         if not isinstance(value, base):
             if not isinstance(value, Mapping):
                 raise ScenarioError(unusable(key, value, allowed))
-            found = decoded(base, value, key)
+            found = settings_from(base, value, key)
     elif origin in (dict, Mapping):
         found = _mapped(get_args(base), value, key, allowed)
     elif origin in _LISTS:
@@ -254,7 +256,7 @@ def _one_of(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
         if not isinstance(tag, str) or tag not in tags:
             raise ScenarioError(unusable(f"{key}.{field}", tag, said))
         rest = {name: each for name, each in value.items() if name != field}
-        return decoded(tags[tag], rest, key)
+        return settings_from(tags[tag], rest, key)
     inner = None
     for kind in others:
         try:

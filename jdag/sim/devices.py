@@ -235,7 +235,7 @@ def check_costs(
         )
 
 
-FREE = DeviceModel()
+FREE_DEVICE = DeviceModel()
 
 Devices = Annotated[
     Mapping[str, DeviceModel] | DeviceModel | None,
@@ -250,9 +250,9 @@ def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
         ScenarioError: names an unknown worker.
     """
     if not isinstance(devices, Mapping):
-        return dict.fromkeys(workers, devices or FREE)
+        return dict.fromkeys(workers, devices or FREE_DEVICE)
     for worker in devices:
         if worker not in workers:
             allowed = "one of " + ", ".join(workers)
             raise ScenarioError(unusable("devices: worker", worker, allowed))
-    return {worker: devices.get(worker, FREE) for worker in workers}
+    return {worker: devices.get(worker, FREE_DEVICE) for worker in workers}

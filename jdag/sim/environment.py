@@ -10,7 +10,7 @@ from jdag.runtime.waiters import Waiters
 from jdag.runtime.worker_runtime import Driver, WorkerRuntime
 from jdag.sim.faults import Faults
 from jdag.sim.settings import SimSettings
-from jdag.sim.timeline import Timeline
+from jdag.sim.timeline import SimTimeline
 from jdag.sim.untimed import StepChooser, UntimedTimeline
 
 
@@ -34,7 +34,7 @@ class Environment:
         self.timeline = (
             UntimedTimeline(settings.events_max, settings.main)
             if self.chooser.untimed
-            else Timeline(settings.events_max)
+            else SimTimeline(settings.events_max)
         )
         self.recorder: Recorder | NoRecorder = NoRecorder()
         if settings.trace:

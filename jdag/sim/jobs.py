@@ -13,7 +13,7 @@ unless its worker dies; `busy_ns` is the total cost of started jobs.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdag.compute.machine import blamed
+from jdag.compute.machine import blamed_name
 from jdag.engine.protocol import (
     Computed,
     Forward,
@@ -30,8 +30,8 @@ from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
 from jdag.runtime.worker_runtime import WorkerRuntime
-from jdag.schedules.actions import Step
-from jdag.sim.devices import FREE, functions_of, models
+from jdag.schedules.actions import ScheduleStep
+from jdag.sim.devices import FREE_DEVICE, functions_of, models
 from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
 
@@ -49,7 +49,11 @@ class _Device:
     __slots__ = ("busy", "device", "finish", "name", "ready")
 
     def __init__(
-        self, name: str, device: str | None, chooser: Chooser, steps: Sequence[Step]
+        self,
+        name: str,
+        device: str | None,
+        chooser: Chooser,
+        steps: Sequence[ScheduleStep],
     ) -> None:
         self.name = name
         self.device = device
@@ -58,7 +62,7 @@ class _Device:
         self.finish = NO_CAUSE
 
 
-class Jobs:
+class SimJobs:
     """All devices of one run; `busy_ns` is how long those of each worker computed.
 
     `models` has the costs of each worker.
@@ -70,7 +74,9 @@ class Jobs:
         self.models = models(env.settings.devices, env.workers)
         self._devices: dict[tuple[Worker, str | None], _Device] = {}
         schedule = env.settings.schedule
-        self._steps: Mapping[str, Sequence[Step]] = schedule.lists if schedule else {}
+        self._steps: Mapping[str, Sequence[ScheduleStep]] = (
+            schedule.lists if schedule else {}
+        )
         # By worker, pair and action, as far as jobs have asked for them.
         self._costs: dict[tuple[str, Any, str], int] = {}
         self.busy_ns = dict.fromkeys(env.workers, 0)
@@ -150,7 +156,7 @@ class Jobs:
                 error: BaseException | None = host.machine.run(job)
             except BaseException as interrupt:
                 # Main gets the interrupt; waiters of this job must not wait for ever.
-                failure = failure_of(interrupt, host.worker, job.path, blamed(job))
+                failure = failure_of(interrupt, host.worker, job.path, blamed_name(job))
                 computed.append(Computed(job.id, failure))
                 self._timeline.push(now_ns + cost_ns, EVENT, finish)
                 for left in found[len(computed) :]:
@@ -158,7 +164,7 @@ class Jobs:
                 raise
             failed = None
             if error is not None:
-                failed = failure_of(error, host.worker, job.path, blamed(job))
+                failed = failure_of(error, host.worker, job.path, blamed_name(job))
             computed.append(Computed(job.id, failed))
         if cost_ns:
             self._timeline.push(now_ns + cost_ns, EVENT, finish)
@@ -170,7 +176,7 @@ class Jobs:
         job, model = found[0][0], self.models[name]
         for each, _, _ in found:
             self._ran.setdefault((name, getattr(each, "function", None)), each)
-        if model is FREE:
+        if model is FREE_DEVICE:
             return [0] * len(found)
         if len(found) > 1 or not isinstance(job, _OF_PAIRS):
             return model.costs_ns([job for job, _, _ in found])

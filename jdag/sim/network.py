@@ -79,7 +79,7 @@ class LinkModel(Settings, frozen=True):
         return 0
 
 
-FREE = LinkModel()
+FREE_LINK = LinkModel()
 
 
 class LogGP(LinkModel, frozen=True):
@@ -117,7 +117,7 @@ class LogGP(LinkModel, frozen=True):
         return max(self.gap_ns - self.overhead_ns, 0)
 
 
-class Hop(NamedTuple):
+class PathLink(NamedTuple):
     """One physical link of a path, between workers or switches, and its model."""
 
     source: str
@@ -157,7 +157,7 @@ class Network(Settings, frozen=True):
     port_bandwidth_bytes_per_s: _RATE | None = None
     control_lane: Annotated[LinkModel | bool | None, _CONTROL] = None
     routed: tuple[str, ...] = ()
-    route: Callable[[str, str], Sequence[Hop]] | None = None
+    route: Callable[[str, str], Sequence[PathLink]] | None = None
     cut_through: bool = False
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ class Network(Settings, frozen=True):
             return LinkModel(latency_ns, None, jitter_ns)
         return self.links.get((source, destination), self.default)
 
-    def path(self, source: str, destination: str) -> tuple[Hop, ...]:
+    def path(self, source: str, destination: str) -> tuple[PathLink, ...]:
         """The physical links between two workers; none if they have their own."""
         routed = self.routed
         if self.route is None or source not in routed or destination not in routed:
@@ -201,7 +201,7 @@ class Lane:
     model: LinkModel
     out: NetworkPort | None
     into: NetworkPort | None
-    port: LinkModel = FREE
+    port: LinkModel = FREE_LINK
     held: bool = False
     bytes: int = 0
     frames: int = 0
@@ -223,7 +223,7 @@ class Lane:
         """
         model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = 0 if model is FREE else model.transfer_ns(size_bytes)
+        transfer_ns = 0 if model is FREE_LINK else model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.port.transfer_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
@@ -369,7 +369,7 @@ class Traffic:
         return lane
 
     def _passages(
-        self, hops: Sequence[Hop]
+        self, hops: Sequence[PathLink]
     ) -> tuple[tuple[NetworkPort, LinkModel], ...]:
         pairs = [(hop.source, hop.destination) for hop in hops]
         ports = [self._links.setdefault(pair, NetworkPort()) for pair in pairs]

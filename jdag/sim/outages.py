@@ -25,11 +25,11 @@ from jdag.runtime.recorder import NO_CAUSE
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.environment import Environment
 from jdag.sim.faults import Crash, Partition
-from jdag.sim.jobs import Jobs
+from jdag.sim.jobs import SimJobs
 from jdag.sim.programs import Programs
 from jdag.sim.timeline import CRASH, EVENT
 from jdag.sim.transport import LinkEnd, SimTransport, gives_up_ns, link_settings
-from jdag.sim.untimed import Fault, Step, UntimedTimeline
+from jdag.sim.untimed import PossibleStep, UntimedFault, UntimedTimeline
 
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 
@@ -37,7 +37,7 @@ CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"
 class Outages:
     """All losses of one run; `crashed` are the incarnations that have crashed."""
 
-    def __init__(self, env: Environment, jobs: Jobs, programs: Programs) -> None:
+    def __init__(self, env: Environment, jobs: SimJobs, programs: Programs) -> None:
         self._env = env
         self._jobs = jobs
         self._programs = programs
@@ -58,18 +58,18 @@ class Outages:
             env.recorder.watch(self.look)
             self.look(0)
 
-    def _possible(self) -> list[Fault]:
+    def _possible(self) -> list[UntimedFault]:
         """The crashes, and the returns of crashed workers, that may happen now."""
         env = self._env
-        found: list[Fault] = []
+        found: list[UntimedFault] = []
         for name in env.workers:
             host = env.newest(name)
             if not host.alive:
                 rejoin = (self.restart, host, NO_CAUSE)
-                found.append((Step("rejoin", name), rejoin))
+                found.append((PossibleStep("rejoin", name), rejoin))
             elif name != env.settings.main:
                 crash = Crash(name, detect_ns=0, at_ns=env.timeline.now_ns)
-                found.append((Step("crash", name), (self.crash, crash)))
+                found.append((PossibleStep("crash", name), (self.crash, crash)))
         return found
 
     def _part(self, at_ns: int, worker: str, peer: str) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 from greenlet import GreenletExit, getcurrent
 
-from jdag.compute.machine import Machine, Work, blamed
+from jdag.compute.machine import Machine, Work, blamed_name
 from jdag.engine import Engine
 from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.protocol import (
@@ -52,7 +52,7 @@ from jdag.runtime.worker_runtime import (
     ProgramPort,
     RunProgram,
     WorkerRuntime,
-    run_program,
+    run_and_report,
 )
 from jdag.sim.programs import Programs
 
@@ -364,7 +364,7 @@ class Replaying:
                 error = raised
         if error is None:
             return Computed(number, None)
-        failure = failure_of(error, one.host.worker, job.path, blamed(job))
+        failure = failure_of(error, one.host.worker, job.path, blamed_name(job))
         return Computed(number, failure)
 
     @property
@@ -441,9 +441,9 @@ class Replaying:
         self._soon.append(partial(self._programs.start, port, body))
 
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
-        passed = run_program(self._run_program, port, spawn, GreenletExit)
+        passed = run_and_report(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
-            raise passed  # What `run_program` lets pass is for the main program.
+            raise passed  # What `run_and_report` lets pass is for the main program.
 
     def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
         """Have an alarm go off only where the journal says so."""

@@ -12,7 +12,7 @@ from jdag.settings.session_settings import RunSettings
 from jdag.settings.validation import COUNT, NATURAL, NS, one_of
 from jdag.sim.devices import Devices, models
 from jdag.sim.faults import DETECT_NS, Crash, Fault
-from jdag.sim.network import FREE, LinkModel, Network
+from jdag.sim.network import FREE_LINK, LinkModel, Network
 from jdag.sim.reliable_link import LinkSettings
 
 EVENTS_MAX = 100_000_000
@@ -89,7 +89,7 @@ class SimSettings(RunSettings, frozen=True, kw_only=True):
         """The network; a single model, or None, applies to all links."""
         if isinstance(self.network, Network):
             return self.network
-        return Network(self.network or FREE)
+        return Network(self.network or FREE_LINK)
 
 
 def _described(model: Any) -> dict[str, Any]:

@@ -37,16 +37,16 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.stats import info
-from jdag.runtime.waiters import Cancel, stuck
+from jdag.runtime.waiters import Cancel, stuck_wait_text
 from jdag.runtime.worker_runtime import (
     ProgramPort,
     RunProgram,
     WorkerRuntime,
-    run_program,
+    run_and_report,
 )
 from jdag.sim.devices import check_costs
 from jdag.sim.environment import Environment
-from jdag.sim.jobs import Jobs
+from jdag.sim.jobs import SimJobs
 from jdag.sim.outages import Outages
 from jdag.sim.programs import Programs
 from jdag.sim.settings import SimSettings
@@ -57,7 +57,7 @@ from jdag.sim.timeline import EVENT
 GARBAGE_MIN = 50_000
 
 
-class Collector:
+class CycleCollector:
     """Python's collector of cycles; it looks less often while simulations are open."""
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Collector:
             gc.set_threshold(*self._thresholds)
 
 
-COLLECTOR = Collector()
+COLLECTOR = CycleCollector()
 
 _NOBODY = -1  # No waiter has this number.
 
@@ -113,7 +113,7 @@ class Simulation:
         self._timeline = env.timeline
         self._given = env.waiters.given
         self._programs = Programs(self.port)
-        self._jobs = Jobs(env)
+        self._jobs = SimJobs(env)
         self._outages = Outages(env, self._jobs, self._programs)
         self.compute = self._jobs.compute
         self.skip = self._jobs.skip
@@ -262,7 +262,7 @@ class Simulation:
             self._programs.hub = None
         if waiter not in given and waiter != _NOBODY:
             waits = self._env.waiters.waiting(self._programs.frame)
-            why = stuck(waits, self._jobs.stalled)
+            why = stuck_wait_text(waits, self._jobs.stalled)
             raise JdagError(f"at {self.now_ns} ns no event is left, and {why}")
 
     # ----------------------------------------------------------------- what engines ask
@@ -297,9 +297,9 @@ class Simulation:
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         """What a program's greenlet runs."""
         self._timeline.programs.append(spawn.function)
-        passed = run_program(self._run_program, port, spawn, GreenletExit)
+        passed = run_and_report(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
-            raise passed  # What `run_program` lets pass is for the main program.
+            raise passed  # What `run_and_report` lets pass is for the main program.
 
 
 class _When:

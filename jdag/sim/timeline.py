@@ -19,7 +19,7 @@ from typing import Any
 
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
-from jdag.runtime.chooser import Chooser, checked
+from jdag.runtime.chooser import Chooser, checked_index
 
 # [time_ns, priority, sequence, action]: a list, so that the heap compares it without a
 # call to Python and its action can be taken out in place. No two have one sequence.
@@ -31,7 +31,7 @@ TIME, PRIORITY, SEQUENCE, ACTION = range(4)
 CRASH, EVENT, BEGIN, TIMER = range(4)
 
 
-class Timeline:
+class SimTimeline:
     """The ordered queue of one simulated run; `now_ns` starts at 0.
 
     `events_max` bounds the number of events that the whole run may push; `programs` are
@@ -101,7 +101,7 @@ class Timeline:
             return first
         actions = [entry[ACTION] for entry in tied]
         seen = tuple([(a[0].__name__.lstrip("_"), a[1].worker) for a in actions])
-        index = checked(chooser.pick_event(seen), len(tied))
+        index = checked_index(chooser.pick_event(seen), len(tied))
         picked = tied.pop(index)
         for entry in tied:
             heappush(heap, entry)

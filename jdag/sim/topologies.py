@@ -30,7 +30,7 @@ from jdag.settings.validation import (
     one_of,
     where,
 )
-from jdag.sim.network import Hop, LinkModel, Network
+from jdag.sim.network import LinkModel, Network, PathLink
 
 _KINDS = ("ring", "switch", "fully_connected", "tree")
 _PLAIN = "a LinkModel, and no LogGP: its overheads are those of end points"
@@ -121,8 +121,8 @@ def _route(
     dimensions: tuple[Dimension, ...],
     source: str,
     destination: str,
-) -> tuple[Hop, ...]:
-    hops: list[Hop] = []
+) -> tuple[PathLink, ...]:
+    hops: list[PathLink] = []
     at, number, goal = source, numbers[source], numbers[destination]
     stride = len(names)
     for index, dimension in enumerate(dimensions):
@@ -136,7 +136,7 @@ def _route(
                 node = names[line + step * stride]
             else:  # No worker's name has a #.
                 node = f"#{index}.{line}.{step}"
-            hops.append(Hop(at, node, dimension.link))
+            hops.append(PathLink(at, node, dimension.link))
             at = node
         number = line + there * stride
     return tuple(hops)

@@ -39,7 +39,7 @@ from jdag.engine.protocol import (
     incarnated,
     named,
 )
-from jdag.runtime.recorder import NO_CAUSE, said
+from jdag.runtime.recorder import NO_CAUSE, trace_fields
 from jdag.runtime.stats import Sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
@@ -258,7 +258,7 @@ class SimTransport:
         what: tuple[Any, ...] = ()
         record = NO_CAUSE
         if recorder.trace is not None:
-            what, prints = said(message), tuple(map(fingerprint, arrays))
+            what, prints = trace_fields(message), tuple(map(fingerprint, arrays))
             detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
             record = recorder.note("send", worker, detail, causes)
             end.passed(record, value_bytes)

@@ -25,7 +25,7 @@ from heapq import heappop
 from typing import Any, NamedTuple
 
 from jdag.engine.phases import Situation
-from jdag.runtime.chooser import Chooser, checked
+from jdag.runtime.chooser import Chooser, checked_index
 from jdag.sim.timeline import (
     ACTION,
     BEGIN,
@@ -34,11 +34,11 @@ from jdag.sim.timeline import (
     PRIORITY,
     TIME,
     Entry,
-    Timeline,
+    SimTimeline,
 )
 
 
-class Step(NamedTuple):
+class PossibleStep(NamedTuple):
     """One thing that may happen next.
 
     `worker` is where; the engine of no other takes part. `of` says what it is about: a
@@ -79,8 +79,8 @@ Chain = tuple[str, ...]
 # The sequence, which is unique; the step; among those that wait, the index of the job
 # that it computes, or of the last frame that it delivers; the entry, which only main
 # has not; and the chain.
-_Due = tuple[int, Step, int, Entry, Chain]
-Fault = tuple[Step, tuple[Any, ...]]
+_Due = tuple[int, PossibleStep, int, Entry, Chain]
+UntimedFault = tuple[PossibleStep, tuple[Any, ...]]
 
 
 class StepChooser(Chooser):
@@ -103,7 +103,7 @@ class StepChooser(Chooser):
 
     def __init__(
         self,
-        pick: Callable[[tuple[Step, ...]], int],
+        pick: Callable[[tuple[PossibleStep, ...]], int],
         budget: Iterable[tuple[str, int]] = (),
         what: str = "pick",
     ) -> None:
@@ -112,7 +112,7 @@ class StepChooser(Chooser):
         self._what = what
         self.budget = dict(budget)
         self.job = 0
-        self.steps: list[tuple[Step, ...]] = []
+        self.steps: list[tuple[PossibleStep, ...]] = []
         self.choices: list[int] = []
         self.reached: dict[Situation, None] = {}
         self.failed: Exception | None = None
@@ -122,10 +122,10 @@ class StepChooser(Chooser):
         """Whether no fault can befall the run."""
         return not any(self.budget.values())
 
-    def pick_step(self, steps: tuple[Step, ...]) -> int:
+    def pick_step(self, steps: tuple[PossibleStep, ...]) -> int:
         """The index of the step to happen next."""
         try:
-            index = checked(self._pick(steps), len(steps), self._what)
+            index = checked_index(self._pick(steps), len(steps), self._what)
         except Exception as error:
             self.failed = self.failed or error
             raise
@@ -150,24 +150,24 @@ class StepChooser(Chooser):
         return self.job
 
 
-class UntimedTimeline(Timeline):
+class UntimedTimeline(SimTimeline):
     """A timeline on which what is due now happens in the order that is picked."""
 
     __slots__ = ("_chains", "_gone", "_heads", "_main", "_wakes", "faults", "join")
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
-        self._main: _Due = (0, Step(_MAIN, home), 0, [], ())
+        self._main: _Due = (0, PossibleStep(_MAIN, home), 0, [], ())
         # By chain, what is due now, in its order; and the first of each, as queued.
         self._chains: dict[Chain, deque[_Due]] = {}
         self._heads: list[_Due] = []
         self._wakes: Counter[str] = Counter()  # By worker.
         self._gone: set[str] = set()  # Workers that are lost.
-        self.faults: Callable[[], list[Fault]] = list
+        self.faults: Callable[[], list[UntimedFault]] = list
         self.join: Callable[[list[tuple[Any, ...]]], object] = list
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
-        """Queue `action`; see `Timeline.push`."""
+        """Queue `action`; see `SimTimeline.push`."""
         if time_ns > self.now_ns or priority not in _SOON:
             return super().push(time_ns, priority, action)
         kind, at = action[0].__name__.lstrip("_"), action[1]
@@ -180,7 +180,9 @@ class UntimedTimeline(Timeline):
             chain: Chain = ("link", at.peer, at.worker)
             said = _said_of(parcel.message)
             fields = ("deliver", at.worker, at.peer, number, said, "")
-            step = tuple.__new__(Step, fields)  # A third of the time of `Step(...)`.
+            step = tuple.__new__(
+                PossibleStep, fields
+            )  # A third of the time of `PossibleStep(...)`.
         else:
             step = self._step(kind, at.worker, action)
             chain = step.chain
@@ -197,15 +199,17 @@ class UntimedTimeline(Timeline):
             queue.append(due)
         return entry
 
-    def _step(self, kind: str, worker: str, action: tuple[Any, ...]) -> Step:
+    def _step(self, kind: str, worker: str, action: tuple[Any, ...]) -> PossibleStep:
         if kind == "begin":  # And end: it takes no time.
-            return Step("compute", worker, device=action[2].device or "")
+            return PossibleStep("compute", worker, device=action[2].device or "")
         if kind == "spawn":
-            return Step(kind, worker, f"{action[2].context}/{_dotted(action[2].path)}")
+            return PossibleStep(
+                kind, worker, f"{action[2].context}/{_dotted(action[2].path)}"
+            )
         if kind == "wake":  # Waiters are numbered over all workers.
             self._wakes[worker] += 1
-            return Step(kind, worker, str(self._wakes[worker]))
-        return Step(kind, worker, str(action[2]))
+            return PossibleStep(kind, worker, str(self._wakes[worker]))
+        return PossibleStep(kind, worker, str(action[2]))
 
     def run(self, chooser: Any, given: Container[int], waiter: int) -> None:
         """Carry out steps until main goes on, or none is left.
@@ -224,7 +228,7 @@ class UntimedTimeline(Timeline):
                 self._carry_out(heappop(heap))
                 continue
             steps = [due[1] for due in found]
-            faults: list[Fault] = []
+            faults: list[UntimedFault] = []
             if chooser.budget:
                 faults = self._faults(chooser)
                 steps += [step for step, _ in faults]
@@ -289,7 +293,7 @@ class UntimedTimeline(Timeline):
             for index, of in enumerate(_distinct(names))
         ]
 
-    def _faults(self, chooser: Any) -> list[Fault]:
+    def _faults(self, chooser: Any) -> list[UntimedFault]:
         left = [kind for kind, number in chooser.budget.items() if number > 0]
         if not left:
             return []
@@ -338,9 +342,9 @@ class UntimedTimeline(Timeline):
 
 
 @lru_cache(4096)
-def _computing(worker: str, of: str, device: str) -> Step:
+def _computing(worker: str, of: str, device: str) -> PossibleStep:
     """The step of a job, which is ready at many picks."""
-    return Step("compute", worker, of, device=device)
+    return PossibleStep("compute", worker, of, device=device)
 
 
 def _said_of(message: Any) -> tuple[str, tuple[int, ...]]:

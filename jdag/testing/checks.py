@@ -14,7 +14,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.exploration import explore, near, sound
-from jdag.lab.failures import Failure, Property, failure_of, read_failure, replayed
+from jdag.lab.failures import Property, RunFailure, read_failure, replayed, run_failure
 from jdag.lab.strategies import Strategy
 from jdag.lab.subject import Subject
 from jdag.scenario.case import Case
@@ -28,7 +28,7 @@ repeated: list[Path] = []  # The same, once its run was repeated.
 class Violation(AssertionError):
     """A program's run was wrong; `failure` is which, `drawn` the program if drawn."""
 
-    def __init__(self, failure: Failure, drawn: Program | None) -> None:
+    def __init__(self, failure: RunFailure, drawn: Program | None) -> None:
         super().__init__(str(failure))
         self.failure = failure
         self.drawn = drawn
@@ -107,7 +107,7 @@ def _replay(
         return False
     repeated[:] = [path]
     played = replayed(held, path, subject)
-    failure = failure_of(subject, played, property, held["run"])
+    failure = run_failure(subject, played, property, held["run"])
     if failure is not None:
         raise Violation(failure, drawn)
     return True

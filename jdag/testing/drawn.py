@@ -38,7 +38,7 @@ FUNCTIONS = {"scale": _scale, "mix": _mix, "halve": _halve}
 
 
 @dataclass(frozen=True)
-class Call:
+class DrawnCall:
     """A call; arguments are numbers of values: first the leaves, then earlier calls."""
 
     worker: str
@@ -61,7 +61,7 @@ class Program:
 
     workers: tuple[str, ...]
     leaves: tuple[str, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[DrawnCall, ...]
     terms: int = 1
     passes: int = 1
     mode: Literal["smart", "fast"] = "smart"
@@ -93,6 +93,8 @@ class Program:
 
 def program_of(data: Mapping[str, Any]) -> Program:
     """The program that this was the data of."""
-    calls = [Call(**{**c, "arguments": tuple(c["arguments"])}) for c in data["calls"]]
+    calls = [
+        DrawnCall(**{**c, "arguments": tuple(c["arguments"])}) for c in data["calls"]
+    ]
     lists = {name: tuple(data[name]) for name in ("workers", "leaves")}
     return Program(**{**data, **lists, "calls": tuple(calls)})

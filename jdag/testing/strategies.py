@@ -11,7 +11,7 @@ from jdag import schedules as pipelines
 from jdag import sim
 from jdag.errors import ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, PCT, RandomWalk, Strategy
-from jdag.testing.drawn import FUNCTIONS, Call, Program
+from jdag.testing.drawn import FUNCTIONS, DrawnCall, Program
 
 _NS = 10_000
 _NAMES = ("main", "a", "b", "c", "d", "e", "f", "g")
@@ -42,7 +42,7 @@ def programs(
     for number in range(draw(st.integers(1, max_calls))):
         values = st.integers(0, len(leaves) + number - 1)
         function = draw(st.sampled_from([*FUNCTIONS]))
-        calls.append(Call(draw(places), function, (draw(values), draw(values))))
+        calls.append(DrawnCall(draw(places), function, (draw(values), draw(values))))
     return Program(
         names,
         leaves,

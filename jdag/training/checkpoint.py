@@ -3,7 +3,8 @@
 `jdag.training.checkpoint_file` has the file. A checkpoint knows nothing of workers:
 what was saved is restored wherever its leaves are now. Invariants: `save` keeps the
 versions that all leaves have as it begins, on their workers, and fetches one at a time;
-`load` changes no leaf before all that was asked for has been found, read and checked.
+`load_checkpoint` changes no leaf before all that was asked for has been found, read and
+checked.
 """
 
 import os
@@ -26,7 +27,7 @@ from jdag.errors import JdagError, WorkerLost, reason
 from jdag.runtime.failures import exception_of
 from jdag.training.checkpoint_file import (
     ARRAY,
-    NUMBERS,
+    NUMBERS_BY_NAME,
     STATIC,
     Saved,
     read_array,
@@ -74,7 +75,7 @@ def save(assignments: Assignments, path: FilePath, parts: Mapping[str, Any]) -> 
         assignments.forget()
 
 
-def load(
+def load_checkpoint(
     assignments: Assignments, path: FilePath, parts: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Restore from a checkpoint; see `Cluster.load`."""
@@ -184,7 +185,7 @@ def _described(entry: _Entry, beside: bool) -> Saved:
     """
     value = entry.value
     kind = type(value).__name__
-    if NUMBERS.get(kind) is type(value):
+    if NUMBERS_BY_NAME.get(kind) is type(value):
         return Saved(entry.path, kind, text=repr(value))
     if is_static(value) and beside:
         return Saved(entry.path, STATIC)
@@ -266,15 +267,17 @@ def _restored(
         raise JdagError(f"{entry} is {saved} in {at}, and wanted is {wanted}")
     if saved.kind == STATIC:
         return value
-    if saved.kind in NUMBERS:
+    if saved.kind in NUMBERS_BY_NAME:
         is_bool = saved.kind == "bool"
-        return saved.text == "True" if is_bool else NUMBERS[saved.kind](saved.text)
+        return (
+            saved.text == "True" if is_bool else NUMBERS_BY_NAME[saved.kind](saved.text)
+        )
     try:
         array = read_array(file, entry.part + entry.path, saved)
     except Exception as error:  # What is there may be anything.
         raise JdagError(f"{entry} cannot be restored from {at}: {error}") from error
     kind = type(value)
-    return kind(array) if kind in NUMBERS.values() else array
+    return kind(array) if kind in NUMBERS_BY_NAME.values() else array
 
 
 def _wanted(entry: _Entry, saved: Saved) -> str:
@@ -282,13 +285,13 @@ def _wanted(entry: _Entry, saved: Saved) -> str:
     value = entry.value
     if not isinstance(value, str):
         wanted = _described(entry, True)
-        if wanted.kind not in NUMBERS:
+        if wanted.kind not in NUMBERS_BY_NAME:
             return str(wanted)
         # An array of one number is a Python number where one is wanted.
         is_one = saved.shape == [] and saved.dtype.strip("0123456789") == wanted.kind
         fits = saved.kind == wanted.kind or is_one
         return str(saved) if fits else f"a Python {wanted.kind}"
-    if saved.kind in NUMBERS:
+    if saved.kind in NUMBERS_BY_NAME:
         return f"an array, to be put on {value!r}"
     is_plain = saved.kind == ARRAY and saved.dtype not in KEYS
     if is_plain and canonicalize_dtype(saved.dtype).name != saved.dtype:

@@ -29,7 +29,7 @@ from jdag.compute.pytrees import NUMBERS as NUMBER_TYPES
 from jdag.engine.arrays import DTYPES
 
 _FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
-NUMBERS = {kind.__name__: kind for kind in NUMBER_TYPES}
+NUMBERS_BY_NAME = {kind.__name__: kind for kind in NUMBER_TYPES}
 ARRAY, STATIC = "array", "static"
 # The names in the format of the dtypes that all of its readers have.
 NATIVE = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"} | {
@@ -61,7 +61,7 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __str__(self) -> str:
         if self.kind == STATIC:
             return "a static"
-        if self.kind in NUMBERS:
+        if self.kind in NUMBERS_BY_NAME:
             return f"the {self.kind} {self.text}"
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
 

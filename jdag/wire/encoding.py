@@ -17,7 +17,7 @@ from msgspec import MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from jdag.engine.names import ContextId, Worker
-from jdag.errors import SHOWN_MAX, ProtocolError, cut
+from jdag.errors import SHOWN_MAX, ProtocolError, abridged
 
 CHECKED_BYTES = 4096  # Smaller data cannot exceed a limit on its parts.
 
@@ -42,7 +42,7 @@ def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
     except UnicodeEncodeError:
         return encoded(_escaped(value), encode)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        said = cut(str(error), SHOWN_MAX)
+        said = abridged(str(error), SHOWN_MAX)
         raise ProtocolError(f"{type(value).__name__} cannot travel: {said}") from error
 
 
@@ -62,7 +62,7 @@ def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:
-        said = cut(str(error), SHOWN_MAX)
+        said = abridged(str(error), SHOWN_MAX)
         raise ProtocolError(f"{len(data)} bytes cannot be read: {said}") from error
 
 
@@ -79,8 +79,8 @@ def bounded(decoder: "Decoder[Any]", data: bytes) -> bytes:
 def _worker(worker: Worker, known: Known) -> None:
     if worker not in known.workers:
         raise ProtocolError(
-            f"worker {cut(repr(worker), SHOWN_MAX)}: the cluster has {known.names} "
-            "workers, and none is called that"
+            f"worker {abridged(repr(worker), SHOWN_MAX)}: the cluster has "
+            f"{known.names} workers, and none is called that"
         )
 
 

@@ -42,7 +42,7 @@ from jdag.engine.messages import (
     Tell,
 )
 from jdag.engine.names import WORKERS_MAX, Failure, Record, Worker, incarnated
-from jdag.errors import SHOWN_MAX, ProtocolError, cut
+from jdag.errors import SHOWN_MAX, ProtocolError, abridged
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import CHECKED_BYTES, bounded, check_of, decoded, encoded
 from jdag.wire.specs import spec_of
@@ -82,7 +82,7 @@ def _bare(failure: Failure | None, whole: bool = True) -> Failure | None:
         return failure
     if whole:
         return replace(failure, exception=None)
-    text = cut(failure.message, SHOWN_MAX)
+    text = abridged(failure.message, SHOWN_MAX)
     return replace(failure, message=text, traceback="", exception=None)
 
 

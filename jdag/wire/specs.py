@@ -77,7 +77,7 @@ class Body(Record):
     out_tracked: Mask
 
 
-def structure(
+def structure_item(
     treedef: Any,
     leaves: Iterator[Any],
     name: Callable[[Any], str] = name_of,
@@ -92,7 +92,9 @@ def structure(
             return HOLE
         return Part(pack(leaf, opaque=True, depth=below, name=name))
     kind, data = node
-    children = tuple([structure(c, leaves, name, below) for c in treedef.children()])
+    children = tuple(
+        [structure_item(c, leaves, name, below) for c in treedef.children()]
+    )
     if kind is type(None):
         return None
     if kind is tuple:
@@ -172,10 +174,10 @@ def exported_spec(
         function = pack(pair.source.fn, opaque=True, name=name)
         own = template.own
         try:
-            arguments = structure(template.treedef, iter(template.leaves), name)
+            arguments = structure_item(template.treedef, iter(template.leaves), name)
         except ProtocolError:  # They are nested too deep.
             function = arguments = Opaque(pair.name)
-    return written(
+    return encoded_spec(
         Body(
             pair.name,
             function,
@@ -190,7 +192,7 @@ def exported_spec(
     )
 
 
-def written(body: Body) -> bytes:
+def encoded_spec(body: Body) -> bytes:
     """The spec of a function on the default device."""
     return bounded(_decoder, _NOWHERE + encoded(body))
 

@@ -22,7 +22,7 @@ import jdag
 from jdag.errors import JoinError, WorkerLost
 from jdag.processes.launch.launch import Launch
 from jdag.processes.net.loop import clock_ns
-from jdag.processes.net.tls import load
+from jdag.processes.net.tls import load_tls
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health
 from tests import ROOT
@@ -300,7 +300,7 @@ def test_with_tls_it_is_so_and_who_refuses_a_certificate_prints_nothing_of_it(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "others").mkdir()
-    stranger = load(*Issuer(tmp_path / "others", "ca").issue("here"))
+    stranger = load_tls(*Issuer(tmp_path / "others", "ca").issue("here"))
     with opened(tls=Issuer(tmp_path, "ca").issue("here")) as field:
         client = ControlClient("it", field.addresses["b"], tls=stranger)
         with pytest.raises(JoinError, match="TLS refused: unable to get local issuer"):

@@ -15,7 +15,7 @@ from jdag.lab.exploration import exploration, order_of, sound
 from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 from paper import exhaustive
 from paper.figures import RESULTS
 from tests.tools.brute_orders import TWO_CALLS, case_of, searched, total
@@ -220,9 +220,12 @@ def test_other_steps_may_come_before_the_main_program_goes_on():
 
 
 def test_a_crash_is_before_or_after_the_steps_of_all_workers():
-    here, there = Step("deliver", "a", "c", 1), Step("deliver", "b", "c", 1)
+    here, there = (
+        PossibleStep("deliver", "a", "c", 1),
+        PossibleStep("deliver", "b", "c", 1),
+    )
     assert order_of([here, there]) == order_of([there, here])
-    for fault in (Step("crash", "b"), Step("rejoin", "b")):
+    for fault in (PossibleStep("crash", "b"), PossibleStep("rejoin", "b")):
         assert order_of([here, fault]) != order_of([fault, here])
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdag import program, sim, simulate
 from jdag.api.cluster import Cluster
-from jdag.runtime.trace import Record, Trace
+from jdag.runtime.trace import Trace, TraceRecord
 from tests.tools.compute_cases import no_new_arrays
 
 WORKERS = ("a", "b", "c", "d")
@@ -120,7 +120,7 @@ def test_one_bit_of_one_payload_changes_the_digest():
     assert kinds[0] == kinds[1]  # Nothing else tells them apart.
 
 
-def arrives_ns(trace: Trace, record: Record, left_ns: dict[int, int]) -> int:
+def arrives_ns(trace: Trace, record: TraceRecord, left_ns: dict[int, int]) -> int:
     """When a frame is in: after those before it on its link, its bytes, its flight."""
     peer, size = record.named["destination"], record.named["wire_bytes"]
     model = NETWORK.model(record.worker, peer)

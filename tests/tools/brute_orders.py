@@ -16,7 +16,7 @@ from jdag.lab.exploration import order_of, sound
 from jdag.lab.strategies import Redundant
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 
 
 def total(*terms: Any) -> Any:
@@ -53,9 +53,9 @@ TWO_CALLS = {
 }
 
 
-def seen_of(steps: Iterable[Step]) -> Any:
+def seen_of(steps: Iterable[PossibleStep]) -> Any:
     """The class of a prefix: the steps of each worker, and those everywhere between."""
-    seen: dict[str, list[tuple[int, Step]]] = {}
+    seen: dict[str, list[tuple[int, PossibleStep]]] = {}
     everywhere = 0
     for step in steps:
         seen.setdefault(step.worker, []).append((everywhere, step))
@@ -65,9 +65,9 @@ def seen_of(steps: Iterable[Step]) -> Any:
 
 def searched(subject: Subject) -> dict[Any, bytes]:
     """The classes of all runs that end, and what `order_of` makes of them."""
-    enabled: dict[Any, frozenset[Step]] = {}
+    enabled: dict[Any, frozenset[PossibleStep]] = {}
     ended: dict[Any, bytes] = {}
-    left: list[list[Step]] = [[]]  # Prefixes to go on from.
+    left: list[list[PossibleStep]] = [[]]  # Prefixes to go on from.
     while left:
         run = Run(left.pop(), enabled)
         played = subject.play(run.pick)
@@ -84,12 +84,14 @@ class Run:
     `others` are the prefixes that were passed by.
     """
 
-    def __init__(self, prefix: list[Step], enabled: dict[Any, frozenset[Step]]) -> None:
-        self.taken: list[Step] = []
-        self.others: list[list[Step]] = []
+    def __init__(
+        self, prefix: list[PossibleStep], enabled: dict[Any, frozenset[PossibleStep]]
+    ) -> None:
+        self.taken: list[PossibleStep] = []
+        self.others: list[list[PossibleStep]] = []
         self._prefix, self._enabled, self._is_over = prefix, enabled, False
 
-    def pick(self, steps: tuple[Step, ...]) -> int:
+    def pick(self, steps: tuple[PossibleStep, ...]) -> int:
         """See `Strategy.begin`."""
         step = steps[0]
         if len(self.taken) < len(self._prefix):
@@ -100,7 +102,7 @@ class Run:
         self.taken.append(step)
         return steps.index(step)
 
-    def _is_new(self, steps: tuple[Step, ...]) -> bool:
+    def _is_new(self, steps: tuple[PossibleStep, ...]) -> bool:
         seen, now = seen_of(self.taken), frozenset(steps)
         assert len(now) == len(steps), f"equal steps: {steps}"
         before = self._enabled.setdefault(seen, now)

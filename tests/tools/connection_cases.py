@@ -25,13 +25,13 @@ from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.net.receiving import (
     Broken,
     Control,
-    Definition,
-    Event,
     Exhausted,
     Failed,
+    PeerEvent,
+    ReceivedDefinition,
 )
 from jdag.processes.net.streams import SocketStream
-from jdag.processes.net.tls import Tls, TlsStream, load
+from jdag.processes.net.tls import Tls, TlsStream, load_tls
 from jdag.wire.messages import Codec
 from tests.tools.certificates import Issuer
 
@@ -78,7 +78,7 @@ class Side:
         self.loop.register(self.socket.fileno(), lambda mask: None)
         self.connection._timer.cancel()
 
-    def handle(self, connection: Connection, events: Sequence[Event]) -> None:
+    def handle(self, connection: Connection, events: Sequence[PeerEvent]) -> None:
         assert connection is self.connection
         for event in events:
             if connection.lost:
@@ -87,7 +87,7 @@ class Side:
                 case Delivery():
                     assert len(event.values) == len(landing(event.message))
                     self.messages.append((event.message, list(event.values)))
-                case Definition(digest, data):
+                case ReceivedDefinition(digest, data):
                     self.functions.append((digest, data))
                 case Control({"joined": str(name), "incarnation": int(number)}):
                     connection._codec.joined(name, number)
@@ -231,7 +231,7 @@ def sides(make: Callable[..., Sides]) -> Sides:
 
 @pytest.fixture(scope="module")
 def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
-    return load(*Issuer(tmp_path_factory.mktemp("certificates"), "ca").issue("a"))
+    return load_tls(*Issuer(tmp_path_factory.mktemp("certificates"), "ca").issue("a"))
 
 
 @pytest.fixture(params=["plain", "tls"])

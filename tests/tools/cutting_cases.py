@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdag.compute.avals import aval_of
-from jdag.compute.cutting import Cut, cut
-from jdag.compute.dataflow import Graph
+from jdag.compute.cutting import CutPlan, cut_graph
+from jdag.compute.dataflow import DataflowGraph
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static, unflatten
 from jdag.compute.sums import add, filled
@@ -83,7 +83,7 @@ class Var:
     tracked: bool
 
 
-def one_by_one(graph: Graph, given: Values) -> Values:
+def one_by_one(graph: DataflowGraph, given: Values) -> Values:
     """The value of each number: all nodes of a graph run in order."""
     values = dict(given)
     residuals: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class Recorded:
     """
 
     def __init__(self, home: str) -> None:
-        self.graph, self.home = Graph(), home
+        self.graph, self.home = DataflowGraph(), home
         self.given: Values = {}
         self.leaves: list[LeafId] = []
         self.gradients: dict[LeafId, int] = {}
@@ -169,11 +169,13 @@ class Recorded:
         """The value of each number: all nodes run in order."""
         return one_by_one(self.graph, self.given)
 
-    def cut(self, results: Sequence[int], **options: Any) -> Cut:
+    def cut(self, results: Sequence[int], **options: Any) -> CutPlan:
         """Cut the graph; nothing is staged unless told."""
         exact: dict[str, Any] = {"exact": True, "stages": ()}
         exact.update(options)
-        return cut(self.graph, plan=PLAN, caller=self.home, results=results, **exact)
+        return cut_graph(
+            self.graph, plan=PLAN, caller=self.home, results=results, **exact
+        )
 
 
 def recorded(program: Program) -> Recorded:
@@ -213,7 +215,7 @@ class Worker:
     left: list[Any] = field(default_factory=list)  # Segments that have not run.
 
 
-def step(made: Cut, given: Values, rng: Random) -> dict[str, Values]:
+def step(made: CutPlan, given: Values, rng: Random) -> dict[str, Values]:
     """Run a step, ready segments in any order; return what each worker has then.
 
     Each slot reaches a worker once; workers that no part names get nothing.

@@ -9,7 +9,7 @@ import numpy as np
 
 from jdag.compute.avals import aval_of
 from jdag.compute.cutting import Piece, _bundle, _segment
-from jdag.compute.dataflow import Graph
+from jdag.compute.dataflow import DataflowGraph
 from jdag.compute.segments import SegmentFunction
 from jdag.engine.names import LeafId
 from tests.tools.compute_cases import pair_of
@@ -26,7 +26,7 @@ class Tape:
 
     def __init__(self, *arrays: Any) -> None:
         self.arrays, self.avals = arrays, tuple(map(aval_of, arrays))
-        self.graph = Graph()
+        self.graph = DataflowGraph()
         for number, aval in enumerate(self.avals):
             leaf = LeafId("a", number)
             self.graph.source("leaf", "a", aval, leaf=leaf, tracked=aval.inexact)

@@ -24,7 +24,7 @@ from jdag.engine.protocol import (
     ScratchKey,
     Send,
 )
-from jdag.runtime.trace import Record
+from jdag.runtime.trace import TraceRecord
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 
@@ -93,7 +93,7 @@ class Played:
         self.run()
         self.simulation.settle()
 
-    def records(self, *kinds: str) -> list[Record]:
+    def records(self, *kinds: str) -> list[TraceRecord]:
         """The records of the trace that are of these kinds, or all."""
         assert self.simulation.trace is not None
         return [r for r in self.simulation.trace if not kinds or r.kind in kinds]

@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
-from jdag.processes.net.greeting import OPENING, Pair, opening
+from jdag.processes.net.greeting import OPENING, ConnectionPair, opening
 from jdag.processes.net.listener import Listener, dial
 from jdag.processes.net.streams import SocketStream, Stream
 from jdag.processes.net.tls import Tls
 
 DEADLINE_MS = 60_000
-PAIR = Pair("ps0#3", "w", "what they share")
+PAIR = ConnectionPair("ps0#3", "w", "what they share")
 RECEIVED = 41
 
 
@@ -102,7 +102,7 @@ class Gate:
         return stream, far
 
     def dialled(
-        self, pair: Pair = PAIR, received: int = 8, **settings: Any
+        self, pair: ConnectionPair = PAIR, received: int = 8, **settings: Any
     ) -> tuple[Stream, int]:
         """The near end alone, and what the other has received."""
         return dial(self.address, pair, received, **{"timeout_s": 60, **settings})

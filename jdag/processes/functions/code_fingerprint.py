@@ -10,7 +10,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from jdag.compute.fingerprint import FIXED, Once, digest_of, key_of
+from jdag.compute.fingerprint import FIXED, Once, function_digest, key_of
 from jdag.engine.functions import name_of
 from jdag.errors import JdagError
 from jdag.processes.functions.script import GUARD, MAIN
@@ -28,7 +28,7 @@ class _Keyed(Once):
 
 @lru_cache(maxsize=_CODES_MAX)
 def _code_of(keyed: _Keyed) -> str:
-    return digest_of(keyed.value)
+    return function_digest(keyed.value)
 
 
 def coded_name(value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from jdag.compute.avals import Aval, aval_from
-from jdag.compute.exported import Definition, Program, check_definition
+from jdag.compute.exported import Definition, ExportedProgram, check_definition
 from jdag.compute.pairs import PAIRS_MAX, Pair, pair
 from jdag.compute.placed import Placed
 from jdag.compute.pytrees import template_of
@@ -268,7 +268,7 @@ class FunctionDecoder:
                     "allow its module, so that it goes by name"
                 )
             self._definitions.move_to_end(digest)
-        source = Program(Definition(digest, data), bound)
+        source = ExportedProgram(Definition(digest, data), bound)
         return Pair(source, bound.avals, bound.tracked)
 
     def _read(self, data: Any, known: Known) -> tuple[Any, JdagError | None]:

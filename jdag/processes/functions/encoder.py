@@ -47,7 +47,7 @@ from jdag.errors import JdagError, PortabilityWarning, ProtocolError
 from jdag.processes.functions.allowed import AllImported, Allowed
 from jdag.processes.functions.code_fingerprint import coded_name
 from jdag.processes.functions.script import MAIN
-from jdag.processes.functions.unmarshal import remade, structure, unmarshal
+from jdag.processes.functions.unmarshal import received_copy, structure, unmarshal
 from jdag.runtime.failures import blamed
 from jdag.wire.frames import LENGTHS_MAX, FrameKind
 from jdag.wire.specs import (
@@ -339,7 +339,7 @@ def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:
             "with data that can travel"
         )
     try:
-        _check_same(fn, remade(fn, allowed))
+        _check_same(fn, received_copy(fn, allowed))
     except JdagError as error:
         raise JdagError(
             f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "

@@ -23,7 +23,7 @@ _CONDITIONS = ("__name__ == '__main__'", "'__main__' == __name__")
 _MODULE = "a module that can be imported, and name that in allow=[...]"
 
 
-class Script(NamedTuple):
+class GuardedScript(NamedTuple):
     """A script with a guard: its file, its package if it has one, its arguments."""
 
     path: str
@@ -32,20 +32,20 @@ class Script(NamedTuple):
 
 
 _lock = Lock()  # Held while the script is imported.
-_expected: list[Script] = []  # What a worker imports when it is first needed.
+_expected: list[GuardedScript] = []  # What a worker imports when it is first needed.
 
 
-def expect(script: Script | None) -> None:
+def expect(script: GuardedScript | None) -> None:
     """Import this script, on a worker, when `__main__` is first needed."""
     _expected[:] = [] if script is None else [script]
 
 
-def main_script() -> Script | None:
+def main_script() -> GuardedScript | None:
     """Return the script of this process; None if workers cannot import it."""
     path = _file()
     if path is None or not _has_guard(path):
         return None
-    return Script(path, sys.modules[MAIN].__package__, tuple(sys.argv))
+    return GuardedScript(path, sys.modules[MAIN].__package__, tuple(sys.argv))
 
 
 def import_script(path: str) -> ModuleType:
@@ -57,7 +57,7 @@ def import_script(path: str) -> ModuleType:
     if not _has_guard(path):
         raise JdagError(f"{path} is no script that runs under `{GUARD}`")
     sys.path.insert(0, str(Path(path).resolve().parent))
-    expect(Script(path, None, (path,)))
+    expect(GuardedScript(path, None, (path,)))
     return main_module()
 
 
@@ -131,7 +131,7 @@ def _running(path: str) -> str:
     return "what it runs"
 
 
-def _import(script: Script) -> None:
+def _import(script: GuardedScript) -> None:
     former, module = sys.modules[MAIN], ModuleType(MAIN)
     module.__file__, module.__package__ = script.path, script.package
     sys.argv[:] = script.argv

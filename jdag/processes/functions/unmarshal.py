@@ -166,7 +166,7 @@ def unmarshal(item: Any, allowed: Allowed) -> Any:
     return Reader(allowed).made(item)
 
 
-def remade(value: Any, allowed: Allowed) -> Any:
+def received_copy(value: Any, allowed: Allowed) -> Any:
     """Return what a receiver makes of a value that is sent to it, with its arrays."""
     arrays: list[Any] = []
     item = trees.pack(value, arrays, opaque=True)

@@ -7,7 +7,7 @@ from contextlib import closing
 from jdag.engine.protocol import incarnated
 from jdag.errors import JoinError
 from jdag.processes.net.addresses import address_of
-from jdag.processes.net.greeting import Pair
+from jdag.processes.net.greeting import ConnectionPair
 from jdag.processes.net.listener import dial
 from jdag.processes.net.streams import Stream
 from jdag.processes.net.tls import Tls
@@ -46,7 +46,10 @@ class Routes:
             raise JoinError(f"the address of worker {peer!r} is not known here")
         here = incarnated(members.here, members.incarnation)
         there = incarnated(peer, member.incarnation)
-        pair, data = Pair(here, there, self._secret_with(peer)), member.whereabouts.data
+        pair, data = (
+            ConnectionPair(here, there, self._secret_with(peer)),
+            member.whereabouts.data,
+        )
         return dial(data, pair, received, tls=self._tls, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:

@@ -38,10 +38,10 @@ from jdag.processes.session.requests import (
     Detach,
     Health,
     Info,
-    Listed,
     Mesh,
     Peer,
     Request,
+    ScheduleCsv,
     WorkerAddress,
     WorkerAttached,
 )
@@ -223,7 +223,7 @@ class Session:
         # As JSON has them, but for the schedule.
         settings = asdict(plan.settings)
         schedule = settings.pop("schedule")
-        listed = schedule and Listed(schedule.workers, to_csv(schedule))
+        listed = schedule and ScheduleCsv(schedule.workers, to_csv(schedule))
         asked = AttachWorker(
             token=plan.token,
             secret=self._secrets[peer],

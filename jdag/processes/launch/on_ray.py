@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from jdag.errors import JdagError, JoinError, ScenarioError, unusable
 from jdag.processes.launch.launch import STOP_S, Launch
 from jdag.processes.net.addresses import Address
-from jdag.processes.net.tls import Tls
-from jdag.processes.net.tls import load as load_tls
+from jdag.processes.net.tls import Tls, load_tls
 from jdag.processes.session.authority import IS_USABLE, Authority, fresh_authority
 from jdag.processes.session.cluster_file import READY_S, WorkerOptions
 from jdag.settings.validation import is_number
@@ -249,7 +248,7 @@ def _bundles(names: Sequence[str], resources: Any) -> list[dict[str, float]]:
     return [dict(one) for one in bundles]
 
 
-def replies(
+def ray_results(
     function: str, arguments: Mapping[int, Sequence[Any]], at_once: int
 ) -> Iterator[tuple[int, Any]]:
     """Call a function of a module as tasks of Ray, each with arguments of a number.

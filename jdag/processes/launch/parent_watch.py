@@ -117,7 +117,7 @@ class Watch:
         if asked > 1:
             leave(_KILLED + number)
         if stop is None and not self.has_parent:
-            signals.leave(number)  # Nothing is under way yet.
+            signals.exit_by_signal(number)  # Nothing is under way yet.
         if stop is not None:
             threading.Thread(target=stop, name="stop", daemon=True).start()
 

@@ -43,7 +43,7 @@ def handle() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SAID)
 
 
-def run(command: Callable[[], object]) -> None:
+def run_command(command: Callable[[], object]) -> None:
     """Run a command, which ends by SystemExit or by a signal."""
     came, written = os.pipe()
     os.set_blocking(written, False)
@@ -62,7 +62,7 @@ def run(command: Callable[[], object]) -> None:
             try:
                 sys.stdout.flush()
             finally:
-                leave(_State.number)
+                exit_by_signal(_State.number)
 
 
 def finish() -> None:
@@ -77,7 +77,7 @@ def finish() -> None:
     undo.clear()
 
 
-def leave(number: int) -> NoReturn:
+def exit_by_signal(number: int) -> NoReturn:
     """End the process without Python's own exit, which crashes while XLA compiles."""
     if _thread.get_ident() == _MAIN:
         _ignore()
@@ -94,7 +94,7 @@ def leave(number: int) -> NoReturn:
 
 def _handle(number: int, frame: FrameType | None) -> None:
     if _State.mode == "ends":
-        leave(number)
+        exit_by_signal(number)
     if not _State.number:
         _State.number = number
         # The error output is one line: suppress everything after it.
@@ -113,7 +113,7 @@ def _watch(came: int) -> None:
     while (number := os.read(came, 1)[0]) not in _SAID:
         continue
     time.sleep(_GRACE_S)
-    leave(_State.number or number)
+    exit_by_signal(_State.number or number)
 
 
 def _ignore() -> None:

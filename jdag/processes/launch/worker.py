@@ -23,7 +23,7 @@ from jdag.processes.launch.worker_server import WorkerServer
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.pulse import helper_at
-from jdag.processes.net.tls import load as load_tls
+from jdag.processes.net.tls import load_tls
 from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.processes.session.control import ControlServer
 

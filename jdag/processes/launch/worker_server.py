@@ -20,7 +20,7 @@ from typing import Any
 from jdag.engine.protocol import Worker, incarnated, incarnation_of, named
 from jdag.errors import JoinError
 from jdag.processes.launch.dialling import MainLiveness, Routes
-from jdag.processes.net.greeting import Pair
+from jdag.processes.net.greeting import ConnectionPair
 from jdag.processes.net.handshake import Handshake, refuse_mismatch
 from jdag.processes.net.listener import Listener
 from jdag.processes.net.peer_identity import Names, check_identity
@@ -141,10 +141,10 @@ class CallerLease:
         peer_now = incarnated(peer, self.members[peer].incarnation)
         return self.secrets.get(peer_now, "")
 
-    def _pairs(self) -> list[Pair]:
+    def _pairs(self) -> list[ConnectionPair]:
         here = incarnated(self.worker, self.members.incarnation)
         known = tuple(self.secrets.items())  # At once: others may join meanwhile.
-        return [Pair(one, here, secret) for one, secret in known]
+        return [ConnectionPair(one, here, secret) for one, secret in known]
 
     def _admit(self, worker: Worker, names: Names) -> int:
         name = named(worker)

@@ -131,7 +131,7 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
     return listener, address
 
 
-def connect(address: Address, timeout_s: float) -> socket.socket:
+def open_socket(address: Address, timeout_s: float) -> socket.socket:
     """Connect to a Unix or TCP address; OSError if that fails."""
     if address.kind == "unix":
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

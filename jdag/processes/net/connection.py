@@ -47,11 +47,11 @@ from jdag.processes.net.receiving import (
     PING,
     PONG,
     Broken,
-    Event,
     Exhausted,
     Failed,
     FrameCounters,
     FrameReader,
+    PeerEvent,
 )
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.processes.net.streams import Stream
@@ -73,7 +73,7 @@ SILENT = 90
 
 _log = logging.getLogger(__name__)
 
-Handle = Callable[["Connection", Sequence[Event]], None]
+Handle = Callable[["Connection", Sequence[PeerEvent]], None]
 Sends = Callable[[str, Message, tuple[int, int], tuple[int, ...]], None]
 
 
@@ -416,7 +416,7 @@ class Connection:
         stream, reader = self.stream, self.reader
         if stream is None or not mask & ~WRITE:
             return False
-        events: list[Event] = []
+        events: list[PeerEvent] = []
         try:
             if reader.read(stream, events):
                 self.heard_ns = clock_ns()

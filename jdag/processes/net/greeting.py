@@ -31,7 +31,7 @@ WELCOME, UNKNOWN, GIVEN_UP = range(3)  # Verdicts.
 _MAGIC = b"jdag"
 
 
-class Pair(NamedTuple):
+class ConnectionPair(NamedTuple):
     """The two ends of a data connection, and their shared secret."""
 
     dialler: Worker
@@ -64,14 +64,18 @@ def opened(said: bytes, they: str, we: str) -> int:
     return int(received)
 
 
-def is_by(pair: Pair, ours: bytes, hello: bytes) -> bool:
+def is_by(pair: ConnectionPair, ours: bytes, hello: bytes) -> bool:
     """Whether a hello, opening and proof, is by the dialler of a pair."""
     said, shown = hello[: OPENING.size], hello[OPENING.size :]
     return hmac.compare_digest(pair.proof("dialler", ours, said), shown)
 
 
-def answer(
-    pair: Pair | None, ours: bytes, hello: bytes, verdict: int, received: int = 0
+def hello_answer(
+    pair: ConnectionPair | None,
+    ours: bytes,
+    hello: bytes,
+    verdict: int,
+    received: int = 0,
 ) -> bytes:
     """Return the answer to a hello; one to UNKNOWN diallers proves nothing."""
     said = VERDICT.pack(verdict, received)
@@ -79,7 +83,7 @@ def answer(
     return said + proof
 
 
-def answered(pair: Pair, theirs: bytes, hello: bytes, reply: bytes) -> int:
+def answered(pair: ConnectionPair, theirs: bytes, hello: bytes, reply: bytes) -> int:
     """Return how many frames the listener has received, by its answer.
 
     Raises:

@@ -25,8 +25,8 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.shared_memory import (
     SEGMENT_BYTES_MIN,
     BorrowedMemory,
-    Segment,
     SharedMemoryPool,
+    SharedSegment,
 )
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from jdag.wire.messages import Codec
@@ -59,7 +59,7 @@ class _Outgoing(Struct):
     nbytes: int
     sent: int = 0
     cut_bytes: int = 0  # Bytes of the first view that were cut off already.
-    segment: Segment | None = None
+    segment: SharedSegment | None = None
 
     def cut(self) -> Parcel:
         view = self.views[0]
@@ -71,7 +71,7 @@ class _Outgoing(Struct):
             self.cut_bytes = 0
         return Parcel(FrameKind.CHUNK, (piece,), len(piece))
 
-    def copy(self, segment: Segment) -> bool:
+    def copy(self, segment: SharedSegment) -> bool:
         """Copy the next piece to a segment; return whether the value is complete."""
         piece = self.views[0][self.sent : self.sent + COPY_BYTES]
         segment.write(self.sent, piece)

@@ -24,10 +24,10 @@ from jdag.engine.protocol import Worker
 from jdag.errors import JdagError, JoinError, reason
 from jdag.processes.net.addresses import (
     Address,
-    connect,
     hold_to_loopback,
     hold_to_own_user,
     listen,
+    open_socket,
     parse,
 )
 from jdag.processes.net.background import loop, wait_for
@@ -38,9 +38,9 @@ from jdag.processes.net.greeting import (
     OPENING,
     UNKNOWN,
     WELCOME,
-    Pair,
-    answer,
+    ConnectionPair,
     answered,
+    hello_answer,
     is_by,
     opened,
     opening,
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-Pairs = Callable[[], Iterable[Pair]]
+Pairs = Callable[[], Iterable[ConnectionPair]]
 Admit = Callable[[Worker, Names], int]
 Take = Callable[[Worker, Stream, int], None]
 
@@ -216,9 +216,9 @@ class Listener:
         except JoinError as error:
             verdict = GIVEN_UP if error.given_up else UNKNOWN
             with suppress(BlockingIOError):  # Said if its socket takes it at once.
-                stream.send([memoryview(answer(pair, ours, hello, verdict))])
+                stream.send([memoryview(hello_answer(pair, ours, hello, verdict))])
             raise
-        await _write(stream, answer(pair, ours, hello, WELCOME, received))
+        await _write(stream, hello_answer(pair, ours, hello, WELCOME, received))
         return pair.dialler, theirs
 
     def _refused(self, stream: Stream, why: str) -> None:
@@ -234,7 +234,7 @@ def _name_of(connected: socket.socket) -> str:
 
 def dial(
     address: str,
-    pair: Pair,
+    pair: ConnectionPair,
     received: int,
     *,
     tls: Tls | None = None,
@@ -278,7 +278,7 @@ def dial(
 
 
 def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> Stream:
-    connected = connect(where, max(0.001, timeout_s))
+    connected = open_socket(where, max(0.001, timeout_s))
     try:
         hold_to_own_user(connected)
         plain = SocketStream(connected, str(where))
@@ -289,7 +289,7 @@ def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> 
 
 
 async def _greet(
-    stream: Stream, pair: Pair, received: int, due_ns: int
+    stream: Stream, pair: ConnectionPair, received: int, due_ns: int
 ) -> tuple[Stream, int]:
     try:
         async with asyncio.timeout((due_ns - time.monotonic_ns()) / 1e9):

@@ -26,7 +26,7 @@ from jdag.processes.net.pulse_helper import (
     KEY_BYTES,
     NONCE_BYTES,
     TAG_BYTES,
-    answer,
+    pulse_answer,
     question,
 )
 
@@ -124,7 +124,7 @@ class Pulse:
         except OSError as error:
             _log.debug("%s: a helper is not asked: %s", self._address, error)
         else:
-            self._asked[answer(self._key, nonce)] = now_ns
+            self._asked[pulse_answer(self._key, nonce)] = now_ns
             if len(self._asked) > _ASKED_MAX:
                 del self._asked[next(iter(self._asked))]
 

@@ -33,7 +33,7 @@ def question(key: bytes, nonce: bytes) -> bytes:
     return nonce + hmac.digest(key, b"?" + nonce, "sha256")
 
 
-def answer(key: bytes, nonce: bytes) -> bytes:
+def pulse_answer(key: bytes, nonce: bytes) -> bytes:
     """Return the datagram that answers."""
     return hmac.digest(key, b"!" + nonce, "sha256")
 
@@ -96,7 +96,7 @@ def main(owner: int, descriptor: int) -> None:
         if questions and computes(owner):
             for nonce, sender in questions:
                 with suppress(OSError):
-                    asked.sendto(answer(key, nonce), sender)
+                    asked.sendto(pulse_answer(key, nonce), sender)
 
 
 if __name__ == "__main__":

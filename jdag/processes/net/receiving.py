@@ -31,7 +31,7 @@ DIGEST_BYTES = 32
 PING, PONG = b"?", b"!"
 
 
-class Definition(NamedTuple):
+class ReceivedDefinition(NamedTuple):
     """A function that later messages call by this digest."""
 
     digest: bytes
@@ -62,7 +62,7 @@ class Exhausted(NamedTuple):
     why: str
 
 
-Event = Delivery | Definition | Control | Broken | Failed | Exhausted
+PeerEvent = Delivery | ReceivedDefinition | Control | Broken | Failed | Exhausted
 
 
 class FrameCounters:
@@ -128,7 +128,7 @@ class FrameReader:
         self._buffer = memoryview(b"")
         self.assembler.clear()
 
-    def read(self, stream: Stream, events: list[Event]) -> bool:
+    def read(self, stream: Stream, events: list[PeerEvent]) -> bool:
         """Read available frames, bounded so that other connections get their turn.
 
         Reading pauses after a control frame, which may announce a worker that the next
@@ -167,7 +167,7 @@ class FrameReader:
                 break
         return heard
 
-    def _parse(self, stream: Stream, events: list[Event]) -> None:
+    def _parse(self, stream: Stream, events: list[PeerEvent]) -> None:
         """Take the frames that are whole; read the rest of a large one in place."""
         buffer, start, end = self._buffer, 0, self._end
         while end - start >= FRAME_BYTES and not self.paused:
@@ -201,7 +201,11 @@ class FrameReader:
             buffer[: self._end] = bytes(buffer[start:end])
 
     def _take(
-        self, header: Header, payload: memoryview, stream: Stream, events: list[Event]
+        self,
+        header: Header,
+        payload: memoryview,
+        stream: Stream,
+        events: list[PeerEvent],
     ) -> None:
         """Handle a complete frame; the payload of a chunk is in place already."""
         sequence, acknowledged, length, kind = header
@@ -217,7 +221,7 @@ class FrameReader:
             events += self.assembler.received(len(payload))
         elif kind is FrameKind.DEFINE:
             digest, data = payload[:DIGEST_BYTES], payload[DIGEST_BYTES:]
-            events.append(Definition(bytes(digest), bytes(data)))
+            events.append(ReceivedDefinition(bytes(digest), bytes(data)))
         elif kind is FrameKind.ASIDE:
             events.append(Control(json.loads(bytes(payload))))
             self.paused = True
@@ -228,7 +232,7 @@ class FrameReader:
         elif bytes(payload) == PING:
             self.pinged = True
 
-    def _segment(self, payload: bytes, events: list[Event]) -> None:
+    def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
         what, numbers = payload[:1], payload[1:]
         if what == LENT:
             events += self.assembler.lent(*struct.unpack("<QQ", numbers))

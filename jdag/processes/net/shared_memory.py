@@ -59,7 +59,7 @@ _UNTRACKED = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 _log = logging.getLogger(__name__)
 
 
-class Segment:
+class SharedSegment:
     """Memory of the writer that a reader maps too.
 
     `descriptor` is open until the reader has mapped it. `nbytes` is the whole size,
@@ -124,8 +124,8 @@ class SharedMemoryPool:
         self._peer = peer
         self._offer = offer
         self._bytes_max = bytes_max
-        self._free: list[Segment] = []  # Those used last are at the end.
-        self._lent: dict[int, Segment] = {}
+        self._free: list[SharedSegment] = []  # Those used last are at the end.
+        self._lent: dict[int, SharedSegment] = {}
         self._gone: list[int] = []
         self._missed: dict[int, None] = {}
         self._counter = 0
@@ -133,9 +133,9 @@ class SharedMemoryPool:
         self._complained = False
         self._is_closed = False
         self._maker: threading.Thread | None = None
-        self.made: deque[Segment] = deque()  # Those to be offered.
+        self.made: deque[SharedSegment] = deque()  # Those to be offered.
 
-    def take(self, nbytes: int, now_ns: int) -> Segment | None:
+    def take(self, nbytes: int, now_ns: int) -> SharedSegment | None:
         """Return a free segment for `nbytes`, or None to use the socket."""
         size = _rounded(nbytes)
         for place in range(len(self._free) - 1, -1, -1):
@@ -145,7 +145,7 @@ class SharedMemoryPool:
             self._miss(size, now_ns)
         return None
 
-    def lent(self, segment: Segment, now_ns: int) -> None:
+    def lent(self, segment: SharedSegment, now_ns: int) -> None:
         """Record that a written segment was announced to the reader."""
         segment.since_ns = now_ns
         self._lent[segment.number] = segment
@@ -218,7 +218,7 @@ class SharedMemoryPool:
 
     def _make(self, number: int, size: int, now_ns: int) -> None:
         try:
-            made = Segment(size)
+            made = SharedSegment(size)
         except OSError as error:
             self._rest(f"no shared memory is available: {reason(error)}", now_ns)
         else:
@@ -229,7 +229,7 @@ class SharedMemoryPool:
             self._shut_made()
         self._offer()
 
-    def _drop(self, segment: Segment) -> None:
+    def _drop(self, segment: SharedSegment) -> None:
         segment.shut()
         self._gone.append(segment.number)
 

@@ -89,7 +89,7 @@ class SocketStream:
         except OSError as error:
             raise broken(self.peer, error) from error
         if not count:
-            raise ended(self.peer)
+            raise peer_closed(self.peer)
         return count
 
     def _keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
@@ -185,7 +185,7 @@ class SocketStream:
 Stream = SocketStream  # That of TLS derives from it.
 
 
-def ended(peer: str) -> ConnectionError:
+def peer_closed(peer: str) -> ConnectionError:
     """Say that the other end closed the connection."""
     return ConnectionError(f"{peer} closed the connection")
 

@@ -20,7 +20,7 @@ import grpc
 
 from jdag.errors import JdagError, reason, spelled
 from jdag.processes.net.peer_identity import Names, names_in
-from jdag.processes.net.streams import SocketStream, ended
+from jdag.processes.net.streams import SocketStream, peer_closed
 
 # What is encrypted before the socket is asked again, and the most that waits for it.
 _TAKEN_MAX = 1 << 18
@@ -28,7 +28,7 @@ _TAKEN_MAX = 1 << 18
 
 @dataclass(frozen=True)
 class Tls:
-    """The certificate of a node and the authorities that it trusts; see `load`."""
+    """The certificate of a node and the authorities that it trusts; see `load_tls`."""
 
     ca: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -54,7 +54,7 @@ class Tls:
         return grpc.ssl_server_credentials([pair], self.ca, require_client_auth=True)
 
 
-def load(ca: Path, certificate: Path, key: Path) -> Tls:
+def load_tls(ca: Path, certificate: Path, key: Path) -> Tls:
     """Read the files of a node, in PEM form, and check that they fit each other.
 
     Raises:
@@ -190,7 +190,7 @@ class TlsStream(SocketStream):
                 raise self._failed(error) from error
             else:
                 if not count and not came:
-                    raise ended(self.peer)
+                    raise peer_closed(self.peer)
                 came += count
         self._more = came == len(view)
         return came

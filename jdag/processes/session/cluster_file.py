@@ -33,13 +33,13 @@ from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
-from jdag.processes.functions.script import Script
+from jdag.processes.functions.script import GuardedScript
 from jdag.processes.net.addresses import Address, address_of
 from jdag.processes.net.shared_secrets import fresh_secret
-from jdag.processes.net.tls import load as load_tls
-from jdag.runtime.journal import BYTES_MAX as JOURNAL_BYTES_MAX
+from jdag.processes.net.tls import load_tls
+from jdag.runtime.journal import JOURNAL_BYTES_MAX
 from jdag.settings.session_settings import RunSettings
-from jdag.settings.toml_files import read, text_in
+from jdag.settings.toml_files import read_toml, text_in
 from jdag.settings.toml_files import wrong as said_with_its_file
 from jdag.settings.validation import (
     COUNT,
@@ -47,9 +47,9 @@ from jdag.settings.validation import (
     NESTING_MAX,
     TEXT,
     Settings,
-    decoded,
     is_path,
     reads,
+    settings_from,
     where,
 )
 
@@ -58,7 +58,7 @@ TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 _DEADLINE_S = 10.0
 READY_S = 60.0
 VALUE_BYTES_MAX = 1 << 34
-EVENTS_MAX = 1_000_000
+TRACE_EVENTS_MAX = 1_000_000
 
 _DEVICE = r"\A(cpu|gpu(:[0-9]{1,4})?)\Z"
 # Other processes have another `__main__`.
@@ -99,7 +99,7 @@ class SessionSettings(RunSettings, frozen=True, kw_only=True):
 
     deadline_s: WAIT_S = _DEADLINE_S
     trace: bool = False
-    events_max: COUNT = EVENTS_MAX
+    events_max: COUNT = TRACE_EVENTS_MAX
     journal: Annotated[Any, where(is_path, "the path of a folder")] | None = None
     journal_bytes: COUNT = JOURNAL_BYTES_MAX
     value_bytes_max: COUNT = VALUE_BYTES_MAX
@@ -281,7 +281,7 @@ class WorkerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tls: tuple[Path, Path, Path] | None = None
     hosts: dict[str, str] = {}
     once: bool = False
-    script: Script | None = None
+    script: GuardedScript | None = None
 
     @classmethod
     def read(cls, data: bytes) -> "WorkerOptions":
@@ -296,7 +296,7 @@ class WorkerOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return f"WorkerOptions({self.worker!r}, ...)"
 
 
-def load(path: str | Path) -> ClusterSettings:
+def load_cluster_file(path: str | Path) -> ClusterSettings:
     """Read and check a cluster's file.
 
     Raises:
@@ -304,10 +304,10 @@ def load(path: str | Path) -> ClusterSettings:
     """
     path = Path(path)
     with said_with_its_file(path):
-        table = read(path, FILE)[1]
+        table = read_toml(path, FILE)[1]
         if (carrier := table.get("carrier")) is not None:
             raise ScenarioError(unusable("carrier", carrier, GONE_CARRIER))
-        settings = decoded(ClusterSettings, table, path=path)
+        settings = settings_from(ClusterSettings, table, path=path)
         for name in settings.names:
             if not is_name(name):
                 raise ScenarioError(unusable("workers", name, NAMES))

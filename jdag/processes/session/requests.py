@@ -12,7 +12,7 @@ from msgspec import Meta, Struct
 from jdag.engine.protocol import NAME, WORKERS_MAX
 from jdag.processes.session.cluster_file import SessionSettings
 from jdag.schedules import from_csv
-from jdag.settings.validation import decoded
+from jdag.settings.validation import settings_from
 
 _Name = Annotated[str, Meta(pattern=rf"\A{NAME}\Z")]
 _Text = Annotated[str, Meta(max_length=4096)]
@@ -34,7 +34,7 @@ class Request(Struct, frozen=True, forbid_unknown_fields=True):
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
-class Listed(Struct, frozen=True, forbid_unknown_fields=True):
+class ScheduleCsv(Struct, frozen=True, forbid_unknown_fields=True):
     """A schedule of pipelines: its workers, and the CSV of their lists."""
 
     workers: Annotated[tuple[_Name, ...], Meta(max_length=WORKERS_MAX)]
@@ -61,7 +61,7 @@ class AttachWorker(Request, frozen=True):
     handshake: _Handshake
     control: _Text = ""
     watched: bool = False
-    schedule: Listed | None = None
+    schedule: ScheduleCsv | None = None
     program: _Text = ""
 
     def session_settings(self) -> SessionSettings:
@@ -69,7 +69,9 @@ class AttachWorker(Request, frozen=True):
         listed, schedule = self.schedule, None
         if listed is not None:
             schedule = from_csv(listed.csv, workers=listed.workers)
-        return decoded(SessionSettings, self.settings, "settings", schedule=schedule)
+        return settings_from(
+            SessionSettings, self.settings, "settings", schedule=schedule
+        )
 
 
 class WorkerAddress(Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,7 +7,7 @@ from jdag.processes.net.pulse import Helper
 from jdag.processes.net.streams import Stream
 from jdag.processes.session.cluster_file import SessionSettings
 from jdag.processes.session.membership import Membership
-from jdag.schedules.actions import Step
+from jdag.schedules.actions import ScheduleStep
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class SessionInfo:
     helper: Helper | None = None
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[ScheduleStep, ...]:
         """The list of this worker in the schedule; empty if it has none."""
         schedule = self.settings.schedule
         lists = {} if schedule is None else schedule.lists

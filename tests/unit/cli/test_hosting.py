@@ -14,7 +14,7 @@ from jdag.cli.hosting import chosen, options_of
 from jdag.errors import JoinError, ScenarioError
 from jdag.processes.launch.launch import is_here
 from jdag.processes.launch.main_session import Session
-from jdag.processes.session.cluster_file import ClusterSettings, load
+from jdag.processes.session.cluster_file import ClusterSettings, load_cluster_file
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health, Info
 from tests import ROOT
@@ -80,7 +80,7 @@ def join(settings: ClusterSettings, *workers: str) -> Session:
 
 def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path):
     logs = file.parent / "logs"
-    settings = load(file)
+    settings = load_cluster_file(file)
     with running("up", file, "--except", "m", "--logs", logs) as command:
         printed = until(command, "Ctrl-C stops them")
         for name in "ab":
@@ -102,7 +102,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
 
 @pytest.mark.second
 def test_a_worker_started_by_hand_says_where_it_is_and_drains_at_sigterm(file: Path):
-    settings = load(file)
+    settings = load_cluster_file(file)
     with running("worker", file, "--name", "a") as command:
         until(command, f"worker a: at {settings.worker('a').control}, process ")
         # In place of the command: what was started is what listens.
@@ -128,7 +128,7 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
     file.write_text(file.read_text().replace('token_file = "token"', ""))
     with running("worker", file, "--name", "a") as command:
         until(command, "worker a: at ")
-        settings = load(file)
+        settings = load_cluster_file(file)
         client = ControlClient("worker 'a'", settings.worker("a").control)
         with pytest.raises(JoinError, match="it wants a token, and none came"):
             client.ask(Info(token=""))
@@ -176,23 +176,23 @@ def test_a_mistake_is_one_line(file: Path, arguments: tuple[str, ...], words: st
 
 
 def test_up_takes_the_workers_of_this_host_alone(file: Path):
-    settings = load(file)
+    settings = load_cluster_file(file)
     assert chosen(settings, [], ["m"]) == ["a", "b"]
     assert chosen(settings, ["b", "a"], []) == ["a", "b"]
     assert is_here("127.0.0.1") and is_here("localhost")
     assert not is_here("192.0.2.1") and not is_here("no.such.invalid")
     text = file.read_text() + '\n[tls]\nca = "x"\ncertificate = "x"\nkey = "x"\n'
     file.write_text(text + '[workers.far]\ncontrol = "192.0.2.1:7000"\n')
-    assert chosen(load(file), [], ["m"]) == ["a", "b"]
+    assert chosen(load_cluster_file(file), [], ["m"]) == ["a", "b"]
     with pytest.raises(ScenarioError, match="allowed is a file with a worker whose"):
-        chosen(load(file), [], ["m", "a", "b"])
+        chosen(load_cluster_file(file), [], ["m", "a", "b"])
 
 
 def test_a_worker_is_told_what_the_file_says(file: Path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "somewhere")
     text = file.read_text().replace("[workers.b]", '[workers.b]\nallow = ["mine"]')
     file.write_text(text)
-    settings = load(file)
+    settings = load_cluster_file(file)
     options = options_of(settings, "b", "cpu")
     assert options.control == str(settings.worker("b").control)
     assert (options.token, options.device) == (TOKEN, "cpu")

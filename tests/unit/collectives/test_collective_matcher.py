@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from jdag.collectives.collective_matcher import Call, CollectiveMatcher
+from jdag.collectives.collective_matcher import CollectiveCall, CollectiveMatcher
 
 ALL = ("a", "b", "c")
 
 
 def call(among=ALL, line=1, **agreed):
     where = f"cluster.all_reduce, called at train.py:{line} in train"
-    return Call(where, tuple(among), agreed, given=line)
+    return CollectiveCall(where, tuple(among), agreed, given=line)
 
 
 def arrived(place, *arrivals):

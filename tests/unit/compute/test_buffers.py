@@ -21,7 +21,7 @@ from jdag.compute.buffers import (
 )
 from jdag.compute.duals import Dual
 from jdag.compute.hooks import hooked
-from jdag.compute.moves import transferred
+from jdag.compute.moves import moved_arrays
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split
 from jdag.engine.arrays import DTYPES
@@ -395,7 +395,7 @@ doubled.defvjp(lambda x: (doubled(x), None), _doubled_back)
 def moved_double(x: Any) -> Any:
     """It moves an array, so it is not compiled."""
     SEEN.append(x)
-    return doubled(transferred([x], jax.devices()[:1])[0])
+    return doubled(moved_arrays([x], jax.devices()[:1])[0])
 
 
 def test_functions_that_are_not_compiled_see_jax_arrays():

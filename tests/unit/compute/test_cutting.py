@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.compute.cutting import Cut
-from jdag.compute.dataflow import Graph
+from jdag.compute.cutting import CutPlan
+from jdag.compute.dataflow import DataflowGraph
 from jdag.engine.names import LeafId
 from tests.tools.compute_cases import array
 from tests.tools.cutting_cases import Recorded, Values, Var, bits, draw, recorded, step
@@ -25,12 +25,12 @@ def total(*arrays: Any) -> Any:
     return sum([jnp.sum(one * (0.7 + i)) for i, one in enumerate(arrays)])
 
 
-def shown(made: Cut) -> list[tuple[str, int, int]]:
+def shown(made: CutPlan) -> list[tuple[str, int, int]]:
     """Of each segment worker, level and number of nodes."""
     return [(piece.worker, piece.level, len(piece.nodes)) for piece in made.pieces]
 
 
-def predecessors(graph: Graph) -> list[list[int]]:
+def predecessors(graph: DataflowGraph) -> list[list[int]]:
     """The nodes that each node reads from, that of its residuals too."""
     maker = {v: at for at, node in enumerate(graph.nodes) for v in (~at, *node.outputs)}
     return [
@@ -39,7 +39,7 @@ def predecessors(graph: Graph) -> list[list[int]]:
     ]
 
 
-def assert_convex(graph: Graph, made: Cut) -> None:
+def assert_convex(graph: DataflowGraph, made: CutPlan) -> None:
     """Brute force: no path leaves a segment and comes back; each node is in one."""
     before = predecessors(graph)
     assert sorted(at for piece in made.pieces for at in piece.nodes) == [
@@ -59,7 +59,7 @@ def assert_convex(graph: Graph, made: Cut) -> None:
             assert edge.source < edge.target
 
 
-def check(made: Recorded, expected: Values, rng: Random, **options: Any) -> Cut:
+def check(made: Recorded, expected: Values, rng: Random, **options: Any) -> CutPlan:
     """Cut a graph with its gradients as results; run it in some orders."""
     results = [*made.gradients.values()]
     found = made.cut(results, **options)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.api.drivers import simulate
-from jdag.compute.dataflow import Node
+from jdag.compute.dataflow import DataflowNode
 from jdag.engine.segments import NodeKind
 from tests.tools.compute_cases import array
 from tests.tools.cutting_cases import Recorded, Var, bits
@@ -23,7 +23,7 @@ def total(*arrays: Any) -> Any:
     return sum([jnp.sum(one * (0.7 + i)) for i, one in enumerate(arrays)])
 
 
-def nodes_of(made: Recorded, kind: NodeKind) -> list[Node]:
+def nodes_of(made: Recorded, kind: NodeKind) -> list[DataflowNode]:
     return [node for node in made.graph.nodes if node.kind is kind]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jdag.compute.avals import aval_of, is_deleted
 from jdag.compute.duals import Dual, along, is_dual, primal_of, seeded
-from jdag.compute.moves import transferred
+from jdag.compute.moves import moved_arrays
 from jdag.compute.sums import add
 from jdag.compute.values import Values
 from jdag.engine.addends import top
@@ -38,7 +38,7 @@ def picks(w, x):
 
 def as_it_stands(w, x):
     """It moves an array, so it is not compiled."""
-    return jnp.sin(transferred([w @ x], jax.devices()[:1])[0])
+    return jnp.sin(moved_arrays([w @ x], jax.devices()[:1])[0])
 
 
 @jax.custom_vjp

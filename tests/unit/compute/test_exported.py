@@ -20,12 +20,12 @@ from jdag.compute.avals import aval_of
 from jdag.compute.duals import Dual
 from jdag.compute.exported import (
     Definition,
+    ExportedProgram,
     ExportHeader,
-    Program,
     check_definition,
     exported,
 )
-from jdag.compute.moves import transferred
+from jdag.compute.moves import moved_arrays
 from jdag.compute.pairs import Pair, pair
 from jdag.compute.pytrees import split
 from jdag.engine.arrays import DTYPES
@@ -53,7 +53,7 @@ def made(fn: Any, *args: Any) -> tuple[Pair, list[Any]]:
 
 
 def travelled(here: Pair) -> Pair:
-    return Pair(Program(exported(here), here), here.avals, here.tracked)
+    return Pair(ExportedProgram(exported(here), here), here.avals, here.tracked)
 
 
 def bits(value: Any) -> bytes:
@@ -120,7 +120,7 @@ def test_python_numbers_are_taken_where_weak_ones_were_exported() -> None:
 def test_an_exported_pair_has_a_spec_that_names_its_digest() -> None:
     here, _ = made(*CASES["layer"])
     definition = exported(here)
-    there = Pair(Program(definition, here), here.avals, here.tracked)
+    there = Pair(ExportedProgram(definition, here), here.avals, here.tracked)
     assert definition.digest in spec_of(there)
     assert len(spec_of(there)) < 300
 
@@ -193,7 +193,7 @@ def test_what_calls_python_cannot_be_exported() -> None:
     plain = unjitted(shapes=lambda x: x)(lambda x: x)
     with pytest.raises(JdagError, match="is not jitted, as StableHLO would be"):
         exported(made(plain, array(3))[0])
-    moving = made(lambda x: transferred([x], jax.devices())[0], array(3))[0]
+    moving = made(lambda x: moved_arrays([x], jax.devices())[0], array(3))[0]
     with pytest.raises(JdagError, match="is not jitted, since it moves arrays, as St"):
         exported(moving)
 
@@ -267,9 +267,9 @@ def test_other_bytes_than_those_of_the_digest_are_refused() -> None:
     with pytest.raises(JdagError, match="not those of its digest"):
         check_definition(bytes(32), data)
     with pytest.raises(JdagError, match="cannot be read"):
-        Program(Definition(digest, b"x"), here)
+        ExportedProgram(Definition(digest, b"x"), here)
     with pytest.raises(JdagError, match=r"cannot be read: .* trailing characters"):
-        Program(Definition(digest, data + b"x"), here)
+        ExportedProgram(Definition(digest, data + b"x"), here)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_header_that_contradicts_itself_is_refused(
 ) -> None:
     here = made(*CASES["layer"])[0]
     with pytest.raises(JdagError, match=said):
-        Program(changed(exported(here), **fields), here)
+        ExportedProgram(changed(exported(here), **fields), here)
 
 
 def test_a_program_of_other_shapes_is_refused() -> None:
@@ -299,9 +299,9 @@ def test_a_program_of_other_shapes_is_refused() -> None:
     one = exported(here)
     other = header_of(exported(made(layer, array(5, 3), array(5), array(3))[0]))
     with pytest.raises(JdagError, match=r"is of .* and not of"):
-        Program(changed(one, forward=other.forward), here)
+        ExportedProgram(changed(one, forward=other.forward), here)
     with pytest.raises(JdagError, match=r"is of .* and not of"):
-        Program(changed(one, backward=other.backward), here)
+        ExportedProgram(changed(one, backward=other.backward), here)
 
 
 def with_forward(fn: Any, **options: Any) -> tuple[Definition, Pair]:
@@ -318,7 +318,7 @@ def test_a_program_that_calls_what_is_not_harmless_is_refused(target: str) -> No
     unchecked = export.DisabledSafetyCheck.custom_call(target)
     harmful = with_forward(lambda x: (call(x),), disabled_checks=[unchecked])
     with pytest.raises(JdagError, match=f"calls .*{target}.*: only routines for lin"):
-        Program(*harmful)
+        ExportedProgram(*harmful)
 
 
 def test_a_program_for_another_platform_says_which_and_what_to_do() -> None:
@@ -327,7 +327,7 @@ def test_a_program_for_another_platform_says_which_and_what_to_do() -> None:
         with pytest.raises(
             JdagError, match=r"exported for cuda, and this worker .* cpu"
         ):
-            Program(*other)
+            ExportedProgram(*other)
 
 
 def test_an_exported_function_has_no_second_derivative_and_says_so() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.duals import Dual, is_dual
-from jdag.compute.exported import Program, exported
-from jdag.compute.halves import Cut, Stash, halves
-from jdag.compute.moves import transferred
+from jdag.compute.exported import ExportedProgram, exported
+from jdag.compute.halves import BackwardHalves, Stash, halves
+from jdag.compute.moves import moved_arrays
 from jdag.compute.pairs import Pair
 from jdag.compute.placed import placed
 from jdag.compute.pytrees import static
@@ -54,7 +54,7 @@ def in_halves(
     return found, stash
 
 
-def check(call: Call, *weights: bool, count: int = 3) -> tuple[Cut, Stash]:
+def check(call: Call, *weights: bool, count: int = 3) -> tuple[BackwardHalves, Stash]:
     """Compare halves with the whole vjp; the stash with what is known before."""
     cotangents = cotangents_for(call.pair, count)
     made = halves(call.pair, weights).cut((count,) * len(cotangents))
@@ -369,7 +369,7 @@ def test_a_vjp_with_a_callback_is_not_cut() -> None:
 
 def test_an_unjitted_vjp_is_not_cut() -> None:
     def moved(w: Any, x: Any) -> Any:
-        return transferred([x @ w], jax.devices()[:1])[0]
+        return moved_arrays([x @ w], jax.devices()[:1])[0]
 
     call = Call(moved, Leaf(array(4, 4)), Leaf(array(4, 4, seed=1)))
     uncut(call.pair, call.residuals, cotangents_for(call.pair))
@@ -390,7 +390,9 @@ def test_with_duals_a_vjp_is_not_cut() -> None:
 
 def test_what_came_as_stablehlo_runs_in_the_first_half() -> None:
     call = Call(lambda w, x: jnp.sin(x @ w), Leaf(array(4, 4)), Leaf(array(4, 4)))
-    there = Pair(Program(exported(call.pair), call.pair), call.pair.avals, (True,) * 2)
+    there = Pair(
+        ExportedProgram(exported(call.pair), call.pair), call.pair.avals, (True,) * 2
+    )
     _, residuals = there.forward(call.args)
     assert residuals is not None
     found, stash = in_halves(

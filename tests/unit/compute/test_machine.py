@@ -15,7 +15,7 @@ from jdag.compute.pairs import Pair
 from jdag.engine.functions import unjitted
 from jdag.engine.protocol import ContextId, Fill, Forward, Key, ScratchKey, Sum, Vjp
 from jdag.errors import SAID_MAX, JdagError
-from jdag.runtime.failures import failure_of, said, user_traceback
+from jdag.runtime.failures import error_text, failure_of, user_traceback
 from tests.tools.compute_cases import no_new_arrays, pair_of
 
 CONTEXT = ContextId(0, 1, 0)
@@ -263,7 +263,7 @@ def test_what_jdag_says_of_an_argument_and_what_python_says_of_a_call_stand_alon
         ):
             error.__traceback__ = error.__traceback__.tb_next
         assert user_traceback(error) == ""
-    assert said(uncalled.value).endswith("positional arguments: 'b' and 'c'")
+    assert error_text(uncalled.value).endswith("positional arguments: 'b' and 'c'")
 
 
 def test_of_what_an_error_says_at_length_the_middle_is_left_out():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.moves import transferred
+from jdag.compute.moves import moved_arrays
 from jdag.compute.pairs import pair
 from jdag.compute.pytrees import split, static
 from jdag.compute.sums import filled
@@ -305,7 +305,7 @@ def eager(w: Any, x: Any, n: Any) -> Any:
     """It moves an array, so it is not compiled."""
     assert aval_of(n).weak
     seen.append(type(x))
-    (out,) = transferred([jnp.tanh(x @ w)], jax.devices()[:1])
+    (out,) = moved_arrays([jnp.tanh(x @ w)], jax.devices()[:1])
     return {"out": out * n, "best": jnp.argmax(x)}
 
 

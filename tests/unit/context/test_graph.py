@@ -11,7 +11,7 @@ from msgspec import convert, to_builtins
 from msgspec.structs import replace
 
 import jdag
-from jdag.context.graph import WORKERS_MAX, Graph, graph_of, labelled
+from jdag.context.graph import DRAWN_WORKERS_MAX, Graph, graph_of, labelled
 from jdag.errors import UnusedSendError
 from shapes import add_all, pipeline, product, scale, total
 
@@ -153,20 +153,20 @@ def test_a_graph_comes_back_from_json(piped):
 
 def test_a_graph_of_many_workers_says_how_many_it_leaves_out(piped):
     one = piped["stage0"]
-    graph = graph_of({f"w{number}": one for number in range(WORKERS_MAX + 3)})
-    assert len(graph.workers) == WORKERS_MAX
+    graph = graph_of({f"w{number}": one for number in range(DRAWN_WORKERS_MAX + 3)})
+    assert len(graph.workers) == DRAWN_WORKERS_MAX
     assert graph.left_out == 3
 
 
 def test_the_dot_of_a_context_leaves_no_worker_out():
-    names = [f"w{number}" for number in range(WORKERS_MAX + 3)]
+    names = [f"w{number}" for number in range(DRAWN_WORKERS_MAX + 3)]
     with jdag.simulate(names, seed=0) as cluster:
         leaves = [cluster.put(name, jnp.ones(3)) for name in names]
         with cluster.context() as ctx:
             for leaf in leaves:
                 total_of(ctx, leaf)
             dot = ctx.graph().dot("many")
-    assert dot.count("subgraph cluster_") == WORKERS_MAX + 3
+    assert dot.count("subgraph cluster_") == DRAWN_WORKERS_MAX + 3
 
 
 # ------------------------------------------------------------------------------- DOT

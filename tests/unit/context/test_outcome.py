@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 import jdag
-from jdag.context.outcome import expired, nanoseconds, stuck
+from jdag.context.outcome import expired, nanoseconds, stuck_pass_text
 from jdag.engine.protocol import Failure, Outcome, Owed, PassResult
 from jdag.errors import JdagError, WorkerLost
 from jdag.sim.devices import MOVED
@@ -52,11 +52,13 @@ def test_a_pass_that_had_not_begun_says_for_want_of_what():
 
 
 def test_what_was_moved_is_said_to_be_moved():
-    assert "sent for ctx.move, called" in stuck((replace(OWED, function=MOVED),))
+    assert "sent for ctx.move, called" in stuck_pass_text(
+        (replace(OWED, function=MOVED),)
+    )
 
 
 def test_a_stuck_pass_says_what_helps():
-    said = stuck((OWED,))
+    said = stuck_pass_text((OWED,))
     assert "call 3.1: b -> c, sent for m:f, called at x.py:7 in main" in said
     assert "mode='smart'" in said
 

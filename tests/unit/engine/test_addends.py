@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.addends import ADDENDS_MAX, Edge, top, tree
+from jdag.engine.addends import ADDENDS_MAX, AddendEdge, addend_tree, top
 from tests.tools.engine_values import Number, left_fold, tree_fold
 
 COUNTS = (1, 3, 8, 9, 16, 17, 63, 64, 65, 71, 100, 512, 513, 600)
 
 
-def edges(count: int) -> list[Edge]:
+def edges(count: int) -> list[AddendEdge]:
     return [((at,), 0) for at in range(count)]
 
 
@@ -34,7 +34,7 @@ def arriving(addends: Sequence[Any], order: Sequence[int], rng: random.Random) -
     """
     shuffled = edges(len(addends))
     rng.shuffle(shuffled)
-    made: Any = tree(shuffled, [])  # Its keys are numbers here.
+    made: Any = addend_tree(shuffled, [])  # Its keys are numbers here.
     sums: list[Any] = []
     waiting = [0]
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdag.engine.credit import NOTHING, WHOLE, Credit, added, split, units_of
+from jdag.engine.credit import (
+    NOTHING,
+    WHOLE,
+    Credit,
+    credit_sum,
+    split_credit,
+    units_of,
+)
 
 counts = st.integers(1, 40)
 # Not st.randoms(): Hypothesis would draw and keep each number by itself.
@@ -22,7 +29,7 @@ def share(credit: Credit, halvings: int) -> int:
 
 def total(parts: list[Credit]) -> Credit:
     """The parts added one after another."""
-    return reduce(added, parts, NOTHING)
+    return reduce(credit_sum, parts, NOTHING)
 
 
 def taken(rng: Random, parts: list[Credit]) -> Credit:
@@ -34,7 +41,7 @@ def scatter(rng: Random, splits: list[int]) -> list[Credit]:
     """The whole, some part of it split each time, into so many."""
     parts = [WHOLE]
     for count in splits:
-        parts += split(taken(rng, parts), count)
+        parts += split_credit(taken(rng, parts), count)
     return parts
 
 
@@ -55,7 +62,7 @@ def test_in_whatever_order_parts_are_joined_the_whole_is_the_whole(
 ):
     parts = scatter(rng, splits)
     while len(parts) > 1:
-        one = added(taken(rng, parts), taken(rng, parts))
+        one = credit_sum(taken(rng, parts), taken(rng, parts))
         assert units_of(one) % 2 == 1 or one.halvings == 0, one  # In lowest terms.
         parts.append(one)
     assert parts == [WHOLE]
@@ -69,9 +76,9 @@ def test_splits_and_joins_in_any_order_lose_nothing(
     parts = scatter(rng, splits)
     for join in joins:
         if join and len(parts) > 1:
-            parts.append(added(taken(rng, parts), taken(rng, parts)))
+            parts.append(credit_sum(taken(rng, parts), taken(rng, parts)))
         else:
-            parts += split(taken(rng, parts), rng.randint(1, 5))
+            parts += split_credit(taken(rng, parts), rng.randint(1, 5))
     assert total(parts) == WHOLE
 
 
@@ -85,7 +92,7 @@ def test_no_part_that_is_short_of_one_is_the_whole(rng: Random, splits: list[int
 
 @pytest.mark.parametrize("count", [2, 3, 1000, 100_000])
 def test_a_wide_fan_out_comes_together_again(count: int):
-    parts = split(WHOLE, count)
+    parts = split_credit(WHOLE, count)
     assert len(parts) == count
     assert max(part.halvings for part in parts) == (count - 1).bit_length()
     assert total(parts) == WHOLE
@@ -94,7 +101,7 @@ def test_a_wide_fan_out_comes_together_again(count: int):
 def test_a_chain_of_fan_outs_grows_by_a_bit_each_and_comes_together():
     rest, given_away = WHOLE, []
     for _ in range(3000):
-        rest, part = split(rest, 2)
+        rest, part = split_credit(rest, 2)
         given_away.append(part)
     assert rest == Credit(1, 3000)
     assert total([*given_away, rest]) == WHOLE
@@ -103,17 +110,17 @@ def test_a_chain_of_fan_outs_grows_by_a_bit_each_and_comes_together():
 def test_fan_outs_that_join_each_time_do_not_grow():
     credit = WHOLE
     for _ in range(1000):
-        credit = total(split(credit, 7))
+        credit = total(split_credit(credit, 7))
         assert credit == WHOLE
 
 
 def test_nothing_adds_nothing():
-    part = split(WHOLE, 3)[1]
-    assert added(NOTHING, part) == part == added(part, NOTHING)
-    assert added(NOTHING, NOTHING) == NOTHING
+    part = split_credit(WHOLE, 3)[1]
+    assert credit_sum(NOTHING, part) == part == credit_sum(part, NOTHING)
+    assert credit_sum(NOTHING, NOTHING) == NOTHING
 
 
 @pytest.mark.parametrize(("credit", "count"), [(NOTHING, 1), (NOTHING, 3), (WHOLE, 0)])
 def test_nothing_cannot_be_split_and_no_weight_into_no_parts(credit: Credit, count):
     with pytest.raises(AssertionError):
-        split(credit, count)
+        split_credit(credit, count)

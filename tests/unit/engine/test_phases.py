@@ -11,7 +11,7 @@ from jdag.engine.phases import (
     TAKES,
     TRIPLES,
     OwnedFragment,
-    Part,
+    PartPhase,
     Phase,
     Situation,
     triple,
@@ -73,7 +73,7 @@ def test_every_phase_can_be_reached_and_every_one_leads_to_released():
 
 def test_nothing_comes_in_a_phase_that_does_not_take_it():
     """Held against random programs, undisturbed and with each kind of fault."""
-    assert list(TAKES) == [*Phase, *Part]
+    assert list(TAKES) == [*Phase, *PartPhase]
     assert len(dict.fromkeys(TRIPLES)) == len(TRIPLES)
     reached: dict[Situation, None] = {}
     handle = Engine.handle

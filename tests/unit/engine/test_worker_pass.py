@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.credit import NOTHING, WHOLE, Credit, added
+from jdag.engine.credit import NOTHING, WHOLE, Credit, credit_sum
 from jdag.engine.protocol import (
     Acknowledge,
     Answer,
@@ -181,7 +181,7 @@ def _parts(net: Net, context: Any, number: int) -> Credit | None:
         if (other, live.number) == (context, number):
             if live.failed:
                 return None
-            total = added(total, live.credit)
+            total = credit_sum(total, live.credit)
     for queue in net.queues.values():
         for message, _ in queue:
             if type(message) in WEIGHED and (message.context, message.number) == (
@@ -189,7 +189,7 @@ def _parts(net: Net, context: Any, number: int) -> Credit | None:
                 number,
             ):
                 assert message.credit.units > 0, message
-                total = added(total, message.credit)
+                total = credit_sum(total, message.credit)
     return total
 
 

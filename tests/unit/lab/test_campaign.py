@@ -152,7 +152,7 @@ def test_the_first_failure_is_that_of_the_lowest_run_in_whatever_order_chunks_en
     wanted: Any = {"values": None, "strategy": "random:1", "faults": {}}
     with (
         mock.patch.object(worker_pass, "sorted", list, create=True),
-        mock.patch.object(campaigns, "CHUNK", 2),
+        mock.patch.object(campaigns, "_CHUNK", 2),
     ):
         first: Any = campaign(fan_out(tmp_path), wanted, runs=8)
         with mock.patch.object(campaigns, "replies", backwards):

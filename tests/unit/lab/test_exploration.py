@@ -25,11 +25,11 @@ from jdag.lab.strategies import (
     RandomWalk,
     Script,
     Strategy,
-    parsed,
+    parsed_strategy,
 )
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
-from jdag.sim.untimed import Step
+from jdag.sim.untimed import PossibleStep
 
 
 def scaled(w, x):
@@ -106,9 +106,12 @@ def test_a_failure_says_what_comes_before_which_other_step_in_one_line():
     failure = found.shrink()
     off = [number for number, choice in enumerate(failure.choices) if choice]
     assert failure.held or f"at step {off[0]}: {failure.picked(off[0])}" in str(failure)
-    vjp, message = Step("compute", "a", "Vjp 1:3"), Step("deliver", "a", "b", 4)
+    vjp, message = (
+        PossibleStep("compute", "a", "Vjp 1:3"),
+        PossibleStep("deliver", "a", "b", 4),
+    )
     assert said_of(message, vjp) == f"{message} before a's vjp of call 3"
-    said = said_of(vjp, Step("main", "a"))
+    said = said_of(vjp, PossibleStep("main", "a"))
     assert said == "a's vjp of call 3 before the main program goes on"
 
 
@@ -323,7 +326,9 @@ def picks_of(strategy, run, points):
     return [pick(steps) for steps in points]
 
 
-CHAINS = [tuple(Step("deliver", "a", peer, n) for peer in "bcd") for n in range(20)]
+CHAINS = [
+    tuple(PossibleStep("deliver", "a", peer, n) for peer in "bcd") for n in range(20)
+]
 
 
 def test_pct_runs_one_chain_until_a_change_point():
@@ -349,8 +354,11 @@ def test_equal_runs_of_a_strategy_pick_alike_and_others_differ():
 
 
 def test_what_steps_on_one_worker_differ_in_is_an_order():
-    here, there = Step("deliver", "a", "b", 1), Step("deliver", "b", "a", 1)
-    later = Step("deliver", "a", "b", 2)
+    here, there = (
+        PossibleStep("deliver", "a", "b", 1),
+        PossibleStep("deliver", "b", "a", 1),
+    )
+    later = PossibleStep("deliver", "a", "b", 2)
     assert order_of([here, there, later]) == order_of([there, here, later])
     assert order_of([here, later]) != order_of([later, here])
 
@@ -399,10 +407,10 @@ def test_a_setting_that_is_unusable_is_one_line(given, said):
         (lambda: Script([1, -1]), r"choices = \[1, -1\]: allowed is a list of integ"),
         (lambda bad=3: Script(bad), "choices = 3: allowed is a list of integers >= 0"),
         (
-            lambda: parsed("fuzz"),
+            lambda: parsed_strategy("fuzz"),
             r"strategy = 'fuzz': allowed is one of random\[:SEED\]",
         ),
-        (lambda: parsed("pct:x"), "strategy = 'pct:x'"),
+        (lambda: parsed_strategy("pct:x"), "strategy = 'pct:x'"),
     ],
 )
 def test_a_strategy_that_is_unusable_is_one_line(make, said):

@@ -12,7 +12,7 @@ from jdag.errors import ScenarioError
 from jdag.lab.journal import RUNS
 from jdag.lab.sweep import (
     RUNS_MAX,
-    TABLE,
+    SWEEP_TABLE,
     _write_table,
     combinations,
     run_one,
@@ -31,7 +31,7 @@ VALUES: dict[str, Any] = {
 
 
 def table(folder: Path) -> list[dict[str, str]]:
-    with (folder / TABLE).open(newline="") as file:
+    with (folder / SWEEP_TABLE).open(newline="") as file:
         return list(csv.DictReader(file))
 
 
@@ -65,7 +65,7 @@ def test_a_text_of_several_lines_is_one_line_of_the_table(tmp_path: Path):
     rows = {n: {"seed": n, "error_message": "one\ntwo\r\nthree"} for n in range(3)}
     _write_table(tmp_path, rows)
     assert [row["error_message"] for row in table(tmp_path)] == ["one two three"] * 3
-    assert (tmp_path / TABLE).read_bytes().count(b"\n") == 4
+    assert (tmp_path / SWEEP_TABLE).read_bytes().count(b"\n") == 4
 
 
 def test_a_run_is_that_of_the_changed_file_whoever_runs_it(tmp_path: Path):
@@ -130,14 +130,14 @@ def test_a_killed_sweep_keeps_what_it_has_and_goes_on_with_what_is_missing(
     assert len(table(killed)) == 2 and ran == [0, 1_000]
     sweep(path, VALUES, jobs=1, out=killed, show=kill)
     assert ran[2:] == [5_000, 0, 1_000, 5_000]
-    assert (killed / TABLE).read_bytes() == (whole / TABLE).read_bytes()
+    assert (killed / SWEEP_TABLE).read_bytes() == (whole / SWEEP_TABLE).read_bytes()
     # Rows that are gone, in any order, one of them by half.
     about, *lines = (killed / RUNS).read_text().splitlines(keepends=True)
     (killed / RUNS).write_text("".join([about, lines[4], lines[1], lines[3][:-9]]))
-    (killed / TABLE).unlink()
+    (killed / SWEEP_TABLE).unlink()
     sweep(path, VALUES, jobs=1, out=killed, show=lambda *at: ran.append(at[0]))
     assert ran[6:] == [3, 4, 5, 6]
-    assert (killed / TABLE).read_bytes() == (whole / TABLE).read_bytes()
+    assert (killed / SWEEP_TABLE).read_bytes() == (whole / SWEEP_TABLE).read_bytes()
     before = (killed / RUNS).read_bytes()
     sweep(path, VALUES, jobs=1, out=killed, show=lambda *at: ran.append(-1))
     assert ran[-1] == 6 and (killed / RUNS).read_bytes() == before
@@ -164,10 +164,10 @@ def test_re_timed_rows_have_the_makespans_of_runs(tmp_path: Path):
     assert firsts == [ran[0], ran[2]]
     # After an interruption the same run is the first one.
     about, *lines = (tmp_path / "found" / RUNS).read_text().splitlines(keepends=True)
-    table = (tmp_path / "found" / TABLE).read_bytes()
+    table = (tmp_path / "found" / SWEEP_TABLE).read_bytes()
     (tmp_path / "found" / RUNS).write_text("".join([about, lines[0], lines[3]]))
     sweep(path, COSTS, jobs=1, out=tmp_path / "found", retime=True)
-    assert (tmp_path / "found" / TABLE).read_bytes() == table
+    assert (tmp_path / "found" / SWEEP_TABLE).read_bytes() == table
 
 
 def test_runs_without_a_fixed_order_are_run_though_re_timing_was_asked_for(tmp_path):
@@ -187,7 +187,7 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path):
         show=lambda done, total, row: ended.append(row["settings.length"]),
     )  # fmt: skip
     assert sorted(ended) == [2, 3, 4, 200]
-    tables = [(tmp_path / name / TABLE).read_bytes() for name in ("one", "two")]
+    tables = [(tmp_path / name / SWEEP_TABLE).read_bytes() for name in ("one", "two")]
     assert tables[0] == tables[1]
 
 

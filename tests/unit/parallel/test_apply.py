@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jdag
-from jdag.compute.moves import home_of, transferred
+from jdag.compute.moves import home_of, moved_arrays
 from jdag.errors import JdagError
 from jdag.parallel import data_parallel, gather, parallel_apply, replicate, scatter
 from tests.unit.parallel.cases import array, close, meshed, names, where
@@ -72,7 +72,7 @@ def test_all_run_to_their_end_before_the_first_error_by_replica_is_raised():
 
     def fails(x: Any) -> Any:
         if isinstance(x, jax.core.Tracer):  # It moves: its shapes are known, it fails.
-            return transferred([x], jax.devices()[1:2])[0]
+            return moved_arrays([x], jax.devices()[1:2])[0]
         raise ValueError("at run time")
 
     def never(x: Any) -> Any:
@@ -93,7 +93,7 @@ def test_all_run_to_their_end_before_the_first_error_by_replica_is_raised():
 
 def test_what_runs_unjitted_makes_its_arrays_where_its_input_lives():
     def made(x: Any) -> Any:
-        return transferred([x + jnp.ones(2)], [home_of(x) or jax.devices()[0]])[0]
+        return moved_arrays([x + jnp.ones(2)], [home_of(x) or jax.devices()[0]])[0]
 
     inputs = [jax.device_put(jnp.ones(2), jax.devices()[n]) for n in (3, 5)]
     found = parallel_apply([made, made], inputs)
@@ -182,7 +182,7 @@ def by_hand(p: Any, x: Any) -> Any:
 @pytest.mark.parametrize("rows", [6, 5])
 def test_a_function_that_moves_arrays_is_not_jitted_in_its_replicas(rows):
     def moves(p: Any, x: Any) -> Any:
-        return transferred([by_hand(p, x)], jax.devices()[:1])[0]
+        return moved_arrays([by_hand(p, x)], jax.devices()[:1])[0]
 
     x, p, devices = jnp.arange(float(rows)), jnp.float64(3), names(3)
     close(data_parallel(by_hand, p, x, devices), p * x)
@@ -277,7 +277,7 @@ def test_one_replica_computes_where_it_was_told_to_and_gradients_come_home():
 
     def noted(p: Any, x: Any) -> Any:
         seen.extend([str(home_of(p)), str(home_of(x))])
-        return transferred([p * x], jax.devices()[3:4])[0]  # So it is not compiled.
+        return moved_arrays([p * x], jax.devices()[3:4])[0]  # So it is not compiled.
 
     home = jax.devices()[0]
     p, x = jax.device_put((jnp.full(2, 3.0), jnp.arange(6.0).reshape(3, 2)), home)

@@ -9,25 +9,30 @@ import pytest
 from jax.sharding import Mesh
 
 from jdag.errors import JdagError
-from jdag.parallel.devices import check_platform, device_of, devices_of, name_of
+from jdag.parallel.devices import (
+    check_platform,
+    device_name,
+    device_of,
+    resolved_devices,
+)
 from tests.unit.parallel.cases import names
 
 D = tuple(jax.devices())
 
 
 def test_names_and_devices_may_be_mixed_and_none_is_all():
-    assert devices_of(["cpu:3", D[1]], "f") == (D[3], D[1])
-    assert devices_of(None, "f") == D and len(D) == 8
-    assert [name_of(device) for device in D] == names(8)
+    assert resolved_devices(["cpu:3", D[1]], "f") == (D[3], D[1])
+    assert resolved_devices(None, "f") == D and len(D) == 8
+    assert [device_name(device) for device in D] == names(8)
     assert [device_of(name, "f") for name in names(8)] == list(D)
 
 
 def test_the_devices_of_a_mesh_are_taken_as_it_has_them():
     mesh: Any = Mesh(np.asarray(D[2:6]).reshape(2, 2), ("a", "b"))
-    assert devices_of(mesh.devices.flat, "f") == D[2:6]
-    assert devices_of(mesh.devices[1], "f") == D[4:6]
+    assert resolved_devices(mesh.devices.flat, "f") == D[2:6]
+    assert resolved_devices(mesh.devices[1], "f") == D[4:6]
     with pytest.raises(JdagError, match=r"dtype=object\): allowed are a list of"):
-        devices_of(mesh.devices, "f")
+        resolved_devices(mesh.devices, "f")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,7 @@ def test_the_devices_of_a_mesh_are_taken_as_it_has_them():
 )
 def test_what_is_no_device_of_this_process_is_said(said, devices):
     with pytest.raises(JdagError, match=said):
-        devices_of(devices, "f")
+        resolved_devices(devices, "f")
 
 
 def test_a_device_of_another_process_is_said_with_those_that_are_here(monkeypatch):

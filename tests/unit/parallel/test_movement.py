@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 import jdag
 from jdag.errors import JdagError
 from jdag.parallel import gather, reduce_add, replicate, scatter
-from jdag.parallel.movement import chunk_sizes, copies
+from jdag.parallel.movement import chunk_sizes, repeat_arrays
 from tests.unit.parallel.cases import UNEVEN, array, close, meshed, names, where
 
 
@@ -57,7 +57,7 @@ def test_the_transpose_of_replicas_adds_in_their_order_where_the_original_lives(
 def test_one_call_adds_all_leaves():
     p = [array(n + 1, seed=n) for n in range(5)]
     calls = []
-    _, vjp = jax.vjp(lambda p: copies(p, 3), p)
+    _, vjp = jax.vjp(lambda p: repeat_arrays(p, 3), p)
     pattern = jax.make_jaxpr(vjp)([*p, *p, *p])
     calls = [e.params["name"] for e in pattern.eqns if e.primitive.name == "jit"]
     assert calls == ["_added"]

@@ -9,7 +9,7 @@ import pytest
 
 import jdag
 from jdag.compute.jaxprs import has_move, reaches
-from jdag.compute.moves import home_of, transferred
+from jdag.compute.moves import home_of, moved_arrays
 from jdag.errors import JdagError, RemoteError
 from jdag.parallel import data_parallel, replicate
 from tests.tools.compute_cases import Call, Leaf
@@ -31,12 +31,12 @@ D = jax.devices()
 
 def test_what_is_there_stays_and_what_is_not_moves_back_with_its_cotangent():
     x, y = array(3), jax.device_put(array(3, seed=1), D[2])
-    assert transferred([x, y], [None, D[2]])[1] is y
-    found, vjp = jax.vjp(lambda x, y: transferred([x, y], [D[4], D[5]]), x, y)
+    assert moved_arrays([x, y], [None, D[2]])[1] is y
+    found, vjp = jax.vjp(lambda x, y: moved_arrays([x, y], [D[4], D[5]]), x, y)
     assert where(found) == ["cpu:4", "cpu:5"]
     back = vjp([jax.device_put(one, D[7]) for one in (x, x)])
     assert where(back) == ["cpu:0", "cpu:2"]
-    tangents = jax.jvp(lambda x: transferred([x], [D[4]])[0], (x,), (x,))
+    tangents = jax.jvp(lambda x: moved_arrays([x], [D[4]])[0], (x,), (x,))
     assert where(tangents) == ["cpu:4"] * 2
 
 
@@ -73,7 +73,7 @@ def test_a_move_is_found_wherever_it_is_in_a_function():
 
 def test_moves_in_one_call_reach_one_another_no_more_than_before():
     x = array(3)
-    _, vjp = jax.vjp(lambda x, y: transferred([x, y], [D[1], D[2]]), x, x)
+    _, vjp = jax.vjp(lambda x, y: moved_arrays([x, y], [D[1], D[2]]), x, x)
     assert reaches(vjp, 2, 2) == ((True, False), (False, True))
 
 

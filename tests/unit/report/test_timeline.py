@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jdag.errors import JdagError
 from jdag.runtime.chooser import Chooser
-from jdag.sim.timeline import Timeline
+from jdag.sim.timeline import SimTimeline
 
 entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=40)
 HOST = SimpleNamespace(worker="a")
@@ -20,7 +20,7 @@ class Filled:
     """A timeline of some entries, each of which notes that it came."""
 
     def __init__(self, entries):
-        self.timeline = Timeline(events_max=1000)
+        self.timeline = SimTimeline(events_max=1000)
         self.came = []
         self.handles = [
             self.timeline.push(time_ns, priority, (self.note, HOST, (*entry, place)))
@@ -111,7 +111,7 @@ def test_it_stops_when_the_waiter_is_given_something():
 
 
 def test_a_run_that_does_not_end_is_stopped_by_a_bound_that_is_named():
-    timeline = Timeline(events_max=100)
+    timeline = SimTimeline(events_max=100)
 
     def again(host):
         timeline.push(timeline.now_ns + 1, 0, (again, host))

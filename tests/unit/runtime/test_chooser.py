@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jdag.engine.protocol import Listed, Tag
 from jdag.errors import JdagError
-from jdag.runtime.chooser import Chooser, checked
+from jdag.runtime.chooser import Chooser, checked_index
 from jdag.runtime.ready import ReadyJobs
 from jdag.schedules import Action
 from jdag.sim import Delay, DeviceModel, Drop, Duplicate, LinkModel
@@ -106,7 +106,7 @@ def test_a_pick_that_is_not_there_is_refused_by_index():
         ready.take()
     assert len(ready) == 1
     with pytest.raises(JdagError, match="pick of the chooser = -1: allow"):
-        checked(-1, 3)
+        checked_index(-1, 3)
 
 
 def test_what_is_cleared_is_not_handed_out():

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdag.runtime.merging import Part, Sample, merged, sampled
+from jdag.runtime.merging import Sample, TracePart, merged, sampled
 
 ISSUE = ("Called", "1.1", 0, (1,))
 SAID = ("Call", "1.1", 0, (1,))
@@ -38,16 +38,16 @@ def test_the_true_offset_of_a_clock_is_within_the_error_of_its_sample(
 
 
 def test_a_clock_that_drifts_is_corrected_between_its_samples():
-    part = Part("b", clock=[Sample(1_000, 500, 10), Sample(2_000, 600, 30)])
+    part = TracePart("b", clock=[Sample(1_000, 500, 10), Sample(2_000, 600, 30)])
     assert [part.at(ns) for ns in (1_000, 1_500, 2_000)] == [1_500, 2_050, 2_600]
     assert part.error_ns == 30
-    assert Part("b", clock=[Sample(7, -7, 1)]).at(100) == 93
+    assert TracePart("b", clock=[Sample(7, -7, 1)]).at(100) == 93
 
 
 def test_records_are_ordered_by_time_but_never_before_their_causes():
     """The clock of b is behind by 50, so that it seems to have heard before."""
-    a = Part("a", [issue(100, "a"), send(110, "b", 0), issue(300, "a", 0)])
-    b = Part("b", [deliver(1_070, "b", "a", 1), issue(1_080, "b", 0)])
+    a = TracePart("a", [issue(100, "a"), send(110, "b", 0), issue(300, "a", 0)])
+    b = TracePart("b", [deliver(1_070, "b", "a", 1), issue(1_080, "b", 0)])
     b.clock = [Sample(1_000, -1_000, 60)]
     trace = merged([a, b])
     kinds = [(one.time_ns, one.kind, one.worker) for one in trace]
@@ -63,15 +63,15 @@ def test_records_are_ordered_by_time_but_never_before_their_causes():
 
 
 def test_a_message_is_known_by_its_number_on_its_link():
-    a = Part("a", [send(1, "b"), send(2, "c"), send(3, "b")])
-    b = Part("b", [deliver(9, "b", "a", 2), deliver(10, "b", "a", 1)])
+    a = TracePart("a", [send(1, "b"), send(2, "c"), send(3, "b")])
+    b = TracePart("b", [deliver(9, "b", "a", 2), deliver(10, "b", "a", 1)])
     assert [one.causes for one in merged([a, b])][3:] == [(2,), (0,)]
 
 
 def test_a_message_whose_sender_has_no_part_was_sent_by_nothing():
     lost = 5, "lost", "a", ("b",), ()
-    a = Part("a", [deliver(4, "a", "b", 1), lost])
-    trace = merged([a, Part("b", missing="it was killed")])
+    a = TracePart("a", [deliver(4, "a", "b", 1), lost])
+    trace = merged([a, TracePart("b", missing="it was killed")])
     assert [(one.kind, one.worker, one.causes) for one in trace] == [
         ("deliver", "a", ()),
         ("crash", "b", ()),
@@ -83,6 +83,6 @@ def test_a_message_whose_sender_has_no_part_was_sent_by_nothing():
 
 def test_parts_that_contradict_each_other_make_a_trace_nevertheless():
     """As a peer could send: each message waits for the other."""
-    a = Part("a", [deliver(1, "a", "b", 1), send(2, "b", 0)])
-    b = Part("b", [deliver(1, "b", "a", 1), send(2, "a", 0)])
+    a = TracePart("a", [deliver(1, "a", "b", 1), send(2, "b", 0)])
+    b = TracePart("b", [deliver(1, "b", "a", 1), send(2, "a", 0)])
     assert len(merged([a, b])) == 4

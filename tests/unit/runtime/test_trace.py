@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jdag.errors import JdagError
-from jdag.runtime.trace import DETAIL, Record, Trace, read_trace
+from jdag.runtime.trace import DETAIL, Trace, TraceRecord, read_trace
 
 SEND = ("b", "Primal", "0.1", 0, (3, 1), 24, 88, (7, 2**32 - 1))
 
@@ -22,7 +22,7 @@ def filled() -> Trace:
 def test_what_was_added_comes_back_in_order_under_its_index():
     trace = filled()
     assert [trace.add(9, "crash", "a", ("at_ns",), ()), len(trace)] == [4, 5]
-    assert trace[1] == Record(1, 5, "send", "a", SEND, (0,))
+    assert trace[1] == TraceRecord(1, 5, "send", "a", SEND, (0,))
     assert trace[-1] == trace[4]
     assert [record.index for record in trace] == [0, 1, 2, 3, 4]
     with pytest.raises(IndexError):

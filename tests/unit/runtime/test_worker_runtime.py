@@ -22,7 +22,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.waiters import Waiters
-from jdag.runtime.worker_runtime import ProgramPort, WorkerRuntime, run_program
+from jdag.runtime.worker_runtime import ProgramPort, WorkerRuntime, run_and_report
 
 CONTEXT = ContextId(0, 0, 0)
 EVENT: Any = None
@@ -216,8 +216,8 @@ def test_what_a_program_lets_pass_is_reported_as_a_failure_and_returned():
     def run(port: Any, spawn: Any) -> Any:
         raise interrupt
 
-    assert run_program(run, port, spawns(1)[0], GeneratorExit) is interrupt
+    assert run_and_report(run, port, spawns(1)[0], GeneratorExit) is interrupt
     assert told[0].failure.error == "KeyboardInterrupt"
     with pytest.raises(KeyboardInterrupt):
-        run_program(run, port, spawns(1)[0], KeyboardInterrupt)
+        run_and_report(run, port, spawns(1)[0], KeyboardInterrupt)
     assert len(told) == 1

@@ -11,7 +11,7 @@ from jdag.scenario import load
 from jdag.scenario.costs import read_costs, written
 from jdag.scenario.run_scenario import run_scenario
 from jdag.scenario.scenario_schema import devices_of, network_of
-from jdag.settings.toml_files import read
+from jdag.settings.toml_files import read_toml
 from jdag.sim import DeviceModel, LinkModel
 from tests.tools.scenario_cases import written as scenario
 
@@ -40,7 +40,7 @@ def file_of(folder: Path, text: str | None = None) -> Path:
 def test_what_is_written_is_read_again(tmp_path: Path):
     file_of(tmp_path)
     assert read_costs(tmp_path / "costs.toml") == COSTS
-    assert read(tmp_path / "costs.toml", "")[1] == COSTS
+    assert read_toml(tmp_path / "costs.toml", "")[1] == COSTS
 
 
 def test_a_scenario_has_the_costs_of_its_file_and_its_own_go_before(tmp_path: Path):

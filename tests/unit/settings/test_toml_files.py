@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jdag.errors import ScenarioError
-from jdag.settings.toml_files import BYTES_MAX, read, wrong
+from jdag.settings.toml_files import TOML_BYTES_MAX, read_toml, wrong
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text, words):
     if text is not None:
         path.write_bytes(text)
     with pytest.raises(ScenarioError) as caught, wrong(path):
-        read(path, "a cluster's file")
+        read_toml(path, "a cluster's file")
     assert str(caught.value) == f"{path}: {words}"
 
 
@@ -44,33 +44,33 @@ def test_a_file_that_python_cannot_read_is_no_toml(tmp_path: Path, text: str):
     path = tmp_path / "some.toml"
     path.write_text(text)
     with pytest.raises(ScenarioError, match="this is not TOML: "), wrong(path):
-        read(path, "a file")
+        read_toml(path, "a file")
 
 
 def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: Path):
     large = tmp_path / "large.toml"
-    large.write_text("#" * (BYTES_MAX + 5))
+    large.write_text("#" * (TOML_BYTES_MAX + 5))
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
     size = "this has more than 1,048,576 bytes, the most allowed"
     other = "this is no regular file"
     for path, why in ((large, size), (Path("/dev/zero"), other), (pipe, other)):
         with pytest.raises(ScenarioError, match=f"{path}: {why}"), wrong(path):
-            read(path, "a file")
-    large.write_text("a = 1".ljust(BYTES_MAX))
-    assert read(large, "a file")[1] == {"a": 1}
+            read_toml(path, "a file")
+    large.write_text("a = 1".ljust(TOML_BYTES_MAX))
+    assert read_toml(large, "a file")[1] == {"a": 1}
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
     path = tmp_path / "some.toml"
     path.write_bytes(b"\xef\xbb\xbf# Is it so?\r\na = 1\r\n")
-    assert read(path, "a file") == ("# Is it so?\na = 1\n", {"a": 1})
+    assert read_toml(path, "a file") == ("# Is it so?\na = 1\n", {"a": 1})
 
 
 @pytest.mark.parametrize("name", ["a\0b", "a\ud800b"])
 def test_a_path_that_no_file_can_have_is_named_as_it_can_be_seen(name: str):
     with pytest.raises(ScenarioError) as caught, wrong(Path(name)):
-        read(Path(name), "a cluster's file")
+        read_toml(Path(name), "a cluster's file")
     said = str(caught.value)
     assert said.startswith(f"{name!r}: no file can have this name: ")
     assert said.endswith("; allowed is a cluster's file")

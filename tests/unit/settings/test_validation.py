@@ -19,11 +19,11 @@ from jdag.settings.validation import (
     TEXT,
     Settings,
     converted,
-    decoded,
     is_path,
     one_of,
     part,
     reads,
+    settings_from,
     takes,
     where,
 )
@@ -114,7 +114,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 @pytest.mark.parametrize(("table", "words"), WRONG, ids=[words for _, words in WRONG])
 def test_a_mistake_is_said_with_its_key_its_value_and_what_is_allowed(table, words):
     with pytest.raises(ScenarioError) as caught:
-        decoded(OuterTable, table)
+        settings_from(OuterTable, table)
     assert str(caught.value) == words
 
 
@@ -122,7 +122,7 @@ def test_all_values_that_are_wrong_are_named_at_once_with_their_places():
     shapes = [{"kind": "dot", "at": "a"}, {"kind": "line", "ends": [-1, 1.5]}]
     table = {"name": "x", "copies": 0, "inner": {"share": 2}, "shapes": shapes}
     with pytest.raises(ScenarioError) as caught:
-        decoded(OuterTable, table, "tables[2]")
+        settings_from(OuterTable, table, "tables[2]")
     assert caught.value.args == (
         "tables[2].copies = 0: allowed is an integer >= 1",
         "tables[2].inner.share = 2: allowed is a number from 0 to 1",
@@ -136,7 +136,7 @@ def test_all_values_that_are_wrong_are_named_at_once_with_their_places():
 def test_a_right_table_is_as_it_was_written_and_lists_are_tuples():
     shapes = [{"kind": "line", "ends": [3, 7]}, Dot(5)]
     table = {"name": "x", "copies": 3, "inner": {"share": 1}, "shapes": shapes}
-    outer = decoded(OuterTable, table)
+    outer = settings_from(OuterTable, table)
     assert outer == OuterTable("x", 3, False, Inner("red", 1.0), (Line((3, 7)), Dot(5)))
     assert type(outer.inner.share) is float
 
@@ -149,11 +149,11 @@ def test_a_constructor_and_a_changed_copy_check_as_a_table_does():
 
 
 def test_a_field_that_is_given_is_no_key_of_the_table():
-    assert decoded(Inner, {"share": 0.5}, colour="green") == Inner("green", 0.5)
+    assert settings_from(Inner, {"share": 0.5}, colour="green") == Inner("green", 0.5)
     with pytest.raises(
         ScenarioError, match=r"colour = 'red': .* one of the keys share"
     ):
-        decoded(Inner, {"colour": "red"}, colour="green")
+        settings_from(Inner, {"colour": "red"}, colour="green")
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_a_value_of_another_type_is_refused(kind: Any, value: Any, allowed: str)
 
 
 def test_settings_are_what_others_have_of_them():
-    assert part(Dot, decoded(Dot, {"at": 3})) == Dot(3)
+    assert part(Dot, settings_from(Dot, {"at": 3})) == Dot(3)
 
 
 @takes(OuterTable)

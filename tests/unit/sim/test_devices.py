@@ -27,7 +27,7 @@ from jdag.engine.protocol import (
     Vjp,
 )
 from jdag.errors import CostWarning, RemoteError, ScenarioError
-from jdag.sim.devices import FREE, MOVED, DeviceModel, Roofline, models
+from jdag.sim.devices import FREE_DEVICE, MOVED, DeviceModel, Roofline, models
 from jdag.sim.faults import Slow
 from tests.tools.sim_cases import Work, job, play
 
@@ -147,10 +147,14 @@ def test_moving_a_value_is_no_work_unless_it_is_named():
 
 
 def test_one_model_serves_all_and_who_is_not_named_is_free():
-    assert models(None, WORKERS) == dict.fromkeys(WORKERS, FREE)
+    assert models(None, WORKERS) == dict.fromkeys(WORKERS, FREE_DEVICE)
     assert models(MODEL, WORKERS) == dict.fromkeys(WORKERS, MODEL)
-    assert models({"b": MODEL}, WORKERS) == {"a": FREE, "b": MODEL, "c": FREE}
-    assert FREE.cost_ns(forward()) == 0
+    assert models({"b": MODEL}, WORKERS) == {
+        "a": FREE_DEVICE,
+        "b": MODEL,
+        "c": FREE_DEVICE,
+    }
+    assert FREE_DEVICE.cost_ns(forward()) == 0
 
 
 @pytest.mark.parametrize(

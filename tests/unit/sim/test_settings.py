@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from jdag.errors import ScenarioError
 from jdag.processes.net.addresses import Address, address_of
-from jdag.processes.session.cluster_file import load
+from jdag.processes.session.cluster_file import load_cluster_file
 from tests.tools.certificates import Issuer
 
 GOOD = """
@@ -36,7 +36,7 @@ def written(folder: Path, text: str) -> Path:
 
 def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
     (tmp_path / "token").write_text("0123456789abcdef\n")
-    settings = load(written(tmp_path, GOOD))
+    settings = load_cluster_file(written(tmp_path, GOOD))
     assert settings.names == ("trainer", "ps0")
     ps0 = settings.worker("ps0")
     assert ps0.control == Address("::1", 7001)
@@ -51,32 +51,32 @@ def test_a_file_says_where_workers_are_and_what_they_allow(tmp_path: Path):
 
 def test_without_a_file_for_it_a_token_is_made_for_this_user_alone(tmp_path: Path):
     path = written(tmp_path, WORKER)
-    assert load(path).token == ""
-    load(path).make_token()
-    token = load(path).token
+    assert load_cluster_file(path).token == ""
+    load_cluster_file(path).make_token()
+    token = load_cluster_file(path).token
     assert len(token) >= 32
     made = tmp_path / "cluster.toml.token"
     assert made.stat().st_mode & 0o777 == 0o600
-    load(path).make_token()
-    assert load(path).token == token
+    load_cluster_file(path).make_token()
+    assert load_cluster_file(path).token == token
     assert sorted(tmp_path.iterdir()) == [path, made]
     made.chmod(0o640)
     with pytest.raises(ScenarioError, match=r"nobody else can read \(chmod 600\)"):
-        _ = load(path).token
+        _ = load_cluster_file(path).token
 
 
 def test_with_another_way_to_trust_no_token_is_made(tmp_path: Path):
     (tmp_path / "token").write_text("0123456789abcdef\n")
-    load(written(tmp_path, GOOD)).make_token()
+    load_cluster_file(written(tmp_path, GOOD)).make_token()
     tls = '[tls]\nca = "x"\ncertificate = "x"\nkey = "x"\n'
     path = written(tmp_path, WORKER + tls)
-    load(path).make_token()
-    assert load(path).token == ""
+    load_cluster_file(path).make_token()
+    assert load_cluster_file(path).token == ""
     assert not (tmp_path / "cluster.toml.token").exists()
 
 
 def test_where_no_token_can_be_made_it_is_said(tmp_path: Path):
-    settings = load(written(tmp_path, WORKER))
+    settings = load_cluster_file(written(tmp_path, WORKER))
     settings = replace(settings, path=tmp_path / "gone" / "cluster.toml")
     with pytest.raises(ScenarioError, match=r"token_file = None: .* cannot be made"):
         settings.make_token()
@@ -153,7 +153,7 @@ def test_a_mistake_is_one_line_with_the_file_the_key_and_what_is_allowed(
 ):
     path = written(tmp_path, text)
     with pytest.raises(ScenarioError) as caught:
-        load(path)
+        load_cluster_file(path)
     assert str(caught.value).startswith(f"{path}: {words}")
     assert "\n" not in str(caught.value)
 
@@ -163,45 +163,45 @@ def test_a_worker_that_the_file_does_not_name_is_refused_with_those_it_does(tmp_
     with pytest.raises(
         ScenarioError, match=r"name = 'ps1': allowed is one of trainer,"
     ):
-        load(path).worker("ps1")
+        load_cluster_file(path).worker("ps1")
     names: tuple[Any, ...] = (7, None, ["trainer"], np.zeros(2))
     for name in names:
         with pytest.raises(ScenarioError, match=r"name = .*: allowed is one of train"):
-            load(path).worker(name)
+            load_cluster_file(path).worker(name)
 
 
 def test_a_token_that_is_short_or_not_there_is_refused(tmp_path: Path):
     path = written(tmp_path, 'token_file = "token"\n' + WORKER)
     with pytest.raises(ScenarioError, match=r"token_file = 'token': .* No such file"):
-        _ = load(path).token
+        _ = load_cluster_file(path).token
     (tmp_path / "token").write_text("short\n")
     with pytest.raises(ScenarioError, match=r"16 to 4096 characters .*; it has 5"):
-        _ = load(path).token
+        _ = load_cluster_file(path).token
 
 
 def test_files_that_no_file_can_be_are_refused(tmp_path: Path):
     path = written(tmp_path, 'token_file = "a\\u0000b"\n' + WORKER)
     said = r"token_file = 'a\\x00b': .* '/.*a\\x00b': no file can have this name"
     with pytest.raises(ScenarioError, match=said):
-        _ = load(path).token
+        _ = load_cluster_file(path).token
     (tmp_path / "ca.pem").write_text("")
     tls = '[tls]\nca = "ca.pem"\ncertificate = "a\\u0000b"\nkey = "a.key"\n'
     with pytest.raises(ScenarioError, match=r"TLS certificate '/.*a\\x00b': no file c"):
-        _ = load(written(tmp_path, WORKER + tls)).tls_files
+        _ = load_cluster_file(written(tmp_path, WORKER + tls)).tls_files
 
 
 def test_certificates_that_are_none_are_refused(tmp_path: Path):
     tls = '[tls]\nca = "ca.pem"\ncertificate = "a.crt"\nkey = "a.key"\n'
     path = written(tmp_path, tls + '[workers.a]\ncontrol = "10.1.2.3:7000"')
     with pytest.raises(ScenarioError) as caught:
-        _ = load(path).tls_files
+        _ = load_cluster_file(path).tls_files
     assert str(caught.value).startswith(
         f"{path}: TLS ca {tmp_path / 'ca.pem'}: No such"
     )
     issued = Issuer(tmp_path, "ca").issue("a")
-    assert load(path).tls_files == tuple(issued)
+    assert load_cluster_file(path).tls_files == tuple(issued)
     # Without an address for data the system chooses a port on the same host.
-    assert load(path).listener("a") == "tcp:10.1.2.3:0"
+    assert load_cluster_file(path).listener("a") == "tcp:10.1.2.3:0"
 
 
 @pytest.mark.parametrize(

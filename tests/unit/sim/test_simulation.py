@@ -23,7 +23,7 @@ from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash, Slow
 from jdag.sim.network import LinkModel
 from jdag.sim.settings import SimSettings
-from jdag.sim.simulation import GARBAGE_MIN, Collector, Simulation
+from jdag.sim.simulation import GARBAGE_MIN, CycleCollector, Simulation
 from tests.tools.sim_cases import (
     WORKERS,
     Work,
@@ -375,7 +375,7 @@ def test_the_collectors_thresholds_are_as_they_were_after_all_clusters(monkeypat
         return [send("b", 1)] if engine.worker == "a" else None
 
     # Those that other tests left open do not count, nor end by a collection meanwhile.
-    monkeypatch.setattr("jdag.sim.simulation.COLLECTOR", Collector())
+    monkeypatch.setattr("jdag.sim.simulation.COLLECTOR", CycleCollector())
     gc.disable()
     before = gc.get_threshold()
     gc.set_threshold(700, 10, 10)

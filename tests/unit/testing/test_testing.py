@@ -19,7 +19,7 @@ from jdag.lab.subject import Subject
 from jdag.scenario import Case
 from jdag.testing import checks, plugin
 from jdag.testing.checks import Violation
-from jdag.testing.drawn import Call, Program, program_of
+from jdag.testing.drawn import DrawnCall, Program, program_of
 from tests.properties.test_readme import block
 from tests.tools.pipeline_cases import batches, layer, square, weights
 
@@ -48,7 +48,7 @@ def test_drawn_schedules_pass_their_check(schedule, workers):
 @settings(max_examples=3)
 @given(testing.clusters(2, 4))
 def test_a_program_over_a_drawn_cluster_is_held_to_its_oracle(workers):
-    calls = [Call(worker, "scale", (0, n)) for n, worker in enumerate(workers)]
+    calls = [DrawnCall(worker, "scale", (0, n)) for n, worker in enumerate(workers)]
     program = Program(workers, (workers[-1],), tuple(calls))
     testing.assert_equals_oracle(program.case(), workers, runs=2)
     with pytest.raises(Violation, match="there is no worker 'main'"):
@@ -90,7 +90,9 @@ def wrong(program):
     return False
 
 
-THREE = tuple([Call(worker, "scale", (0, 0)) for worker in ("a", "b", "c", "main")])
+THREE = tuple(
+    [DrawnCall(worker, "scale", (0, 0)) for worker in ("a", "b", "c", "main")]
+)
 LARGE = Program(("main", "a", "b", "c"), ("a",), (*THREE, *THREE[:2]), terms=6)
 
 

@@ -21,15 +21,15 @@ from jdag.compute.pytrees import Template, split, static, template_of
 from jdag.engine.functions import Applied
 from jdag.errors import ProtocolError
 from jdag.processes.functions.allowed import Allowed
-from jdag.processes.functions.unmarshal import remade, structure, unmarshal
+from jdag.processes.functions.unmarshal import received_copy, structure, unmarshal
 from jdag.wire import specs
 from jdag.wire.specs import (
     Body,
     DevicePlacement,
+    encoded_spec,
     placed_spec,
     read_spec,
     spec_of,
-    written,
 )
 from jdag.wire.trees import DictItem, Named, Opaque, TreeNode, TupleItem, pack
 from tests.tools.tiers import sized
@@ -70,8 +70,8 @@ def total(*args: Any, **kwargs: Any) -> Any:
 
 
 def spec_for(template: Template) -> bytes:
-    arguments = specs.structure(template.treedef, iter(template.leaves))
-    return written(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
+    arguments = specs.structure_item(template.treedef, iter(template.leaves))
+    return encoded_spec(Body("m:f", None, arguments, template.own, b"", (), (), (), ()))
 
 
 def there(template: Template) -> Template:
@@ -212,7 +212,7 @@ def test_arrays_in_a_function_are_opaque_unless_asked_for() -> None:
     array = jnp.ones(3)
     for one in (array, np.ones(3), np.float32(3)):
         assert type(pack(one, opaque=True)) is Opaque
-    assert remade(partial(total, array), HERE).args[0] is array
+    assert received_copy(partial(total, array), HERE).args[0] is array
 
 
 def test_data_too_deep_to_travel_have_a_spec_all_the_same() -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
-from jdag.compute.fingerprint import FUNCTIONS_MAX, digest_of
+from jdag.compute.fingerprint import FUNCTIONS_MAX, function_digest
 from jdag.errors import JdagError
 from jdag.processes.functions.code_fingerprint import check_code, coded_name
 from tests import ROOT
@@ -137,10 +137,10 @@ def made(*change: str) -> ModuleType:
 
 
 def test_equal_sources_have_one_digest_wherever_they_are_loaded():
-    digest = digest_of(made().f)
+    digest = function_digest(made().f)
     assert len(digest) == 32
-    assert digest_of(made().f) == digest
-    code = f"import {__name__} as t; print(t.digest_of(t.made().f))"
+    assert function_digest(made().f) == digest
+    code = f"import {__name__} as t; print(t.function_digest(t.made().f))"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": "1", "PYTHONPATH": str(ROOT)},
@@ -153,19 +153,19 @@ def test_equal_sources_have_one_digest_wherever_they_are_loaded():
 
 @pytest.mark.parametrize("change", OTHERS, ids=lambda change: change[1])
 def test_what_computes_other_numbers_has_another_digest(change: tuple[str, str]):
-    assert digest_of(made(*change).f) != digest_of(made().f)
+    assert function_digest(made(*change).f) != function_digest(made().f)
 
 
 @pytest.mark.parametrize("change", SAME, ids=lambda change: change[1])
 def test_what_is_said_of_code_and_what_it_counts_are_no_part_of_it(
     change: tuple[str, str],
 ):
-    assert digest_of(made(*change).f) == digest_of(made().f)
+    assert function_digest(made(*change).f) == function_digest(made().f)
 
 
 def test_code_that_pytest_has_rewritten_has_no_digest():
-    assert digest_of(test_code_that_pytest_has_rewritten_has_no_digest) == ""
-    assert digest_of(made) == ""
+    assert function_digest(test_code_that_pytest_has_rewritten_has_no_digest) == ""
+    assert function_digest(made) == ""
 
 
 def chained(count: int, default: str, last: str) -> Any:
@@ -179,27 +179,27 @@ def chained(count: int, default: str, last: str) -> Any:
 @pytest.mark.parametrize("default", ["", "x=1"])
 def test_more_functions_than_a_key_follows_have_a_digest(default: str) -> None:
     count = FUNCTIONS_MAX + 50
-    digests = [digest_of(chained(count, default, last)) for last in ("1", "2")]
+    digests = [function_digest(chained(count, default, last)) for last in ("1", "2")]
     assert "" not in digests
     assert digests[0] != digests[1]
 
 
 def test_functions_that_call_each_other_too_deep_are_not_compared() -> None:
-    assert digest_of(chained(3000, "x=1", "1")) == ""
+    assert function_digest(chained(3000, "x=1", "1")) == ""
 
 
 def test_objects_that_hold_each_other_are_gone_through_once():
     module = made()
     module.helper.__defaults__ = (module.f,)
-    assert digest_of(module.f) == digest_of(module.f)
+    assert function_digest(module.f) == function_digest(module.f)
 
 
 def test_a_name_goes_with_the_digest_of_what_users_wrote():
     named = coded_name(made().f)
-    assert named == f"models:f#{digest_of(made().f)}"
+    assert named == f"models:f#{function_digest(made().f)}"
     assert coded_name(jnp.sin) == "jax.numpy:sin"
     assert coded_name(dict) == "builtins:dict"
-    assert coded_name(digest_of) == "jdag.compute.fingerprint:digest_of"
+    assert coded_name(function_digest) == "jdag.compute.fingerprint:function_digest"
     # pytest has rewritten it.
     assert (
         coded_name(made) == "tests.unit.processes.functions.test_code_fingerprint:made"

@@ -18,7 +18,7 @@ from jdag.errors import JdagError, PortabilityWarning
 from jdag.processes.functions import encoder as function_encoder
 from jdag.processes.functions import script
 from jdag.processes.functions.script import (
-    Script,
+    GuardedScript,
     expect,
     main_module,
     main_script,
@@ -103,7 +103,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     script._has_guard.cache_clear()
 
     def start(text: str, *argv: str) -> Any:
-        expect(Script(written(tmp_path, text), None, ("train.py", *argv)))
+        expect(GuardedScript(written(tmp_path, text), None, ("train.py", *argv)))
         return main_module()
 
     yield start
@@ -126,7 +126,7 @@ def test_a_worker_imports_the_script_once_with_false_guards(started: Any) -> Non
     assert "ran" not in vars(main)
     assert (main.other, main.turned, main.name) == ("given", True, "__main__")
     assert main.f() and main.f.__module__ == "__main__" and main.here
-    assert main_script() == Script(main.__file__, None, ("train.py", "given"))
+    assert main_script() == GuardedScript(main.__file__, None, ("train.py", "given"))
     assert main_module() is main is sys.modules["__main__"]
 
 

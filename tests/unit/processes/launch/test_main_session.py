@@ -17,10 +17,10 @@ from jdag.processes.launch import main_session as module
 from jdag.processes.launch.main_session import Session
 from jdag.processes.launch.worker_server import CallerLease
 from jdag.processes.net.addresses import Address
-from jdag.processes.net.greeting import Pair
+from jdag.processes.net.greeting import ConnectionPair
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.listener import dial
-from jdag.processes.net.tls import load
+from jdag.processes.net.tls import load_tls
 from jdag.processes.session.control import Refusal, answering
 from jdag.processes.session.requests import (
     AttachWorker,
@@ -261,7 +261,7 @@ def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypa
         "jdag.processes.session.control._PROBE_S", LONG_S
     )  # However busy this is.
     issuer = Issuer(tmp_path, "ca")
-    tls = {name: load(*issuer.issue(name)) for name in "mab"}
+    tls = {name: load_tls(*issuer.issue(name)) for name in "mab"}
     with ExitStack() as stack:
         workers = {}
         for name in "ab":
@@ -271,14 +271,14 @@ def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypa
             assert plain(session).ask("b", b"hi") == b"answer hi from b\n"
             assert workers["a"].nodes[0].ask("b", b"x") == b"answer x from b\n"
         (tmp_path / "other").mkdir()
-        other = load(*Issuer(tmp_path / "other", "ca").issue("m"))
+        other = load_tls(*Issuer(tmp_path / "other", "ca").issue("m"))
         with pytest.raises(JoinError, match=r"cannot reach worker 'a' .* TLS refused"):
             Session(plan_of(controls(workers), tls=other))
 
 
 def test_a_certificate_is_held_to_the_worker_who_shows_it(tmp_path, caplog):
     issuer = Issuer(tmp_path, "ca")
-    tls = {name: load(*issuer.issue(name)) for name in "mab"}
+    tls = {name: load_tls(*issuer.issue(name)) for name in "mab"}
     own: dict[str, Any] = {"tls": tls["b"], "hosts": {"m": "10.1.1.1"}}
     own["data"] = "tcp:127.0.0.1:0"
     with seated("b", **own) as worker:
@@ -286,7 +286,10 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(tmp_path, caplog):
         with Session(plan):
             held = worker.seat._lease
             assert held is not None
-            pair, where = Pair("m", "b", held.secrets["m"]), held.listener.address
+            pair, where = (
+                ConnectionPair("m", "b", held.secrets["m"]),
+                held.listener.address,
+            )
             with pytest.raises(JoinError, match="does not know this one in its sess"):
                 dial(where, pair, 0, tls=tls["a"], timeout_s=LONG_S)
         said = (

@@ -20,7 +20,7 @@ from jdag.errors import JdagError, JoinError, RecoveryError, ScenarioError
 from jdag.lab.campaign import campaign
 from jdag.lab.sweep import sweep
 from jdag.processes.launch import on_ray
-from jdag.processes.launch.on_ray import _end_actor, _Parent, replies
+from jdag.processes.launch.on_ray import _end_actor, _Parent, ray_results
 from jdag.processes.session.authority import fresh_authority
 from tests import ROOT
 from tests.tools import stream_cases as waiting
@@ -228,10 +228,12 @@ def test_a_placement_group_of_the_user_is_used_and_kept(nodes):
 
 @pytest.mark.second
 def test_calls_on_ray_give_each_its_own_reply_and_name_what_fails(nodes):
-    got = dict(replies("operator:add", {0: (1, 2), 1: (3, 4), 2: (5, 6), 3: (7, 8)}, 2))
+    got = dict(
+        ray_results("operator:add", {0: (1, 2), 1: (3, 4), 2: (5, 6), 3: (7, 8)}, 2)
+    )
     assert got == {0: 3, 1: 7, 2: 11, 3: 15}
     with pytest.raises(JoinError, match="a run on Ray has failed: TypeError: "):
-        list(replies("operator:add", {0: (1, "2")}, 2))
+        list(ray_results("operator:add", {0: (1, "2")}, 2))
 
 
 @pytest.mark.second

@@ -163,7 +163,7 @@ def test_a_signal_after_the_work_is_done_waits_until_all_is_written(
         f"    os.kill(os.getpid(), signal.{number})",
         "    sys.stdout.write('whole\\n')",
         "    sys.exit(0)",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     assert (code, out, err) == (ENDS[number][0], "whole\n", ENDS[number][1])
 
@@ -178,7 +178,7 @@ def test_what_a_swallowed_signal_was_to_end_is_not_kept(tmp_path: Path, number: 
         f"        os.kill(os.getpid(), signal.{number})",
         "    signals.finish()",
         "    sys.stdout.write('kept\\n')",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     assert (code, out, err) == (ENDS[number][0], "", ENDS[number][1])
 
@@ -193,7 +193,7 @@ def test_of_two_signals_the_first_is_told_and_what_ends_the_process_cleans_up(
         "from pathlib import Path",
         "(made := Path('made')).mkdir()",
         "signals.undo.append(made.rmdir)",
-        "signals.GRACE_S = 0.1",
+        "signals._GRACE_S = 0.1",
         "def press():",
         "    os.kill(os.getpid(), signal.SIGTERM)",
         "    os.kill(os.getpid(), signal.SIGINT)",
@@ -203,7 +203,7 @@ def test_of_two_signals_the_first_is_told_and_what_ends_the_process_cleans_up(
         "    mutex = ctypes.create_string_buffer(64)",
         "    lock(mutex)",
         "    lock(mutex)  # For ever.",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     assert (code, out, err) == (143, "", ENDS["SIGTERM"][1])
     assert list(tmp_path.iterdir()) == []
@@ -214,12 +214,12 @@ def test_a_signal_after_the_command_is_one_line_until_python_itself_ends(
 ):
     press = f"os.kill(os.getpid(), {signal.SIGTERM:d})"
     during = f"atexit.register(lambda: {press})"
-    run = "signals.run(lambda: sys.exit(3))"
+    run = "signals.run_command(lambda: sys.exit(3))"
     assert snippet(tmp_path, f"{during}\n{run}")[0] == 3  # Called after all else.
     code, _, err = snippet(
         tmp_path,
         f"def command():\n    {during}\n    sys.exit(3)",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     assert (code, err) == ENDS["SIGTERM"]
 
@@ -237,7 +237,7 @@ def test_who_ignores_ctrl_c_goes_on_and_a_forked_child_has_the_signals_of_python
         "signal.signal(signal.SIGINT, signal.SIG_IGN)",
         "signals.handle()",
         "os.kill(os.getpid(), signal.SIGINT)",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     code, out, err = ended(
         "-c", COMMAND.replace("signals.handle()\n", "") + "\n".join(lines), cwd=tmp_path
@@ -256,7 +256,7 @@ def test_sigterm_waits_where_ctrl_c_is_held_back(tmp_path: Path):
         "    os.kill(os.getpid(), signal.SIGTERM)",
         "    sys.stdout.write('goes on\\n')",
         "    former(*held[0])",
-        "signals.run(command)",
+        "signals.run_command(command)",
     )
     assert (code, out, err) == (143, "goes on\n", ENDS["SIGTERM"][1])
 

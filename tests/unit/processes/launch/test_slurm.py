@@ -11,7 +11,7 @@ from cryptography import x509
 from jdag.errors import ScenarioError
 from jdag.processes.launch.main_session import Session
 from jdag.processes.launch.slurm import hosts_of, write_cluster_file
-from jdag.processes.session.cluster_file import load
+from jdag.processes.session.cluster_file import load_cluster_file
 from tests.properties.test_readme import block
 from tests.tools.certificates import Issuer
 from tests.tools.command_cases import command as jdag
@@ -72,7 +72,7 @@ def test_each_task_is_a_worker_on_its_host_and_all_write_the_same_file(tmp_path:
         assert write_cluster_file(path, mine) == f"w{task}"
         texts.append(path.read_text())
     assert len({*texts}) == 1
-    settings = load(path)
+    settings = load_cluster_file(path)
     hosts = {name: one.control.host for name, one in settings.workers.items()}
     assert hosts == {
         "main": "node08", "w0": "node08", "w1": "node09", "w2": "node10", "w3": "node10"
@@ -88,7 +88,7 @@ def test_another_job_listens_at_other_ports(tmp_path: Path):
         (tmp_path / name).touch()
     for job in ("4711", "4712"):
         write_cluster_file(tmp_path / "cluster.toml", {**STEP, "SLURM_JOB_ID": job})
-        workers = load(tmp_path / "cluster.toml").workers.values()
+        workers = load_cluster_file(tmp_path / "cluster.toml").workers.values()
         ports += [one.control.port for one in workers]
     assert len({*ports}) == 10
 
@@ -163,7 +163,7 @@ def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypa
         with running(*options) as second:
             for command in (first, second):
                 until(command, "Ctrl-C stops them")
-            settings = load(path)
+            settings = load_cluster_file(path)
             controls = {name: settings.worker(name).control for name in "ab"}
             with Session(plan_of(controls, token=settings.token)) as session:
                 for name in "ab":
@@ -182,7 +182,7 @@ def test_the_batch_script_of_the_readme_certifies_all_hosts_of_the_job(tmp_path:
     made = tmp_path / "jdag-7"
     step = {**STEP, "SLURM_JOB_NODELIST": "node[08-10]"}
     write_cluster_file(made / "cluster.toml", step)
-    settings = load(made / "cluster.toml")
+    settings = load_cluster_file(made / "cluster.toml")
     assert len(settings.token) == 64 and settings.tls_files is not None
     with settings.tls_files[1].open("rb") as pem:
         found = x509.load_pem_x509_certificate(pem.read())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from jdag.errors import JdagError, JoinError
 from jdag.processes.launch import worker_server as module
-from jdag.processes.net.greeting import Pair
+from jdag.processes.net.greeting import ConnectionPair
 from jdag.processes.net.handshake import ours
 from jdag.processes.net.listener import dial
 from jdag.processes.net.shared_secrets import proof_of
@@ -64,7 +64,7 @@ def come_in(
     answer: Any, secret: str = SECRET, dialler: str = "m", listener: str = "w"
 ) -> Any:
     """Dial a worker that has answered AttachWorker, as main or another one does."""
-    pair = Pair(dialler, listener, secret)
+    pair = ConnectionPair(dialler, listener, secret)
     return dial(answer["data"], pair, 3, timeout_s=60)
 
 

@@ -13,16 +13,16 @@ from jdag.processes.net.greeting import (
     UNKNOWN,
     VERDICT,
     WELCOME,
-    Pair,
-    answer,
+    ConnectionPair,
     answered,
+    hello_answer,
     is_by,
     opened,
     opening,
 )
 from jdag.processes.net.handshake import PROTOCOL
 
-PAIR = Pair("a#2", "b", "what a#2 and b share in their session")
+PAIR = ConnectionPair("a#2", "b", "what a#2 and b share in their session")
 
 
 class Heard(NamedTuple):
@@ -33,7 +33,7 @@ class Heard(NamedTuple):
     answer: bytes
 
 
-def hello_to(ours: bytes, pair: Pair = PAIR, received: int = 7) -> bytes:
+def hello_to(ours: bytes, pair: ConnectionPair = PAIR, received: int = 7) -> bytes:
     said = opening(received)
     return said + pair.proof("dialler", ours, said)
 
@@ -42,7 +42,7 @@ def hello_to(ours: bytes, pair: Pair = PAIR, received: int = 7) -> bytes:
 def heard() -> Heard:
     ours = opening()
     hello = hello_to(ours)
-    return Heard(ours, hello, answer(PAIR, ours, hello, WELCOME, 41))
+    return Heard(ours, hello, hello_answer(PAIR, ours, hello, WELCOME, 41))
 
 
 def flipped(record: bytes, at: int) -> bytes:
@@ -90,7 +90,7 @@ def test_a_proof_is_of_both_workers_their_direction_and_session(
     pair = PAIR._replace(**other)
     assert not is_by(pair, heard.ours, heard.hello)
     assert not is_by(PAIR, heard.ours, hello_to(heard.ours, pair))
-    theirs = answer(pair, heard.ours, heard.hello, WELCOME, 41)
+    theirs = hello_answer(pair, heard.ours, heard.hello, WELCOME, 41)
     with pytest.raises(ConnectionError, match="does not prove"):
         answered(PAIR, heard.ours, heard.hello, theirs)
 
@@ -111,13 +111,13 @@ def test_a_refusal_is_told_and_only_who_proves_itself_is_believed_to_give_up():
     ours = opening()
     hello = hello_to(ours)
     with pytest.raises(JoinError, match="worker 'b' does not know this one") as caught:
-        answered(PAIR, ours, hello, answer(None, ours, hello, UNKNOWN))
+        answered(PAIR, ours, hello, hello_answer(None, ours, hello, UNKNOWN))
     assert not caught.value.given_up
     with pytest.raises(JoinError, match="worker 'b' has given this one up") as caught:
-        answered(PAIR, ours, hello, answer(PAIR, ours, hello, GIVEN_UP))
+        answered(PAIR, ours, hello, hello_answer(PAIR, ours, hello, GIVEN_UP))
     assert caught.value.given_up
     with pytest.raises(ConnectionError, match="does not prove"):
-        answered(PAIR, ours, hello, answer(None, ours, hello, GIVEN_UP))
+        answered(PAIR, ours, hello, hello_answer(None, ours, hello, GIVEN_UP))
 
 
 @pytest.mark.parametrize("theirs", [PROTOCOL - 1, PROTOCOL + 1])

@@ -22,7 +22,7 @@ from jdag.processes.net.pulse_helper import (
     KEY_BYTES,
     NONCE_BYTES,
     TAG_BYTES,
-    answer,
+    pulse_answer,
     question,
 )
 from tests.tools import pulse_cases as cases
@@ -132,7 +132,7 @@ def test_only_those_with_the_key_are_answered() -> None:
                 asking.send(data)
             found = pulse_helper._questions(bound, KEY)
             assert found == [(NONCE, asking.getsockname())]
-    assert answer(KEY, NONCE) not in asked
+    assert pulse_answer(KEY, NONCE) not in asked
 
 
 # --------------------------------------------------------------- how a helper is asked
@@ -190,7 +190,7 @@ def test_an_answer_that_is_forged_or_comes_again_is_no_sign_of_life() -> None:
         def answered(key: bytes) -> bytes:
             data, who = bound.recvfrom(NONCE_BYTES + TAG_BYTES)
             assert data == question(KEY, data[:NONCE_BYTES])
-            bound.sendto(told := answer(key, data[:NONCE_BYTES]), who)
+            bound.sendto(told := pulse_answer(key, data[:NONCE_BYTES]), who)
             bound.sendto(told, who)
             return told
 

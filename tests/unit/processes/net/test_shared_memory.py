@@ -18,8 +18,8 @@ from jdag.processes.net.shared_memory import (
     LENT_NS_MAX,
     SEGMENT_BYTES_MIN,
     BorrowedMemory,
-    Segment,
     SharedMemoryPool,
+    SharedSegment,
 )
 from tests.tools.stream_cases import descriptors
 
@@ -61,7 +61,7 @@ class Pair:
         copy = os.dup(segment.descriptor)
         self.reader.offered(segment.number, segment.nbytes, copy)
 
-    def ready(self, nbytes: int = LARGE, now_ns: int = 0) -> Segment:
+    def ready(self, nbytes: int = LARGE, now_ns: int = 0) -> SharedSegment:
         """Miss twice, have one made, and take it."""
         for _ in range(2):
             assert self.writer.take(nbytes, now_ns) is None
@@ -71,7 +71,7 @@ class Pair:
         assert found is not None
         return found
 
-    def carry(self, segment: Segment, data: bytes, now_ns: int = 0) -> memoryview:
+    def carry(self, segment: SharedSegment, data: bytes, now_ns: int = 0) -> memoryview:
         segment.write(0, memoryview(data))
         self.writer.lent(segment, now_ns)
         return self.reader.borrow(segment.number, len(data))
@@ -154,24 +154,24 @@ def test_arrays_of_nearly_one_size_share_a_segment_and_others_do_not(pair: Pair)
 def test_who_closes_does_not_wait_for_what_is_being_made(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    made: list[Segment] = []
+    made: list[SharedSegment] = []
     go_on = threading.Event()
 
-    def slow(size: int) -> Segment:
+    def slow(size: int) -> SharedSegment:
         assert go_on.wait(60)
         if fails:
             raise OSError(28, "No space left on device")
-        made.append(Segment(size))
+        made.append(SharedSegment(size))
         return made[0]
 
-    monkeypatch.setattr(shared_memory, "Segment", slow)
+    monkeypatch.setattr(shared_memory, "SharedSegment", slow)
     offered = threading.Event()
     writer = SharedMemoryPool("ps0", offered.set)
     for _ in range(2):
         assert writer.take(LARGE, 0) is None
     maker = writer._maker
     assert maker is not None
-    monkeypatch.setattr(shared_memory, "Segment", Segment)
+    monkeypatch.setattr(shared_memory, "SharedSegment", SharedSegment)
     writer.close()
     assert maker.is_alive()
     go_on.set()

@@ -17,7 +17,7 @@ from jdag.processes.net.background import wait_for
 from jdag.processes.net.greeting import OPENING
 from jdag.processes.net.listener import dial
 from jdag.processes.net.streams import SocketStream
-from jdag.processes.net.tls import Tls, TlsStream, load
+from jdag.processes.net.tls import Tls, TlsStream, load_tls
 from tests.tools.certificates import Files, Issuer
 from tests.tools.stream_cases import (
     PAIR,
@@ -40,18 +40,18 @@ def issuer(tmp_path_factory) -> Issuer:
 
 @pytest.fixture(scope="module")
 def ps0(issuer: Issuer) -> Tls:
-    return load(*issuer.issue("ps0"))
+    return load_tls(*issuer.issue("ps0"))
 
 
 @pytest.fixture(scope="module")
 def trainer(issuer: Issuer) -> Tls:
-    return load(*issuer.issue("trainer"))
+    return load_tls(*issuer.issue("trainer"))
 
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory) -> Tls:
     """One of another cluster, whose issuer has the same name."""
-    return load(*Issuer(tmp_path_factory.mktemp("others"), "ca").issue("trainer"))
+    return load_tls(*Issuer(tmp_path_factory.mktemp("others"), "ca").issue("trainer"))
 
 
 @pytest.fixture
@@ -317,22 +317,22 @@ def test_a_file_that_is_missing_or_of_another_form_is_named(issuer, which, tmp_p
     for content in ("", "no certificate", "\x00\xff"):
         wrong.write_text(content)
         with pytest.raises(JdagError, match=r"wrong\.pem.* PEM form"):
-            load(*files._replace(**{which: wrong}))
+            load_tls(*files._replace(**{which: wrong}))
     absent = tmp_path / "absent.pem"
     for path, why in ((absent, "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(JdagError, match=rf"^TLS {which} {path}: {why}"):
-            load(*files._replace(**{which: path}))
+            load_tls(*files._replace(**{which: path}))
 
 
 def test_a_key_of_another_certificate_is_refused(issuer: Issuer):
     files = issuer.issue("one")._replace(key=issuer.issue("two").key)
     with pytest.raises(JdagError, match=r"key .*two\.key is not the key of .*one\.crt"):
-        load(*files)
+        load_tls(*files)
 
 
 def test_a_key_with_a_passphrase_is_refused_without_asking(issuer: Issuer):
     with pytest.raises(JdagError, match=r"locked\.key has a passphrase"):
-        load(*issuer.issue("locked", passphrase=b"secret"))
+        load_tls(*issuer.issue("locked", passphrase=b"secret"))
 
 
 @pytest.mark.parametrize(
@@ -346,10 +346,10 @@ def test_a_key_with_a_passphrase_is_refused_without_asking(issuer: Issuer):
 )
 def test_a_certificate_that_nobody_would_take_is_refused_at_once(issuer, settings, why):
     with pytest.raises(JdagError, match=rf"odd\.crt is not one that others .*: {why}"):
-        load(*issuer.issue("odd", **settings))
+        load_tls(*issuer.issue("odd", **settings))
 
 
 def test_a_certificate_of_another_issuer_is_refused_at_once(issuer, tmp_path):
     files = Issuer(tmp_path, "other").issue("ps9")._replace(ca=issuer.ca)
     with pytest.raises(JdagError, match=r"ps9\.crt is not one .*: unable to get local"):
-        load(*files)
+        load_tls(*files)

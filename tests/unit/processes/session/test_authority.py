@@ -8,7 +8,7 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
-from jdag.processes.net.tls import Tls, load
+from jdag.processes.net.tls import Tls, load_tls
 from jdag.processes.session.authority import Authority, fresh_authority
 from jdag.processes.session.control import ControlClient, ControlServer
 from jdag.processes.session.requests import Health
@@ -16,7 +16,7 @@ from jdag.processes.session.requests import Health
 
 def tls_of(authority: Authority, worker: str, host: str, folder: Path) -> Tls:
     (folder / worker).mkdir()
-    return load(*authority.issue(worker, host, folder / worker))
+    return load_tls(*authority.issue(worker, host, folder / worker))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])

@@ -16,7 +16,7 @@ from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import PROTOCOL
 from jdag.processes.net.shared_secrets import proof_of
-from jdag.processes.net.tls import load
+from jdag.processes.net.tls import load_tls
 from jdag.processes.session import control
 from jdag.processes.session.control import (
     ANSWERS_MAX,
@@ -144,7 +144,7 @@ def test_who_is_not_there_is_one_clear_line():
 
 
 def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
-    tls = load(*Issuer(tmp_path, "ca").issue("a"))
+    tls = load_tls(*Issuer(tmp_path, "ca").issue("a"))
     client = ControlClient("worker 'w'", Address("no.such.invalid", 7000), tls=tls)
     error = refused(client, timeout_s=60)
     assert "cannot reach worker 'w' at no.such.invalid:7000: " in str(error)
@@ -311,14 +311,14 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
 
 @pytest.fixture(scope="module")
 def secured(issuer: Issuer) -> Iterator[ControlServer]:
-    tls = load(*issuer.issue("server"))
+    tls = load_tls(*issuer.issue("server"))
     made = ControlServer(NAME, ANY, Asked().answers, tls=tls)
     yield made
     made.close()
 
 
 def test_who_is_certified_by_another_is_refused_in_one_line(secured, tmp_path: Path):
-    tls = load(*Issuer(tmp_path, "ca").issue("client"))
+    tls = load_tls(*Issuer(tmp_path, "ca").issue("client"))
     client = ControlClient("worker 'w'", secured.address, tls=tls)
     said = str(refused(client))
     assert said == (
@@ -329,7 +329,7 @@ def test_who_is_certified_by_another_is_refused_in_one_line(secured, tmp_path: P
 
 
 def test_a_server_that_is_certified_for_another_host_is_refused(secured, issuer):
-    tls = load(*issuer.issue("client"))
+    tls = load_tls(*issuer.issue("client"))
     address = Address("localhost", secured.address.port)
     client = ControlClient("worker 'w'", address, tls=tls)
     assert "TLS refused: hostname mismatch" in str(refused(client))
@@ -356,7 +356,7 @@ def test_a_caller_with_tls_is_told_that_the_worker_does_not_use_it(
     server, issuer: Issuer, monkeypatch
 ):
     monkeypatch.setattr(control, "_PROBE_S", 60.0)
-    tls = load(*issuer.issue("client"))
+    tls = load_tls(*issuer.issue("client"))
     client = ControlClient("worker 'w'", server.address, tls=tls)
     assert str(refused(client, timeout_s=60)) == (
         f"cannot reach worker 'w' at {server.address}: it does not use TLS and this "
