@@ -221,7 +221,7 @@ def test_an_exception_is_of_the_class_that_its_failure_names():
 LATE = """
 import sys, threading, types
 early = sys.modules["early"] = types.ModuleType("early")
-from jdag.api import refs
+from jdag.context import refs
 early.hold = refs.Hold([], None, None)
 kept = early, refs, threading.Event()
 threading.Thread(target=lambda kept: kept[2].wait(), args=(kept,), daemon=True).start()
