@@ -5,7 +5,12 @@ import sys
 GONE = {
     "jdag.programs": "programs of scenarios are files beside their TOML file, such as "
     "scenarios/shapes.py; Case is jdag.scenario.Case",
-    "jdag.rpc": "worker processes are in jdag.processes",
+    "jdag.rpc": "jdag worker and jdag up start workers; their modules are in "
+    "jdag.processes",
+}
+# Settings of launch and keys of a cluster's file.
+GONE_SETTINGS = {
+    "carrier": "leave it out: sockets carry all data, gRPC is the control plane"
 }
 
 

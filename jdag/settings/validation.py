@@ -29,6 +29,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from msgspec.structs import FieldInfo, fields, force_setattr
 
 from jdag.errors import ScenarioError, meant, unusable
+from jdag.gone import GONE_SETTINGS
 
 P = ParamSpec("P")
 _Made = TypeVar("_Made", bound="Settings")
@@ -369,10 +370,16 @@ def takes(
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> _Result:
             for name in kwargs:
+                if name in GONE_SETTINGS:
+                    raise ScenarioError(f"{name} has gone: {GONE_SETTINGS[name]}")
                 if name not in names:
                     said = f"{function.__name__} has no setting {name}: allowed is one"
                     said += f" of {', '.join(names)}{meant(name, names)}"
                     raise ScenarioError(said)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{function.__name__}: {error}") from None
             return function(kind(*args, **kwargs))
 
         hints = get_type_hints(kind)

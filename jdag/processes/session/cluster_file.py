@@ -33,6 +33,7 @@ from msgspec import Meta, Struct
 
 from jdag.engine.protocol import NAMES, WORKERS_MAX, is_name
 from jdag.errors import JdagError, ScenarioError, meant, reason, spelled, unusable
+from jdag.gone import GONE_SETTINGS
 from jdag.processes.functions.script import GuardedScript
 from jdag.processes.net.addresses import Address, address_of
 from jdag.processes.net.shared_secrets import fresh_secret
@@ -53,7 +54,6 @@ from jdag.settings.validation import (
     where,
 )
 
-GONE_CARRIER = "no such key: sockets carry all data, gRPC is the control plane"
 TOKEN_CHARACTERS_MIN, TOKEN_CHARACTERS_MAX = 16, 4096
 _DEADLINE_S = 10.0
 READY_S = 60.0
@@ -305,8 +305,9 @@ def load_cluster_file(path: str | Path) -> ClusterSettings:
     path = Path(path)
     with said_with_its_file(path):
         table = read_toml(path, FILE)[1]
-        if (carrier := table.get("carrier")) is not None:
-            raise ScenarioError(unusable("carrier", carrier, GONE_CARRIER))
+        for key, instead in GONE_SETTINGS.items():
+            if key in table:
+                raise ScenarioError(f"{key} = {table[key]!r} has gone: {instead}")
         settings = settings_from(ClusterSettings, table, path=path)
         for name in settings.names:
             if not is_name(name):
