@@ -240,9 +240,9 @@ def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
     said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
     with pytest.raises(ScenarioError, match=said):
         jdag.simulate(["a"], seed=0, faluts=[])  # type: ignore[call-arg]
-    with pytest.raises(ScenarioError, match="^carrier has gone: leave it out"):
+    with pytest.raises(ScenarioError, match=r"^carrier has gone: leave it out"):
         jdag.launch(["a"], carrier="grpc")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="^simulate: missing .* argument: 'seed'"):
+    with pytest.raises(TypeError, match=r"^simulate: missing .* argument: 'seed'"):
         jdag.simulate(["a"])  # type: ignore[call-arg]
 
 
