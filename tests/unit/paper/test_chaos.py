@@ -58,6 +58,8 @@ def test_what_is_held_arrives_when_it_is_mended():
     with carried() as (proxy, gate, dialled, other):
         proxy.do(gate, holds=True)
         dialled.sendall(DATA)
+        for _ in range(20):
+            proxy.do(gate)  # A turn of the loop that reads what is there.
         other.setblocking(False)
         with pytest.raises(BlockingIOError):
             other.recv(1)
