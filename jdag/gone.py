@@ -10,7 +10,7 @@ GONE = {
 }
 # Settings of launch and keys of a cluster's file.
 GONE_SETTINGS = {
-    "carrier": "leave it out: sockets carry all data, gRPC is the control plane"
+    "carrier": "leave it out; sockets carry all data, gRPC is the control plane"
 }
 
 

@@ -44,6 +44,7 @@ from jdag.cli.cli_errors import (
 from jdag.cli.printing import Functions, print_functions, print_graph
 from jdag.cli.run_folder import replacing
 from jdag.errors import ScenarioError, reason, spelled, unusable
+from jdag.gone import GONE_SETTINGS
 from jdag.processes.launch import signals
 from jdag.report import (
     FORMATS,
@@ -411,9 +412,6 @@ def _version(is_asked: bool) -> None:
         raise typer.Exit
 
 
-# Options that have gone, and what to do instead.
-_GONE = {"--carrier": "leave it out; sockets carry all data"}
-
 _Version = Annotated[
     bool,
     typer.Option(
@@ -443,7 +441,7 @@ def main() -> None:
         context = getattr(error, "ctx", None)
         command_path = context.command_path if context is not None else "jdag"
         line = " ".join(said().split()).rstrip(".")
-        gone = _GONE.get(getattr(error, "option_name", ""))
+        gone = GONE_SETTINGS.get(getattr(error, "option_name", "").removeprefix("--"))
         line = line if gone is None else f"{line}: {gone}"
         typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT

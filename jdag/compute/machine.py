@@ -299,11 +299,9 @@ def _types(job: Job, get: Callable[[Key], Any]) -> Any:
         case Forward():
             return job.function.out_avals, None
         case VjpInputs():
-            of, (_, *buffers) = (
-                halves(job.function, job.weights),
-                get(job.residuals).keeps,
-            )
-            cut, pair = of.cut(tuple(map(len, job.cotangents))), job.function
+            pair, of = job.function, halves(job.function, job.weights)
+            _, *buffers = get(job.residuals).keeps
+            cut = of.cut(tuple(map(len, job.cotangents)))
             args = dict(zip(pair.args_kept, buffers, strict=False))
             outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
             kept = map(args.get, cut.args_kept), map(outputs.get, cut.outputs_kept)

@@ -100,8 +100,9 @@ class ReadyJobs:
         self._runs: dict[_Of, _Run] = {}
 
     def __len__(self) -> int:
-        listed = self._runs and sum([len(run.ready) for run in self._runs.values()])
-        return len(self._jobs) + (listed or 0)
+        if not self._runs:
+            return len(self._jobs)
+        return len(self._jobs) + sum([len(run.ready) for run in self._runs.values()])
 
     def add(self, job: Any, item: Any) -> None:
         """Add a job that is ready; `item` is what `take` returns for it."""

@@ -1,7 +1,7 @@
 """Data connections: a listener that lets in workers of its session, and dialling one.
 
-Whoever proves itself (`jdag.processes.net.greeting`) is taken; each refusal is one line
-of the log.
+A peer that proves its identity (`jdag.processes.net.greeting`) is accepted; each
+refusal is one line of the log.
 Invariants: a stream that `take` gets has exchanged greetings, and nothing else was read
     from it; every other connection is closed. A hello takes at most HELLO_S. At most
     VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest without

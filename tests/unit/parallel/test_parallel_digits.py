@@ -12,8 +12,9 @@ from jdag.errors import ScenarioError
 from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
+from tests import ROOT
 
-PATH = Path(__file__).parents[3] / "scenarios" / "data_parallel_digits.toml"
+PATH = ROOT / "scenarios" / "data_parallel_digits.toml"
 
 
 def short() -> Scenario:

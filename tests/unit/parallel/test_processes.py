@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import jdag.parallel
+from tests import ROOT
 from tests.tools.rpc_cases import free_address
 
-ROOT = Path(__file__).parents[3]
 CHECKS = Path(__file__).with_name("process_checks.py")
 DEADLINE_S = 900  # For what hangs: with 13 busy processes on 2 cores they take 170 s.
 NAMES = [

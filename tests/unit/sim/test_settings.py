@@ -135,7 +135,7 @@ WRONG = (
     ),
     (
         'carrier = "grpc"\n' + WORKER,
-        "carrier = 'grpc' has gone: leave it out: sockets carry all data, gRPC is the "
+        "carrier = 'grpc' has gone: leave it out; sockets carry all data, gRPC is the "
         "control plane",
     ),
     ("deadline_s = 0\n" + WORKER, "deadline_s = 0: allowed is a number of seconds"),
