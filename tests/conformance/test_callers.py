@@ -5,7 +5,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import jdag
 from tests.conformance.drivers import held, leaving_nothing
@@ -16,6 +15,7 @@ from tests.conformance.functions import (
     total,
     train_once,
 )
+from tests.tools.error_texts import fails_with
 
 LEAF = jnp.linspace(0.1, 0.9, 9).reshape(3, 3)
 
@@ -72,7 +72,7 @@ def test_60_contexts_of_concurrent_callers_give_126_and_13_and_27_each(
 def test_the_contexts_of_a_caller_that_died_go_from_every_worker(driver: Any):
     with driver.mortal("c") as cluster:
         w = cluster.put("b", ONES)
-        with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+        with fails_with(jdag.errors.WorkerLost, "conformance.c"):
             cluster.run({"c": partial(dies_with_a_context_open, w)})
         driver.settle(cluster)
         assert all(each[:2] == (0, 0) for each in held(cluster).values())

@@ -4,7 +4,6 @@ from functools import partial
 from typing import Any, cast
 
 import jax
-import pytest
 
 import jdag
 from jdag.collectives.routes import route_of
@@ -23,6 +22,7 @@ from tests.tools.collective_programs import (
     sums,
     trains,
 )
+from tests.tools.error_texts import fails_with
 from tests.tools.replica_cases import (
     NAMES,
     SHAPES,
@@ -74,7 +74,7 @@ def test_replicas_that_train_in_loops_of_their_own_stay_equal(driver: Driver):
 
 def test_a_member_that_returns_early_is_named_to_all_who_wait(cluster: Any):
     programs = {"b": sums, "c": returns, "d": sums}
-    with pytest.raises(CollectiveError, match="'c' has returned") as caught:
+    with fails_with(CollectiveError, "conformance.c_has_returned") as caught:
         cluster.run(programs)
     for text in (str(caught.value), *caught.value.__notes__):
         assert "'c' has returned" in text and WAITS in text
@@ -82,7 +82,7 @@ def test_a_member_that_returns_early_is_named_to_all_who_wait(cluster: Any):
 
 
 def test_a_member_that_raises_is_the_error_and_others_have_named_it(cluster: Any):
-    with pytest.raises(RemoteError, match=r"raises failed on 'd'.*no more") as caught:
+    with fails_with(RemoteError, "conformance.raises_failed_on_d_no") as caught:
         cluster.run({"b": sums, "c": sums, "d": raises})
     assert len(caught.value.__notes__) == 2
     for note in caught.value.__notes__:
@@ -91,7 +91,7 @@ def test_a_member_that_raises_is_the_error_and_others_have_named_it(cluster: Any
 
 def test_a_member_that_dies_is_the_error_and_others_have_named_it(driver: Driver):
     with driver.mortal("c") as cluster:
-        with pytest.raises(WorkerLost, match="'c' is lost") as caught:
+        with fails_with(WorkerLost, "conformance.c_is_lost") as caught:
             cluster.run({"b": sums, "c": dies, "d": sums})
         assert len(caught.value.__notes__) == 2
         for note in caught.value.__notes__:

@@ -27,6 +27,7 @@ from tests.conformance.functions import (
     total,
     total_that_fails_backward,
 )
+from tests.tools.error_texts import fails_with
 
 equal = np.testing.assert_array_equal
 
@@ -107,7 +108,7 @@ def test_after_50_failing_passes_a_good_one_gives_what_one_good_pass_gives(
         good = ctx.call("b", sum_of_product, ctx.call("c", nested_sine, w), v)
         bad = ctx.call("b", forwarding_failure, w)
         for _ in range(50):
-            with pytest.raises(jdag.errors.RemoteError, match="no way back"):
+            with fails_with(jdag.errors.RemoteError, "conformance.no_way_back"):
                 ctx.backward(good, bad, retain_graph=True)
             assert [passes for _, passes, _ in held(cluster).values()] == [0] * 4
             assert ctx.gradients() == {}
@@ -124,9 +125,9 @@ def test_a_pass_that_fails_without_retain_graph_spends_the_graph_and_says_so(
     with cluster.context() as ctx:
         good = ctx.call("b", total, w)
         bad = ctx.call("c", total_that_fails_backward, w)
-        with pytest.raises(jdag.errors.RemoteError, match="no way back"):
+        with fails_with(jdag.errors.RemoteError, "conformance.no_way_back"):
             ctx.backward(good, bad)
-        with pytest.raises(jdag.errors.GraphError, match="retain_graph=True"):
+        with fails_with(jdag.errors.GraphError, "conformance.retain_graph_true"):
             ctx.backward(good)
 
 
@@ -156,7 +157,7 @@ def test_a_worker_that_dies_in_a_pass_is_told_in_time_and_the_others_go_on(drive
             h = ctx.call("c", dies_backward, ctx.call("b", sum_of_product, w, v))
             loss = ctx.call("d", total, h)
             before_ns = cluster.now_ns
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "conformance.c"):
                 ctx.backward(loss)
             assert cluster.now_ns - before_ns <= driver.loss_max_s * 1e9
             assert ctx.gradients() == {}
@@ -175,9 +176,9 @@ def test_a_worker_that_dies_in_forward_is_an_error_at_who_fetches_and_at_backwar
         with cluster.context() as ctx:
             loss = ctx.call("b", total, ctx.call("c", dies_forward, w))
             before_ns = cluster.now_ns
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "conformance.c"):
                 loss.fetch()
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "conformance.c"):
                 ctx.backward(loss)
             assert cluster.now_ns - before_ns <= driver.loss_max_s * 1e9
         driver.settle(cluster)
@@ -195,9 +196,9 @@ def test_every_participant_is_told_and_refuses_to_go_on(driver: Any):
             with pytest.raises(jdag.errors.WorkerLost):
                 ctx.backward(loss)
             driver.settle(cluster)
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "conformance.c"):
                 ctx.call("d", total, constant).fetch()
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "conformance.c"):
                 ctx.backward(loss)
 
 

@@ -17,6 +17,7 @@ from tests.conformance.functions import (
     total,
     use_what_was_kept,
 )
+from tests.tools.error_texts import fails_with
 
 
 def test_200_contexts_have_200_ids_with_the_workers_number_on_top(cluster: Any):
@@ -41,7 +42,7 @@ def test_the_counter_ends_at_2_to_the_48_less_1_and_then_refuses(
             ids.append(ctx.id)
     assert ids[-1] & (1 << 48) - 1 == 3
     for _ in range(2):
-        with pytest.raises(jdag.errors.ContextError, match="no more numbers"):
+        with fails_with(jdag.errors.ContextError, "conformance.no_more_numbers"):
             cluster.context()
 
 
@@ -69,7 +70,7 @@ def test_after_a_context_ends_every_use_of_it_fails_for_its_owner(cluster: Any):
             use()
     with cluster.context() as other:
         for ref in (h, gradient):
-            with pytest.raises(jdag.errors.ContextError, match="which is over"):
+            with fails_with(jdag.errors.ContextError, "conformance.which_is_over"):
                 other.call("b", three_times, ref)
 
 

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import jdag
 from jdag.errors import RemoteError
@@ -17,6 +16,7 @@ from tests.conformance.functions import (
     start_the_others,
     sum_of_sum,
 )
+from tests.tools.error_texts import fails_with
 
 
 def loss(ctx: Any, w: Any) -> Any:
@@ -53,7 +53,7 @@ def test_errors_of_tasks_that_nobody_asked_for_are_raised_in_program_order(
     cluster: Any, driver: Driver
 ):
     with leaving_nothing(driver, cluster):
-        said = pytest.raises(RemoteError, match="ValueError: first")
+        said = fails_with(RemoteError, "conformance.valueerror_first")
         with said as caught, cluster.context() as ctx:
             for worker, text in (("b", "first"), ("c", "second"), ("d", "third")):
                 ctx.start(worker, raise_when_started, text)

@@ -22,6 +22,7 @@ from tests.conformance.trainers import (
     steps_until_lost,
     weighed,
 )
+from tests.tools.error_texts import fails_with
 
 OWN = "as an argument of its own"
 ROWS = jnp.asarray([[1.0, 0.5, 2.0], [0.25, 4.0, 0.5]])
@@ -153,11 +154,11 @@ def test_states_that_were_dropped_are_an_error_for_all_who_have_them(cluster: An
     optimizer = jdag.Optimizer(optax.adam(0.1), params)
     cluster.run({"b": partial(drops, optimizer)})
     train = partial(steps, weighed, params, ROWS, optimizer)
-    with pytest.raises(jdag.errors.ContextError, match="dropped"):
+    with fails_with(jdag.errors.ContextError, "conformance.dropped"):
         train(cluster)
         params["p"].fetch()
     optimizer.drop()
-    with pytest.raises(jdag.errors.ContextError, match="whose states were dropped"):
+    with fails_with(jdag.errors.ContextError, "conformance.whose_states_were_dropped"):
         cluster.run({"b": train})
 
 

@@ -28,6 +28,7 @@ from jdag.processes.session.requests import Health
 from tests import ROOT
 from tests.tools import failing_cases as cases
 from tests.tools.certificates import Issuer
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_workers import ALLOWED, Workers
 from tests.tools.stream_cases import soon
 
@@ -274,7 +275,7 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
         leaf = cluster.put("c", X)
         before = survivors(cluster)
         blow = strike(field, number, moment, tmp_path, clock)
-        with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+        with fails_with(WorkerLost, "processes.worker_c_is_lost"):
             moment(cluster, leaf, tmp_path)
         heard_ns = clock.now_ns()
         assert blow.struck_ns is not None
@@ -289,9 +290,7 @@ def lost_and_back(moment: Any, number: int, field: Field, tmp_path: Path) -> Non
             h = ctx.call("c", cases.scaled, again, 3.0)
             ctx.backward(ctx.call("b", cases.total, h))
             np.testing.assert_allclose(ctx.gradient(again).fetch(), 36 * X)
-        with pytest.raises(
-            WorkerLost, match=r"worker 'c' is lost; 'c#\d+', which joined"
-        ):
+        with fails_with(WorkerLost, "processes.worker_c_is_lost_c"):
             leaf.fetch()
 
 
@@ -303,7 +302,7 @@ def test_with_tls_it_is_so_and_who_refuses_a_certificate_prints_nothing_of_it(
     stranger = load_tls(*Issuer(tmp_path / "others", "ca").issue("here"))
     with opened(tls=Issuer(tmp_path, "ca").issue("here")) as field:
         client = ControlClient("it", field.addresses["b"], tls=stranger)
-        with pytest.raises(JoinError, match="TLS refused: unable to get local issuer"):
+        with fails_with(JoinError, "processes.tls_refused_unable_to_get"):
             client.ask(Health())
         client.close()
         lost_and_back(in_backward, signal.SIGKILL, field, tmp_path)
@@ -318,7 +317,7 @@ def test_by_the_deadline_of_who_sets_none_a_stopped_worker_is_named() -> None:
         leaf = cluster.put("b", X)
         os.kill(cluster.driver.launch.pids["b"], signal.SIGSTOP)
         struck_ns = clock.now_ns()
-        with pytest.raises(WorkerLost, match="worker 'b' is lost"):
+        with fails_with(WorkerLost, "processes.worker_b_is_lost"):
             leaf.fetch()
         assert clock.now_ns() - struck_ns < 11e9
 

@@ -14,6 +14,7 @@ from jdag.processes.net.addresses import Address
 from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import AttachWorker
 from tests.tools import stream_cases
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import PlainNode, Seated, plain, plan_of, seated
 
 soon = partial(stream_cases.soon, every_ms=10)
@@ -62,7 +63,7 @@ def test_who_waits_for_a_lost_worker_in_vain_is_told_why_it_has_not_joined_again
     with Session(plan_of(places, rejoin=True)) as session:
         places.lost = "b"
         places.die()
-        with pytest.raises(JoinError, match=r"^there is no place for 'b'$"):
+        with fails_with(JoinError, "processes.there_is_no_place_for"):
             session.rejoined("b", 0, 9)
         with seated("b") as again:
             places["b"] = again.server.address
@@ -90,7 +91,7 @@ def test_a_session_that_ends_while_a_worker_is_attached_leaves_it_free(
         soon(lambda: "b" in session.members.lost)
         with seated("b") as again:
             monkeypatch.setattr(ControlClient, "learn", closing_meanwhile)
-            with pytest.raises(JoinError, match="'b' cannot join: the session is clos"):
+            with fails_with(JoinError, "processes.b_cannot_join_the_session"):
                 session.join("b", again.server.address)
             ending.join()
             assert again.seat._lease is None

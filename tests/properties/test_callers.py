@@ -1,15 +1,15 @@
 """Many contexts of several callers: each has its own loss and gradients."""
 
 import numpy as np
-import pytest
 
 from callers import FIGURES, callers
 from jdag.errors import ScenarioError
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import Stage
 
 
 def test_a_server_alone_has_no_callers():
-    with pytest.raises(ScenarioError, match=r"\['a'\]: callers needs a server and at"):
+    with fails_with(ScenarioError, "properties.a_callers_needs_a_server"):
         callers(["a"])
 
 

@@ -19,6 +19,7 @@ from jdag.compute.sums import add, filled, fold
 from jdag.errors import JdagError
 from jdag.sim.digest import fingerprint
 from tests.tools.compute_cases import Call, Leaf, array, setting, summed
+from tests.tools.error_texts import fails_with
 
 # The cache
 
@@ -176,7 +177,7 @@ def test_a_sum_has_the_bits_of_a_tree_of_eight_neighbours(dtype: Any) -> None:
 
 
 def test_a_sum_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one addend"):
+    with fails_with(ValueError, "properties.at_least_one_addend"):
         add([])
 
 
@@ -239,7 +240,7 @@ def test_keys_have_shapes_and_bytes_but_are_not_inexact() -> None:
     "value", ["text", [1.0], np.array(["a"]), object(), np.ma.ones(2)]
 )
 def test_what_is_no_array_has_no_abstract_value(value: Any) -> None:
-    with pytest.raises(JdagError, match="is no array: arrays are"):
+    with fails_with(JdagError, "properties.is_no_array_arrays_are"):
         aval_of(value)
 
 

@@ -27,6 +27,7 @@ from tests.tools.engine_cases import (
 from tests.tools.engine_net import Net, Scope
 from tests.tools.engine_outages import hear
 from tests.tools.engine_values import DOUBLE, SAME, TRIPLE
+from tests.tools.error_texts import fails_with
 
 
 def told(net: Net, worker: str, *losses: Lost | Joined) -> None:
@@ -82,7 +83,7 @@ def test_what_lived_on_the_former_one_stays_lost_and_says_so(seed: int):
         "same cannot be called on 'b#1': leaf 1 on b is gone, worker 'b' is lost; "
         "'b#1', which joined since, has nothing of what it held"
     )
-    with pytest.raises(WorkerLost, match=r"leaf 1 on b cannot be made.* 'b#1', which"):
+    with fails_with(WorkerLost, "properties.leaf_1_on_b_cannot"):
         net.update("a", x, DOUBLE, x)
     leaves_nothing(scope)
 
@@ -95,9 +96,9 @@ def test_a_context_of_which_the_former_one_was_part_has_failed(seed: int):
     again(net, "b")
     told(net, "a", *BACK)
     for worker, argument in (("b", x), ("c", x), ("c", y)):
-        with pytest.raises(WorkerLost, match="worker 'b' is lost"):
+        with fails_with(WorkerLost, "properties.worker_b_is_lost"):
             scope.call(worker, SAME, argument)
-    with pytest.raises(WorkerLost, match="worker 'b' is lost"):
+    with fails_with(WorkerLost, "properties.worker_b_is_lost"):
         scope.start_backward(y)
     leaves_nothing(scope)
 

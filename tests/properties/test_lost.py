@@ -29,6 +29,7 @@ from tests.tools.engine_cases import (
 )
 from tests.tools.engine_net import Scope
 from tests.tools.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
+from tests.tools.error_texts import fails_with
 
 
 def inner(scope: Scope, y: Argument) -> Generator[int, Any, None]:
@@ -57,7 +58,7 @@ def test_a_program_that_swallows_a_loss_fails_its_context_all_the_same(seed: int
     net.unnoticed = [("d", Lost("c"))]
     result, failure = net.until("a", waiter)
     assert result is None and failure.error == "WorkerLost"
-    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+    with fails_with(WorkerLost, "properties.worker_c_is_lost"):
         scope.call("b", SAME, 1)
     scope.start_leaving()
     assert next(m.abort for _, _, m in net.sent if type(m) is Release)
@@ -193,7 +194,7 @@ def test_a_ref_that_may_not_be_there_is_not_returned(seed: int):
     net.part("b", "c")
     result, failure = net.until("a", waiter)
     assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
-    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+    with fails_with(WorkerLost, "properties.worker_c_is_lost"):
         scope.start_backward()
     leaves_nothing(scope)
 
@@ -253,7 +254,7 @@ def test_a_loss_that_an_inner_program_returned_cannot_be_swallowed(seed: int):
     net.part("b", "c")
     result, failure = net.until("a", waiter)
     assert result is None and failure.message == "worker 'c' is lost (noticed by 'b')"
-    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+    with fails_with(WorkerLost, "properties.worker_c_is_lost"):
         scope.start_backward()
     leaves_nothing(scope)
 

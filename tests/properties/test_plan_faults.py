@@ -10,6 +10,7 @@ import jdag
 from jdag import simulate
 from jdag.errors import RemoteError
 from tests.tools import random_runs
+from tests.tools.error_texts import fails_with
 from tests.tools.plan_cases import batch, bits, layer, mse, put
 from tests.tools.random_functions import FUSE, fused
 from tests.tools.tiers import sized
@@ -43,7 +44,7 @@ def broken(seed: int, when: str, exact: bool, *, breaks_at: int) -> list[Any]:
             if number == breaks_at:
                 before = bits([params, optimizer.states])
                 FUSE.light(when, 1)
-                with pytest.raises(RemoteError, match="the fuse for") as error:
+                with fails_with(RemoteError, "properties.the_fuse_for") as error:
                     step(params, *batch(7))
                 text = str(error.value)
                 assert "fused" in text and "test_plan_faults.py:" in text

@@ -14,6 +14,7 @@ from jdag import simulate
 from jdag.api.oracle import pullback
 from jdag.errors import ContextError
 from tests.tools import random_plans, random_runs
+from tests.tools.error_texts import fails_with
 from tests.tools.plan_cases import (
     batch,
     bits,
@@ -94,7 +95,7 @@ def test_random_programs_that_fetch_hook_or_call_programs_are_refused_at_their_l
             if not hooks and not kinds & {Fetch, Branch, Invoke}:
                 jdag.compile(program, cluster, exact=True).value_and_grad(params)
                 continue
-            with pytest.raises(ContextError, match="is recorded by") as error:
+            with fails_with(ContextError, "properties.is_recorded_by") as error:
                 step.value_and_grad(params)
             line = re.search(r"at plan.py:(\d+) in", str(error.value))
             if line is None:

@@ -21,6 +21,7 @@ from jdag.errors import RemoteError, ScheduleError, WorkerLost
 from jdag.schedules.actions import Action
 from jdag.sim import Crash, DeviceModel, LinkModel, Network
 from tests.properties.test_pipelines import breaks, through, wave
+from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import (
     ROWS,
     WIDTH,
@@ -315,7 +316,7 @@ def test_a_step_that_fails_holds_nothing_up_and_leaves_nothing_in_lists(exact):
         wanted = bits(right.value_and_grad(params, given))
         wrong = jdag.compile(broken, cluster, exact=exact)
         for _ in range(2):
-            with pytest.raises(RemoteError, match="it is too large"):
+            with fails_with(RemoteError, "properties.it_is_too_large"):
                 wrong.value_and_grad(params, given, jdag.static(1))
             assert bits(right.value_and_grad(params, given)) == wanted
         assert [one["waits_for"] for one in cluster.info().values()] == ["", ""]

@@ -22,6 +22,7 @@ from jdag.errors import JdagError, ProtocolError, RemoteError
 from jdag.processes.functions.decoder import FunctionDecoder
 from jdag.processes.functions.encoder import NAMING, FunctionEncoder
 from jdag.wire.messages import Codec, size
+from tests.tools.error_texts import fails_with
 from tests.tools.segment_cases import Tape, array, mlp
 from tests.tools.wire_cases import read_message
 
@@ -113,7 +114,7 @@ def test_a_definition_that_is_missing_fails_the_run_alone() -> None:
     )
     function = bound.segments[0].function
     assert function.may_raise
-    with pytest.raises(JdagError, match="its definition is not here"):
+    with fails_with(JdagError, "properties.its_definition_is_not_here"):
         function.run(tape.arrays)
 
 
@@ -134,12 +135,12 @@ def test_a_plan_is_refused_where_a_function_cannot_travel() -> None:
         if worker != "a":
             FunctionEncoder().prepare(event, "home", allowed)
             continue
-        with pytest.raises(JdagError, match="called_back cannot be called on another"):
+        with fails_with(JdagError, "properties.called_back_cannot_be_called"):
             FunctionEncoder().prepare(event, "home", allowed)
     tape = Tape(array(6))
     looped = tape.call(lambda x: jax.lax.while_loop(jnp.any, jnp.sin, x), 0)
     event = Planned(PLAN, (("a", prepare_of(tape.segment([looped]))),), ())
-    with pytest.raises(RemoteError, match=r"backward of .* failed on 'a', called"):
+    with fails_with(RemoteError, "properties.backward_of_failed_on_a"):
         FunctionEncoder().prepare(event, "home", allowed)
 
 
@@ -147,7 +148,7 @@ def test_a_segment_that_its_spec_contradicts_is_refused() -> None:
     tape, loss, params = mlp(2)
     whole = tape.whole(loss, params)
     message = Prepare(PLAN, 0, (Segment(whole, (0, 1), (5,)),), (), (), (), (), True)
-    with pytest.raises(ProtocolError, match=r"says \(2, 1\), and its spec \(5, 5\)"):
+    with fails_with(ProtocolError, "properties.says_2_1_and_its"):
         arrived(message, FunctionDecoder(["tests"]), ("tests",))
 
 

@@ -13,6 +13,7 @@ import jdag
 from jdag.compute.duals import Dual
 from jdag.compute.sums import add, fold
 from tests.tools.compute_cases import Call, Leaf, array, summed
+from tests.tools.error_texts import fails_with
 
 USES = 512
 PARTS = np.random.default_rng(3).uniform(0.5, 0.99, (USES, 16)).astype(jnp.bfloat16)
@@ -125,5 +126,5 @@ def test_plans_have_it_too(wide: None):
 def test_a_cluster_refuses_a_change_of_the_option(wide: None):
     with jdag.simulate(["a", "b"], seed=0) as cluster:
         jdag.sum_in_float32(False)
-        with pytest.raises(jdag.JdagError, match="jdag_sums_in_float32 is False and"):
+        with fails_with(jdag.JdagError, "properties.jdag_sums_in_float32_is"):
             cluster.put("a", jnp.ones(3))

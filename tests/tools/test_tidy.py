@@ -5,7 +5,7 @@ module of jdag, and against sources that break it, so that we know that it bites
 """
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -50,6 +50,16 @@ HOMES = {
     "numpy.random": (),
     "pickle": (),
 }
+
+# Packages whose names are public; what else a module defines is the house's own.
+FACES = (".", "parallel", "schedules", "sim")
+WHOLE = dict.fromkeys(
+    (
+        *("errors", "lab.strategies", "sim.presets", "sim.topologies"),
+        *("testing.checks", "testing.drawn", "testing.strategies"),
+    ),
+    frozenset[str](),
+)
 
 # Pure modules know neither of these.
 PURE = ("engine", "schedules", "wire.frames", "sim.reliable_link")
@@ -197,13 +207,38 @@ def a_module_says_its_idea_in_one_sentence(module: Module) -> Iterator[str]:
         yield module.at(1, "the docstring's first line does not end with a period")
 
 
+@cache
+def exported() -> dict[str, frozenset[str]]:
+    """The names that packages export, by the module that defines them.
+
+    All names of a module that is exported whole; none is listed then.
+    """
+    homes: dict[str, set[str]] = {}
+    for face in FACES:
+        path = f"jdag/{face}/__init__.py"
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for _, name, _ in imports(Module(path, source)):
+            home, _, export = name.removeprefix("jdag.").rpartition(".")
+            if name.startswith("jdag.") and home not in ("", "gone"):
+                homes.setdefault(home, set()).add(export)
+    return {home: frozenset(names) for home, names in homes.items()} | WHOLE
+
+
 def public_things_have_docstrings(module: Module) -> Iterator[str]:
-    if any(part.startswith("_") for part in module.name.split(".") if part[:2] != "__"):
-        return
-    yield from _undocumented(module, module.tree.body, "")
+    names = exported().get(module.name)
+    if names is not None:
+        public = [
+            node
+            for node in module.tree.body
+            if isinstance(node, FunctionNode | ast.ClassDef)
+            and (not names or node.name in names)
+        ]
+        yield from _undocumented(module, public, "")
 
 
-def _undocumented(module: Module, body: list[ast.stmt], owner: str) -> Iterator[str]:
+def _undocumented(
+    module: Module, body: Sequence[ast.stmt], owner: str
+) -> Iterator[str]:
     for node in body:
         if not isinstance(node, FunctionNode | ast.ClassDef):
             continue

@@ -17,6 +17,7 @@ from jdag.errors import (
     WorkerLost,
 )
 from jdag.sim import Crash, DeviceModel, LinkModel
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import ONES, nothing_is_left, total
 
 
@@ -87,7 +88,7 @@ def test_update_takes_gradients_of_an_open_context(cluster):
         cluster.update(lambda w, g: w - 0.25 * g, w, ctx.gradient(w))
         np.testing.assert_array_equal(w.fetch(), ONES / 2)
         gradient = ctx.gradient(w)
-    with pytest.raises(ContextError, match="is over"):
+    with fails_with(ContextError, "api.is_over"):
         cluster.update(lambda w, g: w - g, w, gradient)
 
 
@@ -137,7 +138,7 @@ def test_bad_leaves_are_named_with_what_would_have_been_right(cluster, update, t
 
 def test_a_function_that_cannot_be_traced_is_a_remote_error(cluster):
     w = cluster.put("b", ONES)
-    with pytest.raises(RemoteError, match=r"failed on 'b', called at .*test_cluster"):
+    with fails_with(RemoteError, "api.failed_on_b_called_at"):
         cluster.update(lambda a: a @ jnp.ones(7), w)
 
 
@@ -155,7 +156,7 @@ def test_dropped_leaves_go_and_are_refused(cluster):
             lambda: cluster.drop(w),
             lambda: cluster.update(jnp.sin, w),
         ):
-            with pytest.raises(ContextError, match="leaf 0 on b was dropped"):
+            with fails_with(ContextError, "api.leaf_0_on_b_was"):
                 use()
     nothing_is_left(cluster)
     assert cluster.info()["b"]["values_held"] == 1
@@ -166,11 +167,11 @@ def test_a_closed_cluster_is_refused(cluster):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
         cluster.close()
-        with pytest.raises(ContextError, match="which is closed"):
+        with fails_with(ContextError, "api.which_is_closed"):
             ctx.call("b", total, w)
     cluster.close()
     for use in (cluster.context, w.fetch, lambda: cluster.put("b", 1.0)):
-        with pytest.raises(ContextError, match="which is closed"):
+        with fails_with(ContextError, "api.which_is_closed"):
             use()
 
 
@@ -216,13 +217,13 @@ def test_what_was_on_a_lost_worker_is_lost_and_the_rest_goes_on():
             lambda: cluster.make("c", lambda: ONES),
             lambda: cluster.update(lambda a, b: a * b, v, ONES),
         ):
-            with pytest.raises(WorkerLost, match="'c'"):
+            with fails_with(WorkerLost, "api.c"):
                 use()
         assert "leaf 1 on c, tracked" in repr(v)
         prog = program(lambda ctx: 1)
         with cluster.context() as ctx:
             for fn in (total, prog):
-                with pytest.raises(WorkerLost, match="'c'"):
+                with fails_with(WorkerLost, "api.c"):
                     ctx.call("c", fn, *[ONES][: fn is total])
             ctx.backward(ctx.call("a", total, w))
             np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
@@ -249,7 +250,7 @@ def test_another_thread_may_not_use_a_simulated_cluster(cluster):
     )
     with ThreadPoolExecutor(3, thread_name_prefix="other") as threads:
         for use in (*uses, *uses):
-            with pytest.raises(JdagError, match=r"thread 'other_\d' uses a cluster"):
+            with fails_with(JdagError, "api.thread_other_uses_a_cluster"):
                 threads.submit(use).result()
     ctx.backward(loss)
     np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)

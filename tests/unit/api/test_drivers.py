@@ -26,6 +26,7 @@ from jdag.errors import (
 )
 from jdag.processes.launch import launch as launch_module
 from jdag.processes.launch.main_session import Session
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import free_address
 from tests.tools.rpc_workers import Workers, kept
 from tests.unit.processes.test_node import (
@@ -240,9 +241,9 @@ def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
     said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
     with pytest.raises(ScenarioError, match=said):
         jdag.simulate(["a"], seed=0, faluts=[])  # type: ignore[call-arg]
-    with pytest.raises(ScenarioError, match=r"^carrier has gone: leave it out"):
+    with fails_with(ScenarioError, "api.carrier_has_gone_leave_it"):
         jdag.launch(["a"], carrier="grpc")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"^simulate: missing .* argument: 'seed'"):
+    with fails_with(TypeError, "api.simulate_missing_argument_seed"):
         jdag.simulate(["a"])  # type: ignore[call-arg]
 
 
@@ -284,7 +285,7 @@ def test_the_caller_shares_the_gpu_of_workers_on_its_host_unless_told_otherwise(
         monkeypatch.delenv(PREALLOCATE)
         if before is not None:
             monkeypatch.setenv(PREALLOCATE, before)
-        with pytest.raises(JoinError, match="all is set by now"):
+        with fails_with(JoinError, "api.all_is_set_by_now"):
             begin()
         assert os.environ.get(PREALLOCATE) == found
 
@@ -309,7 +310,7 @@ def test_who_connects_before_a_worker_runs_is_told_how_to_start_it(
     )
     with pytest.raises(JoinError, match=said):
         jdag.connect(file, name="a")
-    with pytest.raises(ScenarioError, match="name = None: allowed is one of a, b"):
+    with fails_with(ScenarioError, "api.name_none_allowed_is_one"):
         jdag.connect(file, name=cast("str", None))
 
 
@@ -344,7 +345,7 @@ def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
     monkeypatch.setattr(Session, "_find", refuses)
     workers.path.write_text(f"ready_s = 3600\n{text}")
     try:
-        with pytest.raises(JoinError, match=r"^the token is wrong$"):
+        with fails_with(JoinError, "api.the_token_is_wrong"):
             workers.connect()
     finally:
         workers.path.write_text(text)
@@ -353,7 +354,7 @@ def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
 def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:
     with workers.connect() as cluster:
         w = cluster.put("b", jnp.ones(3))
-    with pytest.raises(JdagError, match="closed"):
+    with fails_with(JdagError, "api.closed"):
         w.fetch()
 
 
@@ -369,6 +370,6 @@ def test_a_method_of_an_object_is_refused_since_its_object_would_stay_here(
 ) -> None:
     with (
         workers.connect() as cluster,
-        pytest.raises(JdagError, match=r"Trainer\.train cannot go to 'b': it is a met"),
+        fails_with(JdagError, "api.trainer_train_cannot_go_to"),
     ):
         cluster.run({"b": Trainer().train})

@@ -14,6 +14,7 @@ from jdag.api.oracle import oracle
 from jdag.context.refs import fetch, stop_gradient
 from jdag.engine.functions import program
 from jdag.errors import JdagError, RemoteError, RootError
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import nothing_is_left
 from tests.unit.compute.test_duals import calls_itself, picks, thrice
 
@@ -333,10 +334,10 @@ def test_a_vector_that_does_not_fit_is_named(cluster, vector, said):
 def test_a_vector_on_another_worker_or_of_another_shape_is_named(cluster):
     refs, vectors = placed(cluster), placed(cluster, V)
     vectors["w"] = cluster.put("a", V["w"])
-    with pytest.raises(JdagError, match=r"vector\['w'\], .*lives on 'a', but .*'c'"):
+    with fails_with(JdagError, "api.vector_w_lives_on_a"):
         hvp(chain, cluster)(refs, vectors, X)
     vectors["w"] = cluster.put("c", V["v"])
-    with pytest.raises(JdagError, match=r"vector\['w'\] is float64\[3\], but"):
+    with fails_with(JdagError, "api.vector_w_is_float64_3"):
         hvp(chain, cluster)(refs, vectors, X)
 
 
@@ -346,9 +347,9 @@ def test_several_arguments_want_a_vector_of_as_many_parts(cluster):
 
     product = hvp(two, cluster, argnums=(0, 1))
     w, v = PARAMS["w"], PARAMS["v"]
-    with pytest.raises(JdagError, match="a tuple of 2, one part for each"):
+    with fails_with(JdagError, "api.a_tuple_of_2_one"):
         product(w, V["w"], v)
-    with pytest.raises(JdagError, match=r"the vector's \[1\] is float64\[3,3\]"):
+    with fails_with(JdagError, "api.the_vectors_1_is_float64"):
         product(w, (V["w"], V["w"]), v)
 
 
@@ -358,11 +359,11 @@ def test_a_leaf_that_is_reached_by_another_way_is_named(cluster):
     def closing_over(ctx, v, *_):
         return ctx.call("c", last, v, w)
 
-    with pytest.raises(JdagError, match=r"argument 0, by another way than through"):
+    with fails_with(JdagError, "api.argument_0_by_another_way"):
         hvp(closing_over, cluster)(w, V["w"])
     other = cluster.put("d", PARAMS["v"])
     both = hvp(closing_over, cluster, argnums=(0, 1))
-    with pytest.raises(JdagError, match=r"argument 1, by another way than through"):
+    with fails_with(JdagError, "api.argument_1_by_another_way"):
         both(other, (V["v"], V["w"]), w)
     got = hvp(closing_over, cluster)(other, V["v"])
     gradient = jax.grad(lambda v: last(v, PARAMS["w"]))
@@ -395,7 +396,7 @@ def test_a_hook_sees_primals_and_may_not_replace_one(cluster):
     wanted = truth(last_of, PARAMS, V, X)
     assert_close(got, wanted)
     assert [type(g) for g in seen] == [type(X)] * 2
-    with pytest.raises(JdagError, match=r"replace a cotangent in a run of jdag\.hvp"):
+    with fails_with(JdagError, "api.replace_a_cotangent_in_a"):
         hvp(hooked, cluster)(PARAMS, V, X, True)
 
 
@@ -404,11 +405,11 @@ def last_of(ctx, params, x):
 
 
 def test_losses_and_arguments_that_gradients_refuse_are_refused_the_same_way(cluster):
-    with pytest.raises(RootError, match="size 9"):
+    with fails_with(RootError, "api.size_9"):
         hvp(lambda ctx, w: ctx.call("b", jnp.sin, w), cluster)(PARAMS["w"], V["w"])
-    with pytest.raises(JdagError, match=r"argument 0\['n'\]: .*has no gradient"):
+    with fails_with(JdagError, "api.argument_0_n_has_no"):
         hvp(chain, cluster)({"n": np.int64(3)}, {"n": None}, X)
-    with pytest.raises(RemoteError, match="layer failed"):
+    with fails_with(RemoteError, "api.layer_failed"):
         hvp(lambda ctx, w: ctx.call("b", layer, w, jnp.ones(7)), cluster)(
             PARAMS["w"], V["w"]
         )
@@ -419,6 +420,6 @@ def test_losses_and_arguments_that_gradients_refuse_are_refused_the_same_way(clu
 def test_abstract_clusters_are_refused():
     with (
         simulate(["a", "b"], seed=0, values="abstract") as made,
-        pytest.raises(JdagError, match="values='abstract'"),
+        fails_with(JdagError, "api.values_abstract"),
     ):
         hvp(chain, made)(PARAMS, V, X)

@@ -19,6 +19,7 @@ from jdag.processes.session.control import ControlClient
 from jdag.processes.session.requests import Health, Info
 from tests import ROOT
 from tests.tools.command_cases import command
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import TOKEN, free_address, plain, plan_of
 from tests.tools.stream_cases import soon
 
@@ -95,7 +96,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
         assert command.wait(LONG_S) == 0
     for name in "ab":
         client = ControlClient(name, settings.worker(name).control)
-        with pytest.raises(Exception, match="Connection refused"):
+        with fails_with(Exception, "cli.connection_refused"):
             client.ask(Health())
         client.close()
 
@@ -130,7 +131,7 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
         until(command, "worker a: at ")
         settings = load_cluster_file(file)
         client = ControlClient("worker 'a'", settings.worker("a").control)
-        with pytest.raises(JoinError, match="it wants a token, and none came"):
+        with fails_with(JoinError, "cli.it_wants_a_token_and"):
             client.ask(Info(token=""))
         assert client.ask(Info(token=settings.token))["worker"] == "a"
         client.close()
@@ -184,7 +185,7 @@ def test_up_takes_the_workers_of_this_host_alone(file: Path):
     text = file.read_text() + '\n[tls]\nca = "x"\ncertificate = "x"\nkey = "x"\n'
     file.write_text(text + '[workers.far]\ncontrol = "192.0.2.1:7000"\n')
     assert chosen(load_cluster_file(file), [], ["m"]) == ["a", "b"]
-    with pytest.raises(ScenarioError, match="allowed is a file with a worker whose"):
+    with fails_with(ScenarioError, "cli.allowed_is_a_file_with"):
         chosen(load_cluster_file(file), [], ["m", "a", "b"])
 
 

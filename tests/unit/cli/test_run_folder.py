@@ -10,6 +10,7 @@ import pytest
 
 from jdag.cli.run_folder import FolderError, reading, replacing
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 from tests.tools.run_folder_cases import NAMES, content, write
 
 WHOLE = dict.fromkeys(NAMES, "x")
@@ -38,7 +39,7 @@ def test_what_others_put_in_a_folder_stays_there(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == [".jdag", "a.txt", "mine"]
     (tmp_path / "b.txt").mkdir()
     for names in (NAMES, ("a.txt",)):
-        with pytest.raises(FolderError, match=r"it has 'b\.txt' in it, which jdag did"):
+        with fails_with(FolderError, "cli.it_has_b_txt_in"):
             write(tmp_path, "y", names)
     assert (tmp_path / "mine" / "c.txt").read_text() == "mine"
     assert (tmp_path / "a.txt").read_text() == "x"
@@ -52,7 +53,7 @@ def test_a_folder_with_something_else_in_it_is_refused_and_left_as_it_is(
         path.parent.mkdir(parents=True)
         path.write_text("cat")
         before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(FolderError, match=r"in it, which jdag did not write"):
+        with fails_with(FolderError, "cli.in_it_which_jdag_did"):
             write(tmp_path / name, "x")
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -69,11 +70,11 @@ def test_links_are_replaced_and_never_followed(tmp_path: Path):
     assert not (inside / "c.txt").is_symlink()
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / ".jdag").symlink_to(outside / ".jdag")
-    with pytest.raises(FolderError, match=r"it has '\.jdag' in it, which jdag did not"):
+    with fails_with(FolderError, "cli.it_has_jdag_in_it"):
         write(tmp_path / "linked", "new")
     (inside / ".jdag" / "lock").unlink()
     (inside / ".jdag" / "lock").symlink_to(outside / "a.txt")
-    with pytest.raises(OSError, match="symbolic links"):
+    with fails_with(OSError, "cli.symbolic_links"):
         write(inside, "new")
     assert content(outside) == WHOLE
 
@@ -81,9 +82,9 @@ def test_links_are_replaced_and_never_followed(tmp_path: Path):
 def test_a_folder_in_use_is_refused(tmp_path: Path):
     with replacing(tmp_path, NAMES) as made:
         (made / "a.txt").write_text("x")
-        with pytest.raises(FolderError, match="it is in use: another process writes"):
+        with fails_with(FolderError, "cli.it_is_in_use_another"):
             write(tmp_path, "y")
-    is_refused = pytest.raises(FolderError, match="has changed it meanwhile")
+    is_refused = fails_with(FolderError, "cli.has_changed_it_meanwhile")
     with is_refused, reading(tmp_path):
         write(tmp_path, "y")
     assert content(tmp_path) == dict.fromkeys(NAMES, "y")
@@ -109,7 +110,7 @@ def test_a_commit_that_jdag_did_not_write_is_refused(tmp_path: Path, name):
     write(folder, "x")
     path = folder / ".jdag" / "commit.json"
     path.write_bytes(msgspec.json.encode([name] if name == 3 else {name: False}))
-    with pytest.raises(FolderError, match=r"commit\.json is not as jdag wrote it: "):
+    with fails_with(FolderError, "cli.commit_json_is_not_as"):
         write(folder, "y")
     path.unlink()
     assert content(folder) == WHOLE

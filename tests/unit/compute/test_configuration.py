@@ -13,6 +13,7 @@ import jdag
 from jdag.compute.configuration import LEFT_OUT, compared, configuration
 from jdag.errors import JdagError
 from tests.tools.compute_cases import setting
+from tests.tools.error_texts import fails_with
 
 
 def test_every_setting_is_compared_or_left_out_for_one_reason():
@@ -65,7 +66,7 @@ def test_a_context_manager_of_jax_around_calls_is_refused():
     with jdag.simulate(["a", "b"], seed=1) as cluster, cluster.context() as ctx:
         with (
             jax.threefry_partitionable(False),
-            pytest.raises(JdagError, match="jax_threefry_partitionable is False and"),
+            fails_with(JdagError, "compute.jax_threefry_partitionable_is_false"),
         ):
             ctx.call("b", jnp.sin, jnp.ones(3))
         with jax.log_compiles(False), jax.numpy_rank_promotion("raise"):

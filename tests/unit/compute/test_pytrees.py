@@ -19,6 +19,7 @@ from jdag.compute.pytrees import (
     unflatten,
 )
 from jdag.errors import ContextError, JdagError
+from tests.tools.error_texts import fails_with
 
 
 class Ref:
@@ -95,9 +96,7 @@ def test_a_tracer_is_refused_with_what_to_do() -> None:
         return taken(1.0, {"w": x}).size
 
     for transform in (jax.jit, jax.vmap, jax.grad):
-        with pytest.raises(
-            ContextError, match=r"a tracer as argument 1\['w'\].*outside"
-        ):
+        with fails_with(ContextError, "compute.a_tracer_as_argument_1"):
             transform(traced)(jnp.ones(3))
 
 
@@ -111,12 +110,12 @@ def test_what_a_call_does_not_take_is_named_with_its_place(wrong: Any) -> None:
 
 
 def test_arrays_that_are_not_numbers_are_refused() -> None:
-    with pytest.raises(JdagError, match="dtype <U1 cannot be computed with"):
+    with fails_with(JdagError, "compute.dtype_u1_cannot_be_computed"):
         taken(np.array(["a"]))
 
 
 def test_a_static_value_has_to_be_hashable() -> None:
-    with pytest.raises(JdagError, match=r"hashable value, not \[1, 2\] of type list"):
+    with fails_with(JdagError, "compute.hashable_value_not_1_2"):
         static([1, 2])  # type: ignore[arg-type]
 
 
@@ -130,11 +129,9 @@ def test_a_tree_of_refs_is_taken_apart_and_put_together() -> None:
 
 
 def test_a_leaf_that_is_not_a_ref_is_named() -> None:
-    with pytest.raises(
-        JdagError, match=r"leaf \['w'\]\[1\] is a JAX array; it takes a ref"
-    ):
+    with fails_with(JdagError, "compute.leaf_w_1_is_a"):
         flatten_refs({"w": [Ref(), jnp.ones(3)]}, is_ref)
-    with pytest.raises(JdagError, match="the value is a float"):
+    with fails_with(JdagError, "compute.the_value_is_a_float"):
         flatten_refs(1.0, is_ref)
 
 
@@ -157,7 +154,7 @@ def test_a_node_of_the_user_that_cannot_be_taken_apart_says_why_once() -> None:
         def tree_unflatten(cls, _: Any, __: Any) -> Any:
             raise NotImplementedError
 
-    with pytest.raises(JdagError, match=r"this is no pytree of JAX: it is odd$"):
+    with fails_with(JdagError, "compute.this_is_no_pytree_of"):
         flatten(Odd())
 
 
@@ -184,9 +181,9 @@ def test_a_pytree_that_is_deep_or_contains_itself_is_refused_before_jax_sees_it(
         for _ in range(20):  # Each failure of JAX would leave less of Python's stack.
             with pytest.raises(JdagError, match=said):
                 flatten(tree, what="it")
-        with pytest.raises(JdagError, match=r"argument 1 is a pytree that is nested"):
+        with fails_with(JdagError, "compute.argument_1_is_a_pytree"):
             split((1.0, tree), {}, lambda _: False)
-        with pytest.raises(JdagError, match=r"argument 'w' is a pytree that is nested"):
+        with fails_with(JdagError, "compute.argument_w_is_a_pytree"):
             split((1.0,), {"w": tree}, lambda _: False)
     assert len(flatten(_deep(149))[0]) == 1
 
@@ -210,5 +207,5 @@ def test_a_static_that_is_deep_or_holds_itself_is_refused_and_nothing_is_lost():
     for _ in range(3_000):
         deep = [deep]
     for value in (deep, itself):
-        with pytest.raises(JdagError, match=r"jdag\.static takes"):
+        with fails_with(JdagError, "compute.jdag_static_takes"):
             static(value)

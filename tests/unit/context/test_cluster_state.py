@@ -12,6 +12,7 @@ from jdag.context.cluster_state import ClusterState
 from jdag.engine.protocol import LeafId
 from jdag.errors import ContextError, JdagError
 from jdag.settings.session_settings import RunSettings
+from tests.tools.error_texts import fails_with
 
 
 def test_values_are_held_as_they_are_or_as_their_shapes_alone():
@@ -38,7 +39,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
         return x
 
     traced(1.0)
-    with pytest.raises(ContextError, match="a call inside of"):
+    with fails_with(ContextError, "context.a_call_inside_of"):
         homes[0].check_open("a call")
 
 

@@ -12,6 +12,7 @@ from jdag.errors import (
     GraphError,
     JdagError,
 )
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import (
     ONES,
     total,
@@ -37,7 +38,7 @@ def test_double_backward_is_refused_by_name(cluster):
         gradient = ctx.gradient(w)
         norm = ctx.call("b", lambda g, w: jnp.sum(g * w), gradient, w)
         for root in (gradient, norm):
-            with pytest.raises(GraphError, match=r"double backward: root 0, .*leaf 0"):
+            with fails_with(GraphError, "context.double_backward_root_0_leaf"):
                 ctx.backward(root)
         stopped = stop_gradient(gradient)
         ctx.backward(ctx.call("b", lambda g, w: jnp.sum(g * w), stopped, w))
@@ -50,7 +51,7 @@ def test_double_backward_is_refused_through_programs_too(cluster):
     with cluster.context() as ctx:
         ctx.backward(ctx.call("c", total, w))
         root = ctx.call("d", prog, ctx.gradient(w), w)
-        with pytest.raises(GraphError, match="double backward"):
+        with fails_with(GraphError, "context.double_backward"):
             ctx.backward(root)
 
 
@@ -58,9 +59,7 @@ def test_the_mode_is_one_that_there_is(cluster):
     w = cluster.put("b", ONES)
     with cluster.context() as ctx:
         loss = ctx.call("c", total, w)
-        with pytest.raises(
-            JdagError, match="mode='slow': allowed is 'smart' or 'fast'"
-        ):
+        with fails_with(JdagError, "context.mode_slow_allowed_is_smart"):
             ctx.backward(loss, mode="slow")
 
 
@@ -83,21 +82,19 @@ def test_a_leaf_never_reached_has_no_gradient_and_says_so(cluster):
     w, v = cluster.put("b", ONES), cluster.put("c", ONES)
     n = cluster.put("c", jnp.arange(3))
     with cluster.context() as ctx:
-        with pytest.raises(GraphError, match="reached by no pass, of 0"):
+        with fails_with(GraphError, "context.reached_by_no_pass_of"):
             ctx.gradient(w)
         h = ctx.call("c", total, w)
         ctx.call("c", total, v)
         ctx.backward(h)
         assert list(ctx.gradients()) == [w]
-        with pytest.raises(
-            GraphError, match=r"leaf 1 on c was reached by no pass, of 1"
-        ):
+        with fails_with(GraphError, "context.leaf_1_on_c_was"):
             ctx.gradient([w, v])
-        with pytest.raises(GraphError, match="leaf 2 on c is not inexact"):
+        with fails_with(GraphError, "context.leaf_2_on_c_is"):
             ctx.gradient(n)
-        with pytest.raises(GraphError, match=r"output 0 of call 1 .*is no leaf"):
+        with fails_with(GraphError, "context.output_0_of_call_1"):
             ctx.gradient(h)
-        with pytest.raises(JdagError, match=r"leaf \['x'\] is an int; it takes a ref"):
+        with fails_with(JdagError, "context.leaf_x_is_an_int"):
             ctx.gradient({"x": 1})
 
 
@@ -118,7 +115,7 @@ def test_the_gradient_of_a_leaf_that_was_dropped_says_so(cluster: Any):
         loss = ctx.call("b", jnp.square, w)
         cluster.drop(w)
         ctx.backward(loss)
-        with pytest.raises(GraphError, match=r"was dropped by cluster\.drop"):
+        with fails_with(GraphError, "context.was_dropped_by_cluster_drop"):
             ctx.gradient(w)
 
 

@@ -28,6 +28,7 @@ from tests.tools.engine_cases import (
     pausing,
 )
 from tests.tools.engine_values import ADD, DOUBLE, Fuse, Linear
+from tests.tools.error_texts import fails_with
 
 
 def test_a_version_that_forward_read_is_kept_until_its_context_is_released():
@@ -55,9 +56,7 @@ def test_a_version_that_is_made_twice_is_refused_before_anything_changes(times):
     if times == 1:
         engine.handle(Arrived("a", Assign((1,), (made,))))
     for again in (made, made):
-        with pytest.raises(
-            ProtocolError, match="version 0 of leaf 7 on b is made twice"
-        ):
+        with fails_with(ProtocolError, "context.version_0_of_leaf_7"):
             engine.handle(Arrived("a", Assign((2,), (again,) * times)))
     assert len(engine._state.leaves) == 2 - times
 
@@ -66,7 +65,7 @@ def test_an_assignment_with_a_type_too_many_is_refused_before_anything_changes()
     engine = Engine("b", ("a", "b"))
     leaf = LeafKey(None, LeafId("b", 7), 0)
     made = Assignment((1, 0), None, (), (leaf,), (None, None), "")
-    with pytest.raises(ValueError, match="is longer than argument 1"):
+    with fails_with(ValueError, "context.is_longer_than_argument_1"):
         engine.handle(Arrived("a", Assign((1,), (made,))))
     assert not engine._state.leaves
 

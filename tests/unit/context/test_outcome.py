@@ -14,6 +14,7 @@ from jdag.errors import JdagError, WorkerLost
 from jdag.sim.devices import MOVED
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
+from tests.tools.error_texts import fails_with
 
 OWED = Owed((3, 1), "b", "c", "m:f", "x.py:7 in main")
 
@@ -28,7 +29,7 @@ def test_a_time_is_whole_nanoseconds_and_at_least_one(seconds, ns):
 )
 def test_a_time_that_is_none_is_refused(seconds):
     for given in (seconds, 10**400):
-        with pytest.raises(JdagError, match="allowed is a number of seconds above 0"):
+        with fails_with(JdagError, "context.allowed_is_a_number_of"):
             nanoseconds(given)
 
 

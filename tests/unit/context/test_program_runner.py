@@ -10,6 +10,7 @@ from jdag.engine.protocol import Arrived, Fetched, Left, Resume, Returned, Spawn
 from jdag.errors import JdagError
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
+from tests.tools.error_texts import fails_with
 from tests.tools.sim_cases import CONTEXT, play, send, tag_of
 
 NETWORK = LinkModel(latency_ns=100)
@@ -210,7 +211,7 @@ def test_a_program_cannot_close_the_cluster_that_runs_it(monkeypatch):
         played.simulation.close()
 
     _, played = played_by(monkeypatch, {("b", 1): closing})
-    with pytest.raises(JdagError, match="only the main program may close the cluster"):
+    with fails_with(JdagError, "context.only_the_main_program_may"):
         played.run()
     assert played.engines["a"].told  # It is still there.
     played.simulation.info()

@@ -11,6 +11,7 @@ import pytest
 import jdag
 from jdag.errors import JdagError, RemoteError
 from tests.tools.compute_cases import array, assert_same
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import squares
 
 X = array(4, 3)
@@ -165,20 +166,18 @@ def test_tracked_arguments_are_refused_with_what_to_do(cluster):
 
 
 def test_where_shapes_have_to_be_known_the_error_names_them(cluster):
-    with pytest.raises(JdagError, match=r"largest is marked.*unjitted\(shapes=fn\)"):
+    with fails_with(JdagError, "context.largest_is_marked_unjitted_shapes"):
         cluster.make("b", largest, X)
     shapes = jdag.simulate(["a", "b"], values="abstract", seed=0)
     with shapes as abstract, abstract.context() as ctx:
-        with pytest.raises(JdagError, match=r"largest.*unjitted\(shapes=fn\)"):
+        with fails_with(JdagError, "context.largest_unjitted_shapes_fn"):
             ctx.call("b", largest, X)
         assert ctx.call("b", arranged, X, 1)["sorted"].fetch().shape == X.shape
-    with pytest.raises(
-        JdagError, match=r"shapes=\.\.\.\) takes a function, not \(3,\)"
-    ):
+    with fails_with(JdagError, "context.shapes_takes_a_function_not"):
         jdag.unjitted(shapes=(3,))
     with (
         cluster.context() as ctx,
-        pytest.raises(JdagError, match=r"its shapes= said \('int"),
+        fails_with(JdagError, "context.its_shapes_said_int"),
     ):
         jdag.fetch(ctx.call("b", jdag.unjitted(shapes=lambda x: (4, 3))(np.sin), X))
 

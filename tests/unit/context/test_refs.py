@@ -27,6 +27,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ContextError, JdagError, RemoteError
 from jdag.runtime.failures import exception_of
+from tests.tools.error_texts import fails_with
 
 AVAL = aval_of(jnp.ones((2, 3)))
 
@@ -114,7 +115,7 @@ def test_fetch_raises_the_first_failure():
         for n in (2, 3)
     ]
     held.values = dict(zip([ref.key for ref in refs], [1, *failures], strict=True))
-    with pytest.raises(RemoteError, match=r"m:f failed on 'ps0', called at a.py:1"):
+    with fails_with(RemoteError, "context.m_f_failed_on_ps0"):
         fetch(refs)
 
 
@@ -169,7 +170,7 @@ def test_what_takes_an_array_says_what_to_do_with_a_ref(name):
 def test_a_method_of_arrays_is_no_attribute_and_says_what_to_do():
     ref = output(Held())
     assert not hasattr(ref, "sum")
-    with pytest.raises(AttributeError, match=r"no attribute 'sum': .*ctx.call"):
+    with fails_with(AttributeError, "context.no_attribute_sum_ctx_call"):
         ref.sum()
 
 
@@ -189,7 +190,7 @@ def test_stop_gradient_keeps_all_but_the_tracking():
 
 
 def test_stop_gradient_takes_refs_alone():
-    with pytest.raises(JdagError, match="takes a ref"):
+    with fails_with(JdagError, "context.takes_a_ref"):
         stop_gradient(1.0)
 
 
@@ -239,15 +240,11 @@ def test_a_ref_that_outlives_its_module_as_python_ends_says_nothing():
 def test_copies_of_refs_and_handles_are_refused_with_the_remedy(cluster, copied):
     w, ref = cluster.put("b", jnp.ones(3)), output(Held())
     for tree in (w, ref) if copied is copy.copy else (w, ref, {"w": [w, 1.0]}):
-        with pytest.raises(
-            ContextError, match=r"a copy of Ref\(.*: cluster\.copy\(refs"
-        ):
+        with fails_with(ContextError, "context.a_copy_of_ref_cluster"):
             copied(tree)
-    with pytest.raises(
-        JdagError, match=r"a copy of Hosted\(list .*make another one by"
-    ):
+    with fails_with(JdagError, "context.a_copy_of_hosted_list"):
         copied(cluster.host("b", list))
-    with pytest.raises(JdagError, match=r"would step the same .*of copies of the le"):
+    with fails_with(JdagError, "context.would_step_the_same_of"):
         copied(jdag.Optimizer(optax.sgd(0.1), w))
-    with pytest.raises(JdagError, match=r"Cluster\(.* cannot be copied"):
+    with fails_with(JdagError, "context.cluster_cannot_be_copied"):
         copied(cluster)

@@ -11,6 +11,7 @@ import pytest
 import jdag
 from jdag import sim
 from jdag.errors import ContextError, JdagError, PassTimeout, RemoteError, TaskTimeout
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import nothing_is_left
 
 SECOND = 10**9
@@ -117,16 +118,14 @@ def test_what_nobody_asked_for_is_waited_for_and_its_errors_are_raised_at_the_en
             ctx.start("b", works, w, 1.0)
         assert cluster.now_ns == SECOND
         with (
-            pytest.raises(
-                RemoteError, match=r"breaks failed on 'c'.*: ValueError: 1"
-            ) as e,
+            fails_with(RemoteError, "context.breaks_failed_on_c_valueerror") as e,
             cluster.context() as ctx,
         ):
             slow = ctx.start("b", works, w, 1.0)
             ctx.start("c", breaks, "1")
             ctx.start("b", leaves_running, "d", "2")
             asked = ctx.start("d", breaks, "asked")
-            with pytest.raises(RemoteError, match="asked"):
+            with fails_with(RemoteError, "context.asked"):
                 asked.result()
         assert cluster.now_ns == 2 * SECOND and slow.result().worker == "b"
         (note,) = e.value.__notes__
@@ -150,10 +149,10 @@ def test_waiting_for_several_raises_the_first_error_in_their_order():
             ctx.start("c", breaks, "first"),
             ctx.start("d", breaks, "second"),
         ]
-        with pytest.raises(RemoteError, match="first") as caught:
+        with fails_with(RemoteError, "context.first") as caught:
             jdag.wait(tasks)
         assert ["second" in note for note in caught.value.__notes__] == [True]
-        with pytest.raises(RemoteError, match="second") as caught:
+        with fails_with(RemoteError, "context.second") as caught:
             jdag.wait(list(reversed(tasks)))
 
 
@@ -172,7 +171,7 @@ def test_a_result_that_takes_too_long_can_be_asked_for_again():
         assert cluster.now_ns == SECOND * 3 // 4
         np.testing.assert_allclose(task.result(timeout_s=0.5).fetch(), jnp.tanh(X))
         assert cluster.now_ns == SECOND
-        with pytest.raises(JdagError, match="timeout_s = -1: allowed is"):
+        with fails_with(JdagError, "context.timeout_s_1_allowed_is"):
             task.result(timeout_s=-1)
 
 
@@ -205,14 +204,14 @@ def test_a_task_of_a_lost_worker_is_a_loss():
     crash = sim.Crash("c", detect_ns=1000, at_ns=SECOND // 2)
     with timed(faults=[crash]) as cluster:
         w = cluster.put("b", X)
-        lost = pytest.raises(jdag.errors.WorkerLost, match="'c'")
+        lost = fails_with(jdag.errors.WorkerLost, "context.c")
         with lost, cluster.context() as ctx:
             task = ctx.start("c", works, w, 1.0)
             other = ctx.start("b", works, w, 1.0)
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "context.c"):
                 task.result()
             np.testing.assert_allclose(other.result().fetch(), jnp.tanh(X))
-            with pytest.raises(jdag.errors.WorkerLost, match="'c'"):
+            with fails_with(jdag.errors.WorkerLost, "context.c"):
                 ctx.start("c", works, w, 1.0)
             ctx.backward(ctx.call("b", add, w))
         nothing_is_left(cluster)
@@ -255,7 +254,7 @@ def test_only_the_program_that_started_a_task_waits_for_it():
             with pytest.raises(ContextError, match=refused):
                 ctx.call("c", waits_for_a_foreign_task)
         assert KEPT[0].result() is not None  # Its end was waited for.
-        with pytest.raises(ContextError, match="which is over"):
+        with fails_with(ContextError, "context.which_is_over"):
             KEPT[0].result().fetch()
 
 
@@ -264,6 +263,6 @@ def test_the_oracle_runs_what_is_started_at_once():
         task = ctx.start("b", breaks, "no")
         return task.result()
 
-    with pytest.raises(ValueError, match="no"):
+    with fails_with(ValueError, "context.no"):
         jdag.oracle(program)(X)
     assert re.match(r"Task\(.*ended\)", repr(KEPT[0]))

@@ -47,6 +47,7 @@ from tests.tools.engine_cases import (
 )
 from tests.tools.engine_net import Net, Scope
 from tests.tools.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
+from tests.tools.error_texts import fails_with
 from tests.tools.tiers import sized
 
 
@@ -99,11 +100,11 @@ def test_a_context_cannot_be_used_or_left_again():
     scope.call("b", DOUBLE, x)
     scope.start_leaving()
     for use in (scope.start_leaving, lambda: scope.call("b", DOUBLE, 1)):
-        with pytest.raises(ContextError, match="is leaving and cannot take"):
+        with fails_with(ContextError, "engine.is_leaving_and_cannot_take"):
             use()
     net.drain()
     for use in (scope.start_leaving, lambda: scope.call("b", DOUBLE, 1)):
-        with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'a'"):
+        with fails_with(ContextError, "engine.context_0_1_is_not"):
             use()
     nothing_left(net)
 
@@ -302,7 +303,7 @@ def test_a_worker_that_only_a_program_knew_is_missed_when_the_program_returns():
     net.let_go()
     _, failure = net.until("a", waiter)
     assert failure is None
-    with pytest.raises(WorkerLost, match="worker 'd' is lost"):
+    with fails_with(WorkerLost, "engine.worker_d_is_lost"):
         scope.call("b", SAME, 1)
     net.let_go()
     leaves_nothing(scope)
@@ -326,10 +327,10 @@ def test_nothing_can_be_asked_of_a_lost_worker():
     net.crash("b")
     net.drain()
     scope = net.open("a")
-    with pytest.raises(WorkerLost, match=r"double cannot be called on 'c'.*'b' is"):
+    with fails_with(WorkerLost, "engine.double_cannot_be_called_on"):
         scope.call("c", DOUBLE, x)
-    with pytest.raises(WorkerLost, match="no program can run on 'b'"):
+    with fails_with(WorkerLost, "engine.no_program_can_run_on"):
         scope.launch("b", nested, x)
-    with pytest.raises(WorkerLost, match=r"leaf 2 on b cannot be made.*'b' is lost"):
+    with fails_with(WorkerLost, "engine.leaf_2_on_b_cannot"):
         net.put("b", 4, "a")
     assert scope.leave() == ()

@@ -3,8 +3,6 @@
 from collections.abc import Generator
 from typing import Any
 
-import pytest
-
 from jdag.engine.protocol import (
     Acknowledge,
     Argument,
@@ -15,6 +13,7 @@ from jdag.errors import ContextError
 from tests.tools.engine_cases import begun, holding, net_of, pausing
 from tests.tools.engine_net import Scope
 from tests.tools.engine_values import ADD, DOUBLE, Fuse, Linear
+from tests.tools.error_texts import fails_with
 
 # ------------------------------------------------------------------- errors are values
 
@@ -67,10 +66,10 @@ def test_a_program_call_leaves_only_when_all_assignments_have_arrived():
 def test_a_program_may_not_go_on_in_a_context_that_is_gone():
     net, scope, x = begun(2, "b")
     inner = Scope(net, "b", scope.context, (1,))
-    with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'b'"):
+    with fails_with(ContextError, "engine.context_0_1_is_not_open"):
         inner.call("b", DOUBLE, x)
     scope.leave()
-    with pytest.raises(ContextError, match=r"context 0\.1 is not open on 'a'"):
+    with fails_with(ContextError, "engine.context_0_1_is_not"):
         scope.call("b", DOUBLE, x)
     assert net.leftovers() == []
 

@@ -18,6 +18,7 @@ from jdag.engine.functions import (
     unjitted,
 )
 from jdag.errors import JdagError
+from tests.tools.error_texts import fails_with
 
 
 def plain(x: Any, y: Any = 1) -> Any:
@@ -75,7 +76,7 @@ def test_marks_are_told_of_the_function_and_of_partials_over_it() -> None:
 
 @pytest.mark.parametrize("mark", [program, unjitted])
 def test_what_takes_no_mark_is_refused_by_name(mark: Any) -> None:
-    with pytest.raises(JdagError, match=r"jdag\.\w+ cannot mark .*len"):
+    with fails_with(JdagError, "engine.jdag_cannot_mark_len"):
         mark(len)
 
 

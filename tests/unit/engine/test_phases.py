@@ -41,6 +41,7 @@ from tests.tools.engine_cases import begun, holding, nothing_left, pausing
 from tests.tools.engine_faults import FAULTS, happen
 from tests.tools.engine_net import Net, Scope
 from tests.tools.engine_values import DOUBLE, SAME, Linear
+from tests.tools.error_texts import fails_with
 
 CONTEXT = ContextId(0, 7, 0)
 CAUSES = (
@@ -121,9 +122,7 @@ def test_what_the_table_does_not_allow_names_phase_event_and_what_is_allowed(
 def test_a_context_that_lost_a_worker_says_so_in_place_of_its_phase():
     lost = Failure("WorkerLost", "worker 'b' is lost", "b")
     own = OwnedFragment(CONTEXT, "a", phase=Phase.FAILED, lost=lost)
-    with pytest.raises(
-        WorkerLost, match=r"context 0\.7 has failed: worker 'b' is lost"
-    ):
+    with fails_with(WorkerLost, "engine.context_0_7_has_failed"):
         own.advance(Issued)
 
 
@@ -205,11 +204,9 @@ def test_an_engine_refuses_what_the_phase_does_not_take_and_is_none_the_worse(
 
 def test_a_lost_worker_fails_its_context_and_the_error_names_it():
     _, scope = in_phase(Phase.FAILED)
-    with pytest.raises(
-        WorkerLost, match=r"context 0\.1 has failed: worker 'c' is lost"
-    ):
+    with fails_with(WorkerLost, "engine.context_0_1_has_failed"):
         scope.call("b", SAME, 1)
-    with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+    with fails_with(WorkerLost, "engine.worker_c_is_lost"):
         scope.start_backward()
 
 

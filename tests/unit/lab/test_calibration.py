@@ -9,6 +9,7 @@ from jdag.errors import ScenarioError
 from jdag.lab import calibration
 from jdag.lab.calibration import costs_of, fit_link
 from jdag.scenario.costs import read_costs
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import scenario_of, written
 
 SIZES = (1_000, 50_000, 1_000_000, 4_000_000)
@@ -76,12 +77,12 @@ def test_a_calibration_writes_a_cost_of_every_function_that_the_program_calls(
 
 
 def test_what_cannot_be_calibrated_is_one_line(tmp_path: Path):
-    with pytest.raises(ScenarioError, match="steps = 0: allowed is an integer >= 1"):
+    with fails_with(ScenarioError, "lab.steps_0_allowed_is_an"):
         jdag.calibrate(written(tmp_path), steps=0)
 
 
 def test_a_program_with_contexts_of_its_own_is_refused(tmp_path: Path):
     path, out = scenario_of(tmp_path, "player"), tmp_path / "costs.toml"
-    with pytest.raises(ScenarioError, match=r"allowed is one that returns a jdag.scen"):
+    with fails_with(ScenarioError, "lab.allowed_is_one_that_returns"):
         jdag.calibrate(path, out)
     assert not out.exists()

@@ -30,6 +30,7 @@ from jdag.lab.strategies import (
 from jdag.lab.subject import Subject
 from jdag.scenario import Case
 from jdag.sim.untimed import PossibleStep
+from tests.tools.error_texts import fails_with, warns_with
 
 
 def scaled(w, x):
@@ -148,7 +149,7 @@ def test_an_error_that_is_not_jdags_is_a_violation_unless_it_is_in_every_order()
     def fails(cluster):
         raise KeyError("in every order")
 
-    with pytest.raises(KeyError, match="in every order"):
+    with fails_with(KeyError, "lab.in_every_order"):
         jdag.explore(fails, [*"ab"], runs=2)
     count: list[int] = []
 
@@ -445,7 +446,7 @@ def test_a_run_with_other_values_in_the_same_steps_is_told(tmp_path):
     path = tmp_path / "bug.json"
     failure: Any = jdag.explore(ONE, [*"ab"], lambda run: False, runs=1).failure
     failure.save(path)
-    with pytest.warns(UserWarning, match=r"bug\.json: .* but the digest differs"):
+    with warns_with(UserWarning, "lab.bug_json_but_the_digest"):
         jdag.replay(path, Case(one_call, {"w": PARAMS["w"] + 1}, {"w": "b"}))
 
 
@@ -475,7 +476,7 @@ def test_a_file_that_is_cut_off_or_absent_is_refused(tmp_path):
     failure.save(path)
     for spoilt in (path.read_text()[:-40], "[" * 100_000):
         path.write_text(spoilt)
-        with pytest.raises(ScenarioError, match=r"is no run that jdag explore saved: "):
+        with fails_with(ScenarioError, "lab.is_no_run_that_jdag"):
             jdag.replay(path, ONE)
-    with pytest.raises(ScenarioError, match=r"bug\.jso: No such file"):
+    with fails_with(ScenarioError, "lab.bug_jso_no_such_file"):
         jdag.replay(str(path)[:-1], ONE)

@@ -12,6 +12,7 @@ from jdag.scenario.costs import written as costs_written
 from jdag.schedules import Schedule, one_f_one_b
 from jdag.sim import DeviceModel, LinkModel
 from shapes import pipeline
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import scenario_of, written
 
 LAYER, LAST = (1_000, 700, 300), (1_500, 900, 400)
@@ -111,9 +112,9 @@ def test_a_ratio_is_that_to_the_median_of_measured_steps():
 
 
 def test_costs_that_lack_a_function_are_one_line(tmp_path: Path):
-    with pytest.raises(ScenarioError, match=r"with a cost of shapes:scale, which"):
+    with fails_with(ScenarioError, "lab.with_a_cost_of_shapes"):
         jdag.predict(written(tmp_path), costs_in(tmp_path))
-    with pytest.raises(ScenarioError, match=r"measure = -1: allowed is an integer >="):
+    with fails_with(ScenarioError, "lab.measure_1_allowed_is_an"):
         jdag.predict(written(tmp_path), measure=-1)
 
 

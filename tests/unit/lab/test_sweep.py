@@ -21,6 +21,7 @@ from jdag.lab.sweep import (
 from jdag.scenario import load
 from jdag.scenario.run_scenario import run_scenario
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import scenario_of, written
 
 SCENARIOS = ROOT / "scenarios"
@@ -215,7 +216,7 @@ def test_a_wrong_key_or_value_is_one_line_before_anything_runs(
 
 @pytest.mark.parametrize("jobs", [0, -1, "2", True])
 def test_jobs_that_are_no_count_are_refused(jobs: Any, tmp_path: Path):
-    with pytest.raises(ScenarioError, match=r"jobs = .*: allowed is an integer"):
+    with fails_with(ScenarioError, "lab.jobs_allowed_is_an_integer"):
         sweep(written(tmp_path), VALUES, jobs=jobs)
 
 
@@ -251,7 +252,7 @@ def test_a_folder_of_something_else_is_refused_and_left_alone(tmp_path: Path):
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ScenarioError, match=r"file/out': allowed .*Not a direc"):
+    with fails_with(ScenarioError, "lab.file_out_allowed_not_a"):
         sweep(written(tmp_path), {"seed": [1]}, jobs=1, out=tmp_path / "file" / "out")
 
 

@@ -18,6 +18,7 @@ import jdag
 from paper import figures
 from paper.compare import costs, ours, pinning, plans, rows, run
 from tests.tools.compare_cases import made_up_costs, system
+from tests.tools.error_texts import fails_with
 
 
 @pytest.fixture
@@ -349,7 +350,7 @@ def test_a_run_without_any_figure_leaves_former_results_as_they_are(results: Pat
 def test_figures_are_written_before_the_page_is_made(results: Path):
     systems = mock.patch.object(subprocess, "call", Faulty("", prints_nothing))
     no_page = mock.patch.object(run, "page", side_effect=KeyError("a row"))
-    with systems, no_page, pytest.raises(KeyError, match="a row"):
+    with systems, no_page, fails_with(KeyError, "paper.a_row"):
         run.main(["--peer", "python", "--rounds", "3"])
     written = json.loads((results / "compare.json").read_text())
     assert written["missing"][0] == "the rest: KeyError: 'a row'"

@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from tests.tools.error_texts import fails_with
+
 
 def said(name: str, call: Callable[[], Any]) -> None:
     """Run a check and print what came of it."""
@@ -34,7 +36,7 @@ def lost(text: str) -> None:
 
     with pytest.raises(WorkerLost, match=text):
         gradient()
-    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+    with fails_with(WorkerLost, "parallel.one_of_the_processes_that"):
         gradient()
 
 
@@ -72,7 +74,7 @@ def waits(number: int) -> None:
         until_said("/verdict", "given up")
     with pytest.raises(WorkerLost, match=late[number]):
         gradient(deadline_s=3.0)
-    with pytest.raises(WorkerLost, match="one of the processes that work together is"):
+    with fails_with(WorkerLost, "parallel.one_of_the_processes_that"):
         gradient(deadline_s=3.0)
 
 

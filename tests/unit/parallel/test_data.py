@@ -18,6 +18,7 @@ from jdag.errors import JdagError
 from jdag.parallel import data_parallel
 from jdag.parallel.data import _is_one_program
 from jdag.parallel.task import task_of
+from tests.tools.error_texts import fails_with, warns_with
 from tests.tools.tiers import sized
 from tests.unit.parallel.cases import (
     BIG,
@@ -48,7 +49,7 @@ def test_values_and_gradients_are_those_of_one_device(task):
 
 @pytest.mark.parametrize("deadline_s", [0, True])
 def test_a_deadline_is_looked_at_by_one_process_too(deadline_s):
-    with pytest.raises(JdagError, match=r"deadline_s = .*: allowed is a number of s"):
+    with fails_with(JdagError, "parallel.deadline_s_allowed_is_a"):
         data_parallel(scaled, {}, UNEVEN, names(1), deadline_s=deadline_s)
 
 
@@ -194,7 +195,7 @@ def test_what_is_aux_is_of_the_first_replica_and_nothing_flows_back_to_it():
 
         (_, aux), found = jax.value_and_grad(total, has_aux=True)(p)
         assert found == jnp.sum(x) and aux == {"first": 2, "count": 2}
-    with pytest.raises(JdagError, match=r"with has_aux=True it returns a pair"):
+    with fails_with(JdagError, "parallel.with_has_aux_true_it"):
         data_parallel(rows_out, {"w": array(3, 2)}, array(4, 3), has_aux=True)
 
 
@@ -249,7 +250,7 @@ def test_a_function_made_anew_in_a_loop_is_warned_of(rows, monkeypatch):
     cache = pairs.PairCache(9)  # It has seen none of them.
     monkeypatch.setattr("jdag.parallel.apply.pair", cache.pair)
     monkeypatch.setattr("jdag.parallel.program.CACHE", cache)
-    with pytest.warns(UserWarning, match=r"<lambda> .* for 3 different closures"):
+    with warns_with(UserWarning, "parallel.lambda_for_3_different_closures"):
         for n in range(3):
             data_parallel(lambda p, x, n=n: x * n, 1.0, array(rows), names(2))
 
@@ -349,9 +350,7 @@ def test_it_is_refused_inside_of_jit_and_vmap_and_loops(rows):
         lambda: jax.lax.cond(True, loss, lambda p: 0.0, p),
     ]
     for call in around:
-        with pytest.raises(
-            JdagError, match=r"cannot move between devices inside of ja"
-        ):
+        with fails_with(JdagError, "parallel.cannot_move_between_devices_inside"):
             call()
     assert jax.eval_shape(loss, p) == aval_of(loss(p)).struct()
     again = jax.checkpoint(loss)
@@ -363,7 +362,7 @@ def test_what_the_function_raises_is_raised_as_it_is():
         raise KeyError("mine")
 
     for rows in ROWS:
-        with pytest.raises(KeyError, match="mine"):
+        with fails_with(KeyError, "parallel.mine"):
             data_parallel(wrong, {}, jnp.ones(rows), names(2))
 
 

@@ -15,6 +15,7 @@ from jdag.parallel.devices import (
     device_of,
     resolved_devices,
 )
+from tests.tools.error_texts import fails_with
 from tests.unit.parallel.cases import names
 
 D = tuple(jax.devices())
@@ -31,7 +32,7 @@ def test_the_devices_of_a_mesh_are_taken_as_it_has_them():
     mesh: Any = Mesh(np.asarray(D[2:6]).reshape(2, 2), ("a", "b"))
     assert resolved_devices(mesh.devices.flat, "f") == D[2:6]
     assert resolved_devices(mesh.devices[1], "f") == D[4:6]
-    with pytest.raises(JdagError, match=r"dtype=object\): allowed are a list of"):
+    with fails_with(JdagError, "parallel.dtype_object_allowed_are_a"):
         resolved_devices(mesh.devices, "f")
 
 
@@ -57,7 +58,7 @@ def test_a_device_of_another_process_is_said_with_those_that_are_here(monkeypatc
     far: Any = D[2]
     others = [device for device in D if device is not far]
     monkeypatch.setattr(jax, "local_devices", lambda backend=None: others)
-    with pytest.raises(JdagError, match=r"belongs to process 0, and this is process 0"):
+    with fails_with(JdagError, "parallel.belongs_to_process_0_and"):
         device_of(far, "f")
 
 
@@ -67,6 +68,6 @@ def test_devices_of_several_platforms_are_refused_by_their_names(
     other: Any = SimpleNamespace(platform="gpu", process_index=0)
     known = {"gpu": [other], "cpu": list(D)}
     monkeypatch.setattr(jax, "local_devices", lambda backend: known[backend])
-    with pytest.raises(JdagError, match="f: gpu:0, cpu:1 are of several platforms: al"):
+    with fails_with(JdagError, "parallel.f_gpu_0_cpu_1"):
         check_platform([other, D[1]], "f")
     check_platform(D[:3], "f")

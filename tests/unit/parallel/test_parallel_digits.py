@@ -13,6 +13,7 @@ from jdag.scenario import Scenario, load
 from jdag.scenario.driving import driver_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 
 PATH = ROOT / "scenarios" / "data_parallel_digits.toml"
 
@@ -52,7 +53,7 @@ def test_replicas_that_no_worker_has_devices_for_are_refused(
     text = PATH.read_text().replace("data/digits", f"{PATH.parent}/data/digits")
     path = tmp_path / PATH.name
     path.write_text(text.replace("[1, 2, 4]", str(replicas)))
-    with pytest.raises(ScenarioError, match=r"settings.replicas = .* from 1 to .* 8;"):
+    with fails_with(ScenarioError, "parallel.settings_replicas_from_1_to"):
         load(path)
 
 
@@ -60,5 +61,5 @@ def test_more_host_devices_than_jax_has_begun_with_are_refused(tmp_path: Path):
     assert len(jax.devices("cpu")) == 8
     path = tmp_path / PATH.name
     path.write_text(PATH.read_text().replace("devices = 4", "devices = 9"))
-    with pytest.raises(ScenarioError, match="host_devices = 9: allowed is at most 8"):
+    with fails_with(ScenarioError, "parallel.host_devices_9_allowed_is"):
         load(path)

@@ -9,6 +9,7 @@ import pytest
 from jdag.errors import JdagError, WorkerLost
 from jdag.parallel import waiting
 from jdag.parallel.waiting import Waiting, check_deadline
+from tests.tools.error_texts import fails_with
 
 
 class Store:
@@ -87,7 +88,7 @@ def test_who_comes_when_another_has_given_up_is_told(store: Store, clock: Clock)
     assert met(lambda: 5, "a sum", 60.0) == 5  # Nobody knows it before: it asks.
     assert store.held["jdag/room/1/verdict"] == "met"
     clock.passes(31.0)
-    with pytest.raises(WorkerLost, match="a sum: process 0 came too late; others have"):
+    with fails_with(WorkerLost, "parallel.a_sum_process_0_came"):
         met(lambda: 5, "a sum", 60.0)
 
 
@@ -96,7 +97,7 @@ def test_who_heard_late_that_all_had_come_is_late_itself(store: Store, clock: Cl
     store.held["jdag/room/2/verdict"] = "given up"
     met = Waiting("room").met
     assert met(lambda: clock.passes(31.0), "a sum", 60.0) == 5
-    with pytest.raises(WorkerLost, match="a sum: process 0 came too late; others have"):
+    with fails_with(WorkerLost, "parallel.a_sum_process_0_came"):
         met(lambda: 5, "a sum", 60.0)
 
 
@@ -119,12 +120,12 @@ def test_what_a_collective_raises_is_raised(store: Store):
     def breaks() -> Any:
         raise ValueError("gloo: connection closed")
 
-    with pytest.raises(ValueError, match="connection closed"):
+    with fails_with(ValueError, "parallel.connection_closed"):
         Waiting("room").met(breaks, "a sum", 60.0)
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, float("inf"), float("nan"), "9", True])
 def test_a_deadline_is_a_number_of_seconds(deadline_s: Any):
-    with pytest.raises(JdagError, match=r"deadline_s = .*: allowed is a number of sec"):
+    with fails_with(JdagError, "parallel.deadline_s_allowed_is_a_number"):
         check_deadline(deadline_s)
     check_deadline(3)

@@ -12,6 +12,7 @@ from jdag.compute.pytrees import static
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
 from jdag.plans.compiling import compile
+from tests.tools.error_texts import fails_with
 
 X = jnp.linspace(-0.5, 1, 12).reshape(3, 4)
 W = jnp.linspace(-1, 1, 16).reshape(4, 4)
@@ -201,7 +202,7 @@ def test_a_program_that_does_not_repeat_itself_is_refused(cluster):
         return ctx.call("b", jnp.sum, x * len(runs))
 
     for wrong in (elsewhere, another_constant, another_result, own_arithmetic):
-        with pytest.raises(JdagError, match="did not do the same"):
+        with fails_with(JdagError, "plans.did_not_do_the_same"):
             compile(wrong, cluster)(X)
 
 
@@ -213,17 +214,17 @@ def test_a_context_that_was_recorded_is_over(cluster):
         return ctx.call("b", jnp.sum, x)
 
     compile(keeps, cluster)(X)
-    with pytest.raises(ContextError, match="recorded, and over"):
+    with fails_with(ContextError, "plans.recorded_and_over"):
         kept[0].call("b", jnp.sum, X)
 
 
 def test_results_are_refs_and_data(cluster):
-    with pytest.raises(JdagError, match=r"returned an object at \[1\]"):
+    with fails_with(JdagError, "plans.returned_an_object_at_1"):
         compile(lambda ctx, x: (x, object()), cluster)(X)
 
 
 def test_a_function_that_cannot_be_traced_is_a_remote_error(cluster):
-    with pytest.raises(RemoteError, match="failed on 'b'"):
+    with fails_with(RemoteError, "plans.failed_on_b"):
         compile(lambda ctx, x: ctx.call("b", jnp.matmul, x, x), cluster)(X)
 
 

@@ -3,6 +3,7 @@
 import pytest
 
 from jdag.errors import JdagError, ProtocolError
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_nodes import cluster
 
 
@@ -16,7 +17,7 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
         questions.quiet_now = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
             patched.setattr("jdag.processes.node_queries.SETTLE_S", 0.2)
-            with pytest.raises(JdagError, match=r"not settled within 0.2 s: .* on b$"):
+            with fails_with(JdagError, "processes.not_settled_within_0_2"):
                 c.driver.settle()
         del questions.quiet_now
         c.driver.settle()
@@ -25,5 +26,5 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
 def test_a_node_without_a_trace_has_none_to_send() -> None:
     with cluster(("a", "b")) as c:
         for asked in ({"what": "trace", "from": 0}, {"what": "weather"}):
-            with pytest.raises(ProtocolError, match="is no question for a node"):
+            with fails_with(ProtocolError, "processes.is_no_question_for_a"):
                 c.nodes["b"]._questions.answer(asked)

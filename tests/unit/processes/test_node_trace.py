@@ -14,6 +14,7 @@ from jdag.lab.retiming import retime
 from jdag.report.operations import operations_of
 from jdag.report.spans import spans_of
 from jdag.runtime.trace import Trace
+from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import step
 from tests.tools.rpc_nodes import cluster
 from tests.unit.processes.test_node import gradient
@@ -161,7 +162,5 @@ def test_settings_that_cannot_be_are_refused(settings: Any, said: str):
 
 
 def test_a_trace_of_processes_cannot_be_retimed():
-    with pytest.raises(
-        JdagError, match="a run of processes, whose network is no model"
-    ):
+    with fails_with(JdagError, "processes.a_run_of_processes_whose"):
         retime(real(gradient))

@@ -19,6 +19,7 @@ from jdag.runtime.trace import Trace
 from jdag.sim.devices import DeviceModel
 from jdag.sim.network import LinkModel
 from shapes import pipeline
+from tests.tools.error_texts import fails_with
 
 STAGES = ("stage0", "stage1", "stage2", "stage3")
 FILES = ("timeline.png", "graph.png", "graph.dot", "graph.json", "index.html")
@@ -343,5 +344,5 @@ def test_all_leaves_of_the_first_call_have_room_in_the_picture(count, tmp_path):
 
 def test_a_graph_that_is_none_is_refused_by_file(tmp_path):
     (tmp_path / "graph.json").write_text('{"workers": []}')
-    with pytest.raises(JdagError, match=r"graph\.json holds no graph"):
+    with fails_with(JdagError, "report.graph_json_holds_no_graph"):
         read_drawings(tmp_path)

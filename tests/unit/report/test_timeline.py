@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jdag.errors import JdagError
 from jdag.runtime.chooser import Chooser
 from jdag.sim.timeline import SimTimeline
+from tests.tools.error_texts import fails_with
 
 entries = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=40)
 HOST = SimpleNamespace(worker="a")
@@ -117,7 +118,7 @@ def test_a_run_that_does_not_end_is_stopped_by_a_bound_that_is_named():
         timeline.push(timeline.now_ns + 1, 0, (again, host))
 
     again(HOST)
-    with pytest.raises(JdagError, match=r"events_max = 100 .*reached at 100 ns"):
+    with fails_with(JdagError, "report.events_max_100_reached_at"):
         timeline.run(Chooser(), (), 0)
     assert timeline._pushed == 100
 

@@ -16,6 +16,7 @@ from jdag.runtime.ready import ReadyJobs
 from jdag.schedules import Action
 from jdag.sim import Delay, DeviceModel, Drop, Duplicate, LinkModel
 from jdag.sim.settings import SimSettings
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import total
 from tests.tools.sim_cases import cluster_of
 
@@ -102,10 +103,10 @@ def test_a_picking_chooser_sees_the_worker_and_all_that_is_ready_in_order():
 def test_a_pick_that_is_not_there_is_refused_by_index():
     ready = ReadyJobs(Picking(pick=lambda ready: 7), "a")
     ready.add(JOBS[0], None)
-    with pytest.raises(JdagError, match=r"chooser = 7: .* from 0 to 0:"):
+    with fails_with(JdagError, "runtime.chooser_7_from_0_to"):
         ready.take()
     assert len(ready) == 1
-    with pytest.raises(JdagError, match="pick of the chooser = -1: allow"):
+    with fails_with(JdagError, "runtime.pick_of_the_chooser_1"):
         checked_index(-1, 3)
 
 

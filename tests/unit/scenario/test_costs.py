@@ -13,6 +13,7 @@ from jdag.scenario.run_scenario import run_scenario
 from jdag.scenario.scenario_schema import devices_of, network_of
 from jdag.settings.toml_files import read_toml
 from jdag.sim import DeviceModel, LinkModel
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import written as scenario
 
 COSTS: dict[str, dict[str, Any]] = {
@@ -93,5 +94,5 @@ def test_wrong_costs_are_one_line(
 
 
 def test_a_missing_file_of_costs_is_one_line(tmp_path: Path):
-    with pytest.raises(ScenarioError, match=r"costs.toml: No such file.*jdag calibrat"):
+    with fails_with(ScenarioError, "scenario.costs_toml_no_such_file"):
         load(scenario(tmp_path, costs=LINE))

@@ -19,6 +19,7 @@ from jdag.scenario import Scenario, configured, load
 from jdag.scenario.driving import BY_WORKER, Real, Virtual, driver_of
 from jdag.scenario.program import player_of
 from jdag.scenario.run_scenario import ScenarioResult, run_scenario
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_workers import NAMES, kept
 from tests.unit.scenarios.test_scenarios import SCENARIOS, SINGLE
 
@@ -161,7 +162,7 @@ def test_what_is_there_in_virtual_time_alone_is_refused_by_its_key(tmp_path: Pat
 
 def test_a_device_that_cannot_be_is_refused():
     settings = load(SCENARIOS / "chain.toml").settings
-    with pytest.raises(ScenarioError, match="--device = 'tpu': allowed is cpu, gpu"):
+    with fails_with(ScenarioError, "scenario.device_tpu_allowed_is_cpu"):
         driver_of(settings, "rpc", device="tpu")
 
 

@@ -10,6 +10,7 @@ from digits import FIGURES, KEPT_ASIDE, digits, load
 from jdag.errors import ScenarioError
 from jdag.sim import DeviceModel, LinkModel, Network
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import Stage
 
 SCENARIOS = ROOT / "scenarios"
@@ -105,14 +106,14 @@ def test_images_kept_aside_are_360_of_all_kinds_and_none_trains():
 
 
 def test_data_that_is_not_there_is_refused(tmp_path):
-    with pytest.raises(ScenarioError, match="no digits there"):
+    with fails_with(ScenarioError, "scenarios.no_digits_there"):
         digits(WORKERS, folder=tmp_path)
     (tmp_path / "data").mkdir()
     np.savez(tmp_path / "data" / "digits.npz", other=np.zeros(3))
-    with pytest.raises(ScenarioError, match="no digits there"):
+    with fails_with(ScenarioError, "scenarios.no_digits_there"):
         digits(WORKERS, folder=tmp_path)
 
 
 def test_a_trainer_alone_is_refused():
-    with pytest.raises(ScenarioError, match="at least one owner"):
+    with fails_with(ScenarioError, "scenarios.at_least_one_owner"):
         digits(["trainer"], folder=SCENARIOS)

@@ -2,15 +2,15 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jdag.errors import ScenarioError
+from tests.tools.error_texts import fails_with
 from tests.tools.scenario_cases import Stage
 from trainers import FIGURES, descended, loss, trainers
 
 
 def test_a_server_alone_has_no_trainers():
-    with pytest.raises(ScenarioError, match=r"\['a'\]: trainers needs a server and at"):
+    with fails_with(ScenarioError, "scenarios.a_trainers_needs_a_server"):
         trainers(["a"])
 
 

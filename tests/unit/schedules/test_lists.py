@@ -6,6 +6,7 @@ import pytest
 
 from jdag.errors import ScheduleError
 from jdag.schedules import Action, Schedule, from_csv, from_lists, to_csv, zb_h1
+from tests.tools.error_texts import fails_with
 from tests.unit.schedules.test_schedules import every_schedule
 
 
@@ -108,11 +109,9 @@ def test_what_is_no_list_of_actions_is_refused():
     ):
         with pytest.raises(ScheduleError, match=message):
             from_lists(lists)  # type: ignore[arg-type]
-    with pytest.raises(
-        ScheduleError, match='input_half = \'X\': allowed is "I" or "B"'
-    ):
+    with fails_with(ScheduleError, "schedules.input_half_x_allowed_is"):
         from_csv("0F0,0B0", "X")  # type: ignore[arg-type]
-    with pytest.raises(ScheduleError, match="the CSV is a bytes: allowed is its text"):
+    with fails_with(ScheduleError, "schedules.the_csv_is_a_bytes"):
         from_csv(b"0F0,0B0")  # type: ignore[arg-type]
 
 

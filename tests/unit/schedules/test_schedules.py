@@ -21,6 +21,7 @@ from jdag.schedules import (
     zb_h2,
     zb_v,
 )
+from tests.tools.error_texts import fails_with
 
 ONE_STAGE = (gpipe, one_f_one_b, eager_one_f_one_b, zb_h1, zb_h2)
 UNIT = {"forward": 1, "input_grad": 1, "weight_grad": 1}
@@ -232,7 +233,7 @@ def test_stages_have_workers_in_a_loop_or_in_a_v():
     v = zb_v(stages=6, micro_batches=2, workers=names)
     assert [v.worker(s) for s in range(6)] == ["a", "b", "c", "c", "b", "a"]
     assert (v.workers, v.stages, v.micro_batches) == (("a", "b", "c"), 6, 2)
-    with pytest.raises(ScheduleError, match=r"stage = 6: allowed is an integer from 0"):
+    with fails_with(ScheduleError, "schedules.stage_6_allowed_is_an"):
         v.worker(6)
 
 

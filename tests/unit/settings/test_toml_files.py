@@ -7,6 +7,7 @@ import pytest
 
 from jdag.errors import ScenarioError
 from jdag.settings.toml_files import TOML_BYTES_MAX, read_toml, wrong
+from tests.tools.error_texts import fails_with
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, text, words):
 def test_a_file_that_python_cannot_read_is_no_toml(tmp_path: Path, text: str):
     path = tmp_path / "some.toml"
     path.write_text(text)
-    with pytest.raises(ScenarioError, match="this is not TOML: "), wrong(path):
+    with fails_with(ScenarioError, "settings.this_is_not_toml"), wrong(path):
         read_toml(path, "a file")
 
 

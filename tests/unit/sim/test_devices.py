@@ -29,6 +29,7 @@ from jdag.engine.protocol import (
 from jdag.errors import CostWarning, RemoteError, ScenarioError
 from jdag.sim.devices import FREE_DEVICE, MOVED, DeviceModel, Roofline, models
 from jdag.sim.faults import Slow
+from tests.tools.error_texts import fails_with
 from tests.tools.sim_cases import Work, job, play
 
 CONTEXT = ContextId(0, 1, 0)
@@ -185,7 +186,7 @@ def test_an_unusable_cost_is_refused_by_name(settings: Any, said: str):
 
 
 def test_a_device_of_nobody_is_refused_by_name():
-    with pytest.raises(ScenarioError, match="worker = 'z': allowed is one of a, b, c"):
+    with fails_with(ScenarioError, "sim.worker_z_allowed_is_one"):
         models({"z": MODEL}, WORKERS)
 
 

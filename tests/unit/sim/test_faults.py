@@ -20,6 +20,7 @@ from jdag.sim.faults import (
     Slow,
     Verdict,
 )
+from tests.tools.error_texts import fails_with
 
 WORKERS = ["a", "b", "c"]
 
@@ -177,5 +178,5 @@ def test_all_that_is_wrong_is_named_at_once():
     for name in ("faults[0].source", "faults[0].destination", "faults[1].worker"):
         assert name in str(caught.value)
     assert "faults[2]" not in str(caught.value)
-    with pytest.raises(ScenarioError, match=r"^probability = 2: .*; until_ns = -1: "):
+    with fails_with(ScenarioError, "sim.probability_2_until_ns_1"):
         Drop(2, until_ns=-1)

@@ -10,6 +10,7 @@ from jdag import simulate
 from jdag.errors import ScenarioError, WorkerLost
 from jdag.sim import Crash, DeviceModel, LinkModel, Partition
 from jdag.sim.faults import Faults
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import ONES, nothing_is_left, total
 
 
@@ -71,7 +72,7 @@ def test_a_leaf_of_a_device_is_lost_with_the_one_that_had_the_device():
     with cluster_of(Crash("b", detect_ns=50, at_ns=500, restart_ns=100)) as cluster:
         leaf = cluster.put("b/cpu:0", ONES)
         outlast(cluster, 2_000)
-        with cluster.context() as ctx, pytest.raises(WorkerLost, match="'b'"):
+        with cluster.context() as ctx, fails_with(WorkerLost, "sim.b"):
             ctx.call("c", total, leaf)
 
 
@@ -188,8 +189,8 @@ def test_who_joins_where_nothing_passes_is_given_up_by_those_beyond():
 
 def test_only_the_last_crash_of_a_worker_may_be_for_good():
     crashes = [Crash("b", 5, at_ns=1), Crash("b", 5, at_ns=9, restart_ns=1)]
-    with pytest.raises(ScenarioError, match="one crash of b: it does not come back"):
+    with fails_with(ScenarioError, "sim.one_crash_of_b_it"):
         Faults(crashes, ("a", "b"))
     Faults(crashes[::-1], ("a", "b"))
-    with pytest.raises(ScenarioError, match="restart_ns = -1: allowed is an integer"):
+    with fails_with(ScenarioError, "sim.restart_ns_1_allowed_is"):
         Faults([Crash("b", 5, at_ns=9, restart_ns=-1)], ("a", "b"))

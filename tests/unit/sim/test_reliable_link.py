@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from jdag.errors import ProtocolError, ScenarioError, WorkerLost
 from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings
+from tests.tools.error_texts import fails_with
 
 SETTINGS = LinkSettings(resend_ns=1000, resend_max=3, ack_delay_ns=100)
 LATENCY_NS = 200  # With the acknowledgement's delay and the way back well below 1000.
@@ -137,7 +138,7 @@ def test_it_gives_up_after_so_many_resends():
     assert link.resent == SETTINGS.resend_max
     assert unacknowledged(link) == [("payload", 0), ("payload", 1)]
     assert pair.now_ns >= 15 * SETTINGS.resend_ns  # 1 + 2 + 4 + 8: waits double.
-    with pytest.raises(WorkerLost, match="b: lost after 3 resends"):
+    with fails_with(WorkerLost, "sim.b_lost_after_3_resends"):
         link.send("more", pair.now_ns)
     assert link.receive(Frame(1, 0, "late"), pair.now_ns) == ()
     assert link.tick(pair.now_ns) == ()
@@ -206,11 +207,11 @@ def test_a_busy_path_puts_each_resend_off_once_and_not_for_ever():
 
 def test_numbers_that_cannot_be_are_refused_by_name():
     link = Link("b", replace(SETTINGS, window_max=3))
-    with pytest.raises(ProtocolError, match="b: frame 1 is acknowledged; 0 is the"):
+    with fails_with(ProtocolError, "sim.b_frame_1_is_acknowledged"):
         link.receive(Frame(0, 1), 0)
-    with pytest.raises(ProtocolError, match="frame 4; the next is 1, and window_max"):
+    with fails_with(ProtocolError, "sim.frame_4_the_next_is"):
         link.receive(Frame(4, 0, "x"), 0)
-    with pytest.raises(ProtocolError, match="frame -1; the first is 1"):
+    with fails_with(ProtocolError, "sim.frame_1_the_first_is"):
         link.receive(Frame(-1, 0, "x"), 0)
 
 
@@ -218,7 +219,7 @@ def test_the_window_bounds_what_is_unacknowledged():
     link = Link("b", replace(SETTINGS, window_max=3))
     for payload in range(3):
         link.send(payload, 0)
-    with pytest.raises(ProtocolError, match="3 frames are unacknowledged; window_max"):
+    with fails_with(ProtocolError, "sim.3_frames_are_unacknowledged_window"):
         link.send(3, 0)
 
 

@@ -26,6 +26,7 @@ from jdag.runtime.journal import Entries, read_journals
 from jdag.settings.session_settings import RunSettings
 from jdag.sim.replaying import Replaying, _Worker
 from jdag.training.recovery import Recovery
+from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import step
 from tests.tools.rpc_nodes import cluster, connect, made, whereabouts
 from tests.unit.processes.test_node import W, X, gradient, hidden, total
@@ -173,7 +174,7 @@ def test_the_return_of_a_lost_worker_is_repeated(tmp_path: Path):
     assert found == (wanted, now)
     assert inputs == sum(len(one.lines) for one in journals.values())
     (tmp_path / "c#1.journal").unlink()
-    with pytest.raises(ScenarioError, match=r"c#1\.journal: No such file"):
+    with fails_with(ScenarioError, "sim.c_1_journal_no_such"):
         read_journals(tmp_path, WORKERS, NAME)
 
 
@@ -242,9 +243,7 @@ def test_a_program_that_does_something_else_is_told_where(journals: Any):
 
 
 def test_a_program_that_does_less_is_told_what_is_expected(journals: Any):
-    with pytest.raises(
-        JdagError, match=r"expected 'p .*', found 'nothing that could be"
-    ):
+    with fails_with(JdagError, "sim.expected_p_found_nothing_that"):
         replayed(journals, gradient)
 
 
@@ -279,15 +278,13 @@ def test_a_run_that_has_deviated_is_not_said_to_be_repeated(journals: Any):
         with pytest.raises(ReplayError):
             gradient(c)
 
-    with pytest.raises(ReplayError, match="expected 'no more', found 'p "):
+    with fails_with(ReplayError, "sim.expected_no_more_found_p"):
         replayed(journals, does_more)
 
 
 def test_a_journal_without_its_last_lines_is_named(journals: Any):
     lines = journals["b"].lines[:9]
-    with pytest.raises(
-        ReplayError, match="of worker 'b' has no last line after event 9"
-    ):
+    with fails_with(ReplayError, "sim.of_worker_b_has_no"):
         replayed({**journals, "b": Entries("b", lines, "")}, thrice)
 
 
@@ -313,7 +310,7 @@ def test_a_journal_without_its_end_is_refused_though_others_saw_that_worker_leav
     other.write_text(other.read_text().replace(left, "").removesuffix("end\n"))
     with other.open("a") as file:
         file.write(f"{left}end\n")
-    with pytest.raises(ScenarioError, match=r"b\.journal is truncated: .* during the"):
+    with fails_with(ScenarioError, "sim.b_journal_is_truncated_during"):
         read_journals(tmp_path, WORKERS, NAME)
 
 

@@ -24,6 +24,7 @@ from jdag.sim.faults import Crash, Slow
 from jdag.sim.network import LinkModel
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import GARBAGE_MIN, CycleCollector, Simulation
+from tests.tools.error_texts import fails_with
 from tests.tools.sim_cases import (
     WORKERS,
     Work,
@@ -111,7 +112,7 @@ def test_a_result_that_is_there_is_had_without_letting_anything_happen(monkeypat
 
 def test_waiting_for_what_never_comes_names_who_waits_for_what(monkeypatch):
     played = play(monkeypatch, lambda engine, event: None, network=SLOW_LINKS)
-    with pytest.raises(JdagError, match=r"event is left.*'a' for the end of a context"):
+    with fails_with(JdagError, "sim.event_is_left_a_for"):
         played.run()
 
 
@@ -363,7 +364,7 @@ def test_a_closed_cluster_says_so_and_what_it_counted_stays(monkeypatch):
     assert after["a"]["messages_sent"] == before["a"]["messages_sent"] == 1
     assert (after["a"]["values_held"], after["a"]["live_contexts"]) == (0, 0)
     for refused in (played.ask, lambda: played.port.wait(9)):
-        with pytest.raises(JdagError, match="this cluster is closed"):
+        with fails_with(JdagError, "sim.this_cluster_is_closed"):
             refused()
 
 

@@ -16,6 +16,7 @@ from jdag.sim.topologies import (
     torus,
     tree,
 )
+from tests.tools.error_texts import fails_with
 
 EIGHT = tuple("abcdefgh")
 LINK = LinkModel(latency_ns=100, bandwidth_bytes_per_s=1_000_000_000)
@@ -102,7 +103,7 @@ def test_paths_over_one_physical_link_share_it_and_others_do_not(cut_through):
 def test_workers_outside_of_a_topology_have_links_of_their_own():
     network = topology([*"ab"], [Dimension("ring", 2, LINK)], default=LinkModel(7))
     assert arrives(network, ("c", "a"), ("a", "b")) == [7, SIZE + 100]
-    with pytest.raises(ScenarioError, match="topology: worker = 'b': allowed is one"):
+    with fails_with(ScenarioError, "sim.topology_worker_b_allowed_is"):
         Traffic(network, ["a", "c"])
 
 

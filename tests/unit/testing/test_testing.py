@@ -21,6 +21,7 @@ from jdag.testing import checks, plugin
 from jdag.testing.checks import Violation
 from jdag.testing.drawn import DrawnCall, Program, program_of
 from tests.properties.test_readme import block
+from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import batches, layer, square, weights
 
 
@@ -51,7 +52,7 @@ def test_a_program_over_a_drawn_cluster_is_held_to_its_oracle(workers):
     calls = [DrawnCall(worker, "scale", (0, n)) for n, worker in enumerate(workers)]
     program = Program(workers, (workers[-1],), tuple(calls))
     testing.assert_equals_oracle(program.case(), workers, runs=2)
-    with pytest.raises(Violation, match="there is no worker 'main'"):
+    with fails_with(Violation, "testing.there_is_no_worker_main"):
         testing.assert_equals_oracle(program.case(), workers[1:], runs=1)
 
 
@@ -157,13 +158,13 @@ def test_bad_input_is_one_line():
     ):
         with pytest.raises(ScenarioError, match=said):
             testing.assert_equals_oracle(Program(("a",), ("a",), ()), **options)
-    with pytest.raises(ScenarioError, match="workers = 3: allowed is a list of one"):
+    with fails_with(ScenarioError, "testing.workers_3_allowed_is_a"):
         testing.assert_equals_oracle(lambda cluster: None, 3)
-    with pytest.raises(ScenarioError, match=r"simulated = .*and only with a"):
+    with fails_with(ScenarioError, "testing.simulated_and_only_with_a"):
         testing.assert_equals_oracle(lambda cluster: None, ["a"], simulated={})
-    with pytest.raises(ScenarioError, match="workers = 3: allowed is a strategy"):
+    with fails_with(ScenarioError, "testing.workers_3_allowed_is_a_strategy"):
         given(testing.programs(3))(lambda program: None)()
-    with pytest.raises(AttributeError, match="no attribute 'program'"):
+    with fails_with(AttributeError, "testing.no_attribute_program"):
         _ = testing.program
 
 

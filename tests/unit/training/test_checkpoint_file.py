@@ -12,6 +12,7 @@ from jdag.context.refs import fetch
 from jdag.errors import JdagError
 from jdag.training import checkpoint_file
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import ONES
 from tests.unit.training.test_checkpoint import bits
 
@@ -87,7 +88,7 @@ def test_what_is_cut_off_is_refused(cluster, tmp_path):
     good = path.read_bytes()
     for size in (0, 7, 8, 100, len(good) - 1):
         path.write_bytes(good[:size])
-        with pytest.raises(JdagError, match=r"no checkpoint can be read from"):
+        with fails_with(JdagError, "training.no_checkpoint_can_be_read"):
             cluster.load(tmp_path / "run", w=ONES)
 
 
@@ -123,5 +124,5 @@ def test_more_savers_at_once_than_there_are_names_are_refused(
     cluster, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(checkpoint_file, "SAVERS_MAX", 0)
-    with pytest.raises(JdagError, match="0 others are saving there now"):
+    with fails_with(JdagError, "training.0_others_are_saving_there"):
         cluster.save(tmp_path / "run", n=1)

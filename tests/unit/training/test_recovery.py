@@ -11,6 +11,7 @@ import pytest
 import jdag
 from jdag.errors import RecoveryError, WorkerLost
 from jdag.sim import Crash, LinkModel
+from tests.tools.error_texts import fails_with
 from tests.tools.recovery_cases import (
     WORKERS,
     Patient,
@@ -165,9 +166,7 @@ def test_an_update_that_loses_an_owner_or_a_peer_is_made_on_none():
         lose(cluster, "d")  # The peer of c.
         make = partial(cluster.make, "c", jnp.negative)
         for change in (partial(cluster.update, jnp.add, refs), make):
-            with pytest.raises(
-                WorkerLost, match=r"cluster\.recover\(\), then repeat what"
-            ):
+            with fails_with(WorkerLost, "training.cluster_recover_then_repeat_what"):
                 change(1.0)
         cluster.recover()
         assert bits(jdag.fetch(refs)) == bits([drawn(0), drawn(1)])
@@ -259,7 +258,7 @@ def test_contexts_of_a_lost_worker_are_over_and_others_go_on():
                 found = bits(jdag.fetch([y, ctx.gradient(v)]))
                 for use in (partial(gone.call, "c", layer, v), partial(gone.move, "c")):
                     if victims:
-                        with pytest.raises(WorkerLost, match="worker 'b' is lost"):
+                        with fails_with(WorkerLost, "training.worker_b_is_lost"):
                             use(kept)
             gone.__exit__(None, None, None)
             return found
@@ -276,9 +275,7 @@ def test_until_it_is_recovered_a_worker_that_joined_again_is_lost():
             lambda: cluster.driver.incarnations == {"b": 1}, 10**6
         )
         for use in (w.fetch, partial(cluster.put, "b", 1.0)):
-            with pytest.raises(
-                WorkerLost, match="b#1', which joined since, has nothing"
-            ):
+            with fails_with(WorkerLost, "training.b_1_which_joined_since"):
                 use()
         cluster.recover()
         assert bits(w.fetch()) == bits(drawn(0))
@@ -329,9 +326,9 @@ def test_what_cannot_be_asked_for_is_refused_in_a_line(ask: Any, said: str):
 def test_recovery_has_to_be_asked_for_when_the_cluster_is_made():
     with jdag.simulate(["a", "b"], seed=0) as cluster:
         for ask in (cluster.recover, cluster.replicate_leaves):
-            with pytest.raises(jdag.errors.JdagError, match=r"recover=True"):
+            with fails_with(jdag.errors.JdagError, "training.recover_true"):
                 ask()
-    with pytest.raises(jdag.errors.ScenarioError, match="recover = 1"):
+    with fails_with(jdag.errors.ScenarioError, "training.recover_1"):
         jdag.simulate(["a", "b"], seed=0, recover=cast("bool", 1))
 
 

@@ -13,6 +13,7 @@ from jdag.engine.arrays import DTYPES, RANK_MAX, ArrayType
 from jdag.errors import ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.encoding import decoded, encoded
+from tests.tools.error_texts import fails_with
 
 
 def there_and_back(kind: ArrayType) -> ArrayType:
@@ -69,9 +70,9 @@ def test_what_is_no_value_is_named(value: Any, said: str) -> None:
 
 
 def test_headers_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="Invalid enum value 'int9'"):
+    with fails_with(ProtocolError, "wire.invalid_enum_value_int9"):
         there_and_back(ArrayType((), "int9", False))
     with pytest.raises(ProtocolError, match=f"`array` of length <= {RANK_MAX}"):
         there_and_back(ArrayType((1,) * (RANK_MAX + 1), "int8", False))
-    with pytest.raises(ProtocolError, match="`int` >= 0"):
+    with fails_with(ProtocolError, "wire.int_0"):
         there_and_back(ArrayType((-1,), "int8", False))

@@ -12,6 +12,7 @@ from jdag.wire.frames import (
     pack_header,
     unpack_header,
 )
+from tests.tools.error_texts import fails_with
 
 WIDE = (1 << 64) - 1
 HEADERS = [
@@ -71,5 +72,5 @@ def test_sequence_0_is_that_of_a_pure_frame_alone(kind: FrameKind):
 
 
 def test_a_chunk_brings_at_least_a_byte():
-    with pytest.raises(ProtocolError, match="a CHUNK frame of 0 bytes"):
+    with fails_with(ProtocolError, "wire.a_chunk_frame_of_0"):
         unpack_header(raw(1, 0, FrameKind.CHUNK))

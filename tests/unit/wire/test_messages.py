@@ -38,6 +38,7 @@ from jdag.errors import SHOWN_MAX, ProtocolError
 from jdag.wire.arrays import type_of
 from jdag.wire.messages import WHOLE_MAX, Codec, size
 from jdag.wire.specs import spec_of
+from tests.tools.error_texts import fails_with
 from tests.tools.tiers import sized
 from tests.tools.wire_cases import OPAQUE, WORKERS, messages, read_message
 
@@ -79,7 +80,7 @@ def test_what_was_written_is_read_and_has_its_size_and_nothing_less_or_more_is_r
     assert size(message, ()) == (0, len(written))
     with pytest.raises(ProtocolError):
         read_message(CODEC, written[: data.draw(st.integers(0, len(written) - 1))])
-    with pytest.raises(ProtocolError, match="1 of"):
+    with fails_with(ProtocolError, "wire.1_of"):
         read_message(CODEC, written + b"\0")
     read = read_message(CODEC, written)
     assert type(read) is kind
@@ -205,14 +206,14 @@ def test_a_weight_of_any_length_is_charged_for_its_bytes(bits: int) -> None:
 
 def test_a_weight_that_is_longer_than_a_weight_may_be_is_refused() -> None:
     weight = credit_of(1 << (8 << 16), 8 << 16)
-    with pytest.raises(ProtocolError, match=r"`bytes` of length <= 65536"):
+    with fails_with(ProtocolError, "wire.bytes_of_length_65536"):
         CODEC.encode(Answer(CONTEXT, 1, weight, 0))
 
 
 def test_a_cluster_has_no_more_workers_than_numbers() -> None:
     names = [f"w{number}" for number in range((1 << 16) + 1)]
     Codec(names[:-1])
-    with pytest.raises(ProtocolError, match="65537 workers: allowed are 65536"):
+    with fails_with(ProtocolError, "wire.65537_workers_allowed_are_65536"):
         Codec(names)
 
 
@@ -255,7 +256,7 @@ def test_of_a_worker_that_joined_anew_each_incarnation_has_a_number_of_its_own()
         *(Read(7, (LeafKey(None, LeafId(w, 1), 0),)) for w in ("a#1", "ü#2", "a")),
     ]
     other = CODEC.encode(given[1])
-    with pytest.raises(ProtocolError, match="worker 'a#1': the cluster has 4 workers"):
+    with fails_with(ProtocolError, "wire.worker_a_1_the_cluster"):
         read_message(codec, other)
     codec.joined("a", 1)
     codec.joined("ü", 2)

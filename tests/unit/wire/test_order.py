@@ -32,6 +32,7 @@ from jdag.engine.protocol import (
 from jdag.engine.protocol import Step as Begun
 from jdag.errors import ProtocolError
 from jdag.wire.order import ALL, RULES, Order
+from tests.tools.error_texts import fails_with
 from tests.tools.wire_cases import messages
 
 X, Y, Z = (ContextId(0, counter, 0) for counter in (1, 2, 3))
@@ -249,7 +250,7 @@ def test_no_more_are_held_than_may_be():
     order.arrived(first, whole=False)
     order.arrived(second, whole=False)
     other = large(Z)
-    with pytest.raises(ProtocolError, match="2 messages of one peer wait"):
+    with fails_with(ProtocolError, "wire.2_messages_of_one_peer"):
         order.arrived(other, whole=False)
     assert list(order.completed(second)) == [second]
     assert list(order.arrived(other, whole=False)) == []

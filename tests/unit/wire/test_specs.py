@@ -32,6 +32,7 @@ from jdag.wire.specs import (
     spec_of,
 )
 from jdag.wire.trees import DictItem, Named, Opaque, TreeNode, TupleItem, pack
+from tests.tools.error_texts import fails_with
 from tests.tools.tiers import sized
 
 Point = namedtuple("Point", "x y")
@@ -185,7 +186,7 @@ def test_places_go_before_the_spec_of_the_pair() -> None:
 
 def test_bytes_that_are_no_spec_are_refused() -> None:
     spec = spec_of(made(total, jnp.ones(3)))
-    with pytest.raises(ProtocolError, match=r"trailing characters"):
+    with fails_with(ProtocolError, "wire.trailing_characters"):
         read_spec(spec + b"\0")
     for end in range(len(spec)):
         with pytest.raises(ProtocolError):

@@ -23,6 +23,7 @@ from jdag.processes.functions.allowed import Allowed, missing, public
 from jdag.training import optimizer as optim
 from jdag.training.leafwise import Leafwise
 from tests.tools import names_cases
+from tests.tools.error_texts import fails_with
 
 HERE = Allowed(["tests.tools.names_cases"])
 NOTHING = Allowed([])
@@ -170,7 +171,7 @@ def test_a_module_that_is_not_allowed_is_never_imported(
     near = Allowed(["kind", "kindly.other", "harm"])
     for name in ("harmful:f", "kindly:f", "kindly.inner:f", "harmful:os.system"):
         for allowed in (HERE, near):
-            with pytest.raises(JdagError, match="may not be had by name"):
+            with fails_with(JdagError, "processes.may_not_be_had_by"):
                 allowed.find(name)
     assert not {"harmful", "kindly", "kindly.inner"} & set(sys.modules)
 
@@ -185,15 +186,15 @@ def test_a_module_is_imported_when_its_first_function_is_asked_for(
     (folder / "broken.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     own = Allowed(["ownpackage"])
-    with pytest.raises(JdagError, match=r"'ownpackage\.inner' is not imported here"):
+    with fails_with(JdagError, "processes.ownpackage_inner_is_not_imported"):
         Allowed(["ownpackage"], load=False).find("ownpackage.inner:f")
     assert "ownpackage" not in sys.modules
     found = own.find("ownpackage.inner:f")
     assert found(3) == 3
     assert Allowed(["ownpackage"], load=False).find("ownpackage.inner:f") is found
-    with pytest.raises(JdagError, match="cannot be imported: ZeroDivisionError"):
+    with fails_with(JdagError, "processes.cannot_be_imported_zerodivisionerror"):
         own.find("ownpackage.broken:f")
-    with pytest.raises(JdagError, match="cannot be imported: ModuleNotFoundError"):
+    with fails_with(JdagError, "processes.cannot_be_imported_modulenotfounderror"):
         own.find("ownpackage.gone:f")
     there = ["ownpackage", "tests.tools.names_cases", "os.path"]
     nowhere = ["nowhere_at_all.x", "ast.py"]  # The second is the name of a file.
@@ -201,17 +202,13 @@ def test_a_module_is_imported_when_its_first_function_is_asked_for(
 
 
 def test_a_refusal_says_what_to_do() -> None:
-    with pytest.raises(JdagError, match=r"allow=\['tests'\] where it has that module"):
+    with fails_with(JdagError, "processes.allow_tests_where_it_has"):
         NOTHING.find("tests.tools.names_cases:layer")
-    with pytest.raises(
-        JdagError, match="__main__:f is of the program that was started"
-    ):
+    with fails_with(JdagError, "processes.main_f_is_of_the"):
         HERE.find("__main__:f")
-    with pytest.raises(JdagError, match=r"no name that another process could find"):
+    with fails_with(JdagError, "processes.no_name_that_another_process"):
         HERE.find("tests.tools.names_cases:<lambda>")
-    with pytest.raises(
-        JdagError, match=r"'tests\.tools\.names_cases' has no function or class"
-    ):
+    with fails_with(JdagError, "processes.tests_tools_names_cases_has"):
         HERE.find("tests.tools.names_cases:gone")
 
 
@@ -219,7 +216,7 @@ def test_a_refusal_says_what_to_do() -> None:
     "modules", ["tests", ["a b"], [3], ["a:f"], ["builtins"], [""]]
 )
 def test_what_is_no_module_cannot_be_allowed(modules: object) -> None:
-    with pytest.raises(JdagError, match="allow"):
+    with fails_with(JdagError, "processes.allow"):
         Allowed(modules)  # type: ignore[arg-type]
 
 

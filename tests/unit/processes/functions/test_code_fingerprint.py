@@ -15,6 +15,7 @@ from jdag.compute.fingerprint import FUNCTIONS_MAX, function_digest
 from jdag.errors import JdagError
 from jdag.processes.functions.code_fingerprint import check_code, coded_name
 from tests import ROOT
+from tests.tools.error_texts import fails_with
 
 SOURCE = '''
 import dataclasses
@@ -210,9 +211,7 @@ def test_what_is_found_by_a_name_is_held_to_its_digest():
     name, _, code = coded_name(made().f).partition("#")
     check_code(name, code, made(*SAME[0]).f)
     check_code(name, code, made)  # It has no digest.
-    with pytest.raises(
-        JdagError, match="models:f, or something that it uses in its package"
-    ):
+    with fails_with(JdagError, "processes.models_f_or_something_that"):
         check_code(name, code, made(*OTHERS[0]).f)
 
 

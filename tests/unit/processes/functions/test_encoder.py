@@ -41,6 +41,7 @@ from jdag.training.optimizer import squared_norms, stepped
 from jdag.wire.specs import PairData, read_spec, spec_of
 from tests.tools import names_cases
 from tests.tools.compute_cases import array
+from tests.tools.error_texts import fails_with
 from tests.tools.wire_cases import read_message
 from tests.unit.compute.test_exported import bits, called_back
 from tests.unit.processes.functions.test_decoder import (
@@ -186,7 +187,7 @@ def test_a_pair_that_cannot_travel_is_refused_where_a_program_is_given_it() -> N
     exports, no = FunctionEncoder(), made(called_back, X)
     exports.prepare(launched("home", no), "home", lambda _: ())
     exports.prepare(launched("a", no), "home", lambda _: THERE)
-    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+    with fails_with(JdagError, "processes.called_back_cannot_be_called"):
         exports.prepare(
             launched("a", no), "home", lambda _: ("tests.tools.names_cases",)
         )
@@ -305,7 +306,7 @@ def test_a_message_is_sent_with_what_is_to_be_defined_first() -> None:
 def test_a_definition_that_did_not_come_fails_the_call() -> None:
     spec, _ = FunctionEncoder().spec_for(made(names_cases.layer, array(2, 3), X), ())
     bound = FunctionDecoder().bound(spec)
-    with pytest.raises(JdagError, match="was exported, and its definition is not here"):
+    with fails_with(JdagError, "processes.was_exported_and_its_definition"):
         bound.forward([array(2, 3), X])
 
 
@@ -316,7 +317,7 @@ def test_a_definition_of_another_function_fails_the_call() -> None:
     functions.define(*other)
     digest = read_spec(one)[1].digest
     bound = functions.bound(one.replace(digest, other.digest))
-    with pytest.raises(JdagError, match=r"is of .* and not of"):
+    with fails_with(JdagError, "processes.is_of_and_not_of"):
         bound.forward([array(2, 3), X])
 
 
@@ -327,12 +328,12 @@ def test_definitions_are_checked_and_bounded(monkeypatch: pytest.MonkeyPatch) ->
         exports.spec_for(made(names_cases.layer, array(rows, 3), X), ())
         for rows in (2, 3, 4)
     ]
-    with pytest.raises(Exception, match="not those of its digest"):
+    with fails_with(Exception, "processes.not_those_of_its_digest"):
         functions.define(found[0][1][0].digest, b"other")
     for _, (definition,) in found:
         functions.define(*definition)
     assert len(functions._definitions) == 2
-    with pytest.raises(JdagError, match="at most 2 are kept"):
+    with fails_with(JdagError, "processes.at_most_2_are_kept"):
         functions.bound(found[0][0]).forward([array(2, 3), X])
     functions.bound(found[2][0]).forward([array(4, 3), X])
 
@@ -393,11 +394,11 @@ def test_what_a_program_tells_is_prepared_or_refused() -> None:
     assert fine in exports._exported
     exports.prepare(issued(no, "home"), "home", allowed)
     exports.prepare(issued(no, "b"), "home", allowed)
-    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+    with fails_with(JdagError, "processes.called_back_cannot_be_called"):
         exports.prepare(issued(no, "a"), "home", allowed)
     leaf = LeafKey(None, LEAF, 0)
     part = Assignment((1,), no, (leaf,), (leaf,), no.out_avals, "x:1")
-    with pytest.raises(JdagError, match="called_back cannot be called on another"):
+    with fails_with(JdagError, "processes.called_back_cannot_be_called"):
         exports.prepare(Assigned((1,), (part,)), "home", allowed)
     exports.prepare(Assigned((1,), (part,)), "a", allowed)
     for worker, fn, said in (

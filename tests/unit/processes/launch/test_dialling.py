@@ -17,6 +17,7 @@ from jdag.processes.net.addresses import Address
 from jdag.processes.session.control import ControlServer
 from jdag.processes.session.requests import Detach, Health
 from paper.proxy import Proxy
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import ANY, free_address, plan_of, seated
 from tests.tools.stream_cases import soon
 
@@ -50,7 +51,7 @@ def test_main_is_there_until_its_process_ends(main: Main):
     lookout.find()
     lookout.look("m")
     main.server.close()
-    with pytest.raises(JoinError, match="Connection refused") as caught:
+    with fails_with(JoinError, "processes.connection_refused") as caught:
         lookout.look("m")
     assert caught.value.absent
     lookout.look("v")  # Of others it says nothing.
@@ -118,7 +119,7 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
         with Session(plan) as session:
             proxy.do(gate, refuses=True)
             with (
-                pytest.raises(JoinError, match="cannot reach"),
+                fails_with(JoinError, "processes.cannot_reach"),
                 session._client("a") as client,
             ):
                 client.ask(Health())

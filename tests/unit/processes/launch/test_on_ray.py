@@ -24,6 +24,7 @@ from jdag.processes.launch.on_ray import _end_actor, _Parent, ray_results
 from jdag.processes.session.authority import fresh_authority
 from tests import ROOT
 from tests.tools import stream_cases as waiting
+from tests.tools.error_texts import fails_with
 from tests.tools.ray_cases import facts, layer
 from tests.tools.recovery_cases import Patient, train
 from tests.tools.rpc_cases import options_of
@@ -232,7 +233,7 @@ def test_calls_on_ray_give_each_its_own_reply_and_name_what_fails(nodes):
         ray_results("operator:add", {0: (1, 2), 1: (3, 4), 2: (5, 6), 3: (7, 8)}, 2)
     )
     assert got == {0: 3, 1: 7, 2: 11, 3: 15}
-    with pytest.raises(JoinError, match="a run on Ray has failed: TypeError: "):
+    with fails_with(JoinError, "processes.a_run_on_ray_has"):
         list(ray_results("operator:add", {0: (1, "2")}, 2))
 
 
@@ -257,13 +258,13 @@ def test_an_exploration_on_ray_reports_what_one_here_does(nodes):
 
 def test_runs_are_on_ray_or_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     chain = ROOT / "scenarios" / "chain.toml"
-    with pytest.raises(ScenarioError, match="on = 'slurm': allowed is ray, or None"):
+    with fails_with(ScenarioError, "processes.on_slurm_allowed_is_ray"):
         sweep(chain, {"seed": [1]}, on="slurm", out=tmp_path)
     wanted: dict = {"values": None, "strategy": "exhaustive", "faults": {}}
-    with pytest.raises(ScenarioError, match="--on = 'ray': allowed is one process"):
+    with fails_with(ScenarioError, "processes.on_ray_allowed_is_one"):
         campaign(chain, wanted, runs=9, on="ray")
     monkeypatch.setattr(on_ray, "ray", None)
-    with pytest.raises(ScenarioError, match=r"--on ray needs Ray, .* 'jdag\[ray\]'"):
+    with fails_with(ScenarioError, "processes.on_ray_needs_ray_jdag"):
         sweep(chain, {"seed": [1]}, on="ray", out=tmp_path)
     assert not [*tmp_path.iterdir()]
 
@@ -301,18 +302,18 @@ def test_a_process_that_does_not_start_again_is_started_by_who_asks_once_more(
     [{}, {"CPU": 0}, {"CPU": "1"}, [1], 3, {"a": {"CPU": 1}}, {"a": {}, "b": {"x": 1}}],
 )
 def test_resources_that_ray_has_not_are_refused(resources):
-    with pytest.raises(ScenarioError, match=r"resources = .*: allowed is amounts of"):
+    with fails_with(ScenarioError, "processes.resources_allowed_is_amounts_of"):
         jdag.launch(WORKERS, on="ray", resources=resources)
 
 
 def test_resources_are_for_ray_alone():
-    with pytest.raises(ScenarioError, match='allowed is None without on="ray"'):
+    with fails_with(ScenarioError, "processes.allowed_is_none_without_on"):
         jdag.launch(WORKERS, resources={"CPU": 1})
-    with pytest.raises(ScenarioError, match="on = 'rays': allowed is one of ray"):
+    with fails_with(ScenarioError, "processes.on_rays_allowed_is_one"):
         jdag.launch(WORKERS, on="rays")
 
 
 def test_without_ray_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(on_ray, "ray", None)
-    with pytest.raises(ScenarioError, match=r"not here: pip install 'jdag\[ray\]'"):
+    with fails_with(ScenarioError, "processes.not_here_pip_install_jdag"):
         jdag.launch(WORKERS, on="ray")

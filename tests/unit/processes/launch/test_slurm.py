@@ -15,6 +15,7 @@ from jdag.processes.session.cluster_file import load_cluster_file
 from tests.properties.test_readme import block
 from tests.tools.certificates import Issuer
 from tests.tools.command_cases import command as jdag
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import TOKEN, plain, plan_of
 from tests.unit.cli.test_hosting import running, until
 
@@ -123,7 +124,7 @@ def test_variables_that_make_no_cluster_are_one_line(changes, workers, said, tmp
 def test_a_file_that_a_user_wrote_is_kept(tmp_path: Path):
     path = tmp_path / "cluster.toml"
     path.write_text("[workers.a]\n")
-    with pytest.raises(ScenarioError, match="; this one was not made by jdag up"):
+    with fails_with(ScenarioError, "processes.this_one_was_not_made"):
         write_cluster_file(path, STEP)
     assert path.read_text() == "[workers.a]\n"
 

@@ -26,6 +26,7 @@ from jdag.processes.session.requests import (
     Peer,
     WorkerAddress,
 )
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import TOKEN, PlainNode, Seated, seated
 from tests.tools.stream_cases import receive
 
@@ -70,7 +71,7 @@ def come_in(
 
 def unknown(answer: Any, secret: str, dialler: str, listener: str = "w") -> None:
     """Whoever shows this secret under this name is not let in."""
-    with pytest.raises(JoinError, match="does not know this one") as caught:
+    with fails_with(JoinError, "processes.does_not_know_this_one_2") as caught:
         come_in(answer, secret, dialler, listener)
     assert not caught.value.given_up
 
@@ -113,7 +114,7 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
         with pytest.raises(ConnectionError):
             receive(stream, 10)
         stream.close()
-        with pytest.raises(JdagError, match="cannot reach"):
+        with fails_with(JdagError, "processes.cannot_reach"):
             come_in(answer)
     assert len(worker.nodes) == 2
 
@@ -238,7 +239,7 @@ def test_who_is_in_no_session_holds_nobody(worker):
 def test_who_was_given_up_is_told_so_if_it_proves_itself(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     worker.nodes[0].place.members.lose("v", 0, "it was silent")
-    with pytest.raises(JoinError, match="has given this one up") as caught:
+    with fails_with(JoinError, "processes.has_given_this_one_up") as caught:
         come_in(answer, WITH_V, "v")
     assert caught.value.given_up
     assert "v" not in worker.nodes[0].streams

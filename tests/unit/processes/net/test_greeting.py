@@ -21,6 +21,7 @@ from jdag.processes.net.greeting import (
     opening,
 )
 from jdag.processes.net.handshake import PROTOCOL
+from tests.tools.error_texts import fails_with
 
 PAIR = ConnectionPair("a#2", "b", "what a#2 and b share in their session")
 
@@ -58,14 +59,14 @@ def test_each_end_proves_itself_and_learns_what_the_other_has_received(heard: He
 def test_what_was_overheard_is_of_no_use_on_another_connection(heard: Heard):
     for _ in range(3):
         assert not is_by(PAIR, opening(), heard.hello)
-        with pytest.raises(ConnectionError, match="does not prove"):
+        with fails_with(ConnectionError, "processes.does_not_prove"):
             answered(PAIR, heard.ours, hello_to(heard.ours), heard.answer)
 
 
 def test_what_one_end_says_is_of_no_use_as_the_other_end(heard: Heard):
     said = heard.answer[: VERDICT.size]
     by_dialler = PAIR.proof("dialler", heard.ours, heard.hello, said)
-    with pytest.raises(ConnectionError, match="does not prove"):
+    with fails_with(ConnectionError, "processes.does_not_prove"):
         answered(PAIR, heard.ours, heard.hello, said + by_dialler)
     said = heard.hello[: OPENING.size]
     by_listener = PAIR.proof("listener", heard.ours, said)
@@ -91,7 +92,7 @@ def test_a_proof_is_of_both_workers_their_direction_and_session(
     assert not is_by(pair, heard.ours, heard.hello)
     assert not is_by(PAIR, heard.ours, hello_to(heard.ours, pair))
     theirs = hello_answer(pair, heard.ours, heard.hello, WELCOME, 41)
-    with pytest.raises(ConnectionError, match="does not prove"):
+    with fails_with(ConnectionError, "processes.does_not_prove"):
         answered(PAIR, heard.ours, heard.hello, theirs)
 
 
@@ -110,13 +111,13 @@ def test_no_byte_of_what_was_said_can_be_changed(heard: Heard):
 def test_a_refusal_is_told_and_only_who_proves_itself_is_believed_to_give_up():
     ours = opening()
     hello = hello_to(ours)
-    with pytest.raises(JoinError, match="worker 'b' does not know this one") as caught:
+    with fails_with(JoinError, "processes.worker_b_does_not_know") as caught:
         answered(PAIR, ours, hello, hello_answer(None, ours, hello, UNKNOWN))
     assert not caught.value.given_up
-    with pytest.raises(JoinError, match="worker 'b' has given this one up") as caught:
+    with fails_with(JoinError, "processes.worker_b_has_given_this") as caught:
         answered(PAIR, ours, hello, hello_answer(PAIR, ours, hello, GIVEN_UP))
     assert caught.value.given_up
-    with pytest.raises(ConnectionError, match="does not prove"):
+    with fails_with(ConnectionError, "processes.does_not_prove"):
         answered(PAIR, ours, hello, hello_answer(None, ours, hello, GIVEN_UP))
 
 
@@ -132,5 +133,5 @@ def test_another_version_is_named_with_both(theirs: int):
 
 
 def test_what_is_no_greeting_is_said_to_be_none():
-    with pytest.raises(ConnectionError, match="it does not speak jdag's protocol"):
+    with fails_with(ConnectionError, "processes.it_does_not_speak_jdags"):
         opened(b"HTTP".ljust(HELLO_BYTES), "it", "this worker")

@@ -12,6 +12,7 @@ import pytest
 from jdag.errors import JdagError, JoinError
 from jdag.processes.net import listener as listeners
 from jdag.processes.net.listener import dial
+from tests.tools.error_texts import fails_with
 from tests.tools.stream_cases import (
     PAIR,
     Gate,
@@ -58,7 +59,7 @@ def test_who_knows_the_secret_comes_in_and_both_learn_what_was_received(host: Ga
 
 def test_who_does_not_know_the_secret_is_refused(tcp: Gate, caplog):
     for other in ({"secret": "other"}, {"dialler": "ps1"}, {"listener": "w#1"}):
-        with pytest.raises(JoinError, match="does not know this one in its"):
+        with fails_with(JoinError, "processes.does_not_know_this_one_in"):
             tcp.dialled(PAIR._replace(**other))
     talk(*tcp.dial())
     assert caplog.text.count("does not prove that it is a worker of this session") == 3
@@ -191,9 +192,7 @@ def test_a_gate_that_can_accept_nobody_rests_and_then_goes_on(tcp: Gate, monkeyp
 def test_another_user_of_this_host_is_refused(monkeypatch):
     host = Gate("unix:@")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    with pytest.raises(
-        JdagError, match=r"process \d+ there runs as user \d+, not 12345"
-    ):
+    with fails_with(JdagError, "processes.process_there_runs_as_user"):
         host.dialled()
     assert host.came.empty()
     monkeypatch.undo()
@@ -222,15 +221,15 @@ def test_closing_closes_those_at_the_gate_and_leaves_those_inside(tcp: Gate):
     "address", ["tcp:0.0.0.0:0", "tcp:example.org:1", "tcp:[::]:0"]
 )
 def test_other_hosts_are_neither_listened_to_nor_dialled_without_tls(address: str):
-    with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
+    with fails_with(JdagError, "processes.without_tls_and_only_loopback"):
         Gate(address)
-    with pytest.raises(JdagError, match="without TLS, and only loopback may be"):
+    with fails_with(JdagError, "processes.without_tls_and_only_loopback"):
         dial(address, PAIR, 0, timeout_s=1)
 
 
 def test_a_gate_outlives_what_its_owner_does_wrong(tcp: Gate, caplog):
     tcp.pairs = [PAIR._replace(secret=5)]  # type: ignore[arg-type]
-    with pytest.raises(JdagError, match="closed the connection"):
+    with fails_with(JdagError, "processes.closed_the_connection"):
         tcp.dialled()
     soon(lambda: "AttributeError" in caplog.text)
     tcp.pairs = [PAIR]

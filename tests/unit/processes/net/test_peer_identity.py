@@ -4,6 +4,7 @@ import pytest
 
 from jdag.errors import JoinError
 from jdag.processes.net.peer_identity import check_identity, names_in, names_of
+from tests.tools.error_texts import fails_with
 
 HOST = "node7.example.org"
 
@@ -48,7 +49,7 @@ def test_one_of_another_is_refused_and_named(name: str, host: str):
 
 
 def test_without_names_it_is_nobodys_and_without_tls_there_is_none():
-    with pytest.raises(JoinError, match="a certificate for nobody"):
+    with fails_with(JoinError, "processes.a_certificate_for_nobody"):
         check_identity((), "ps0", HOST)
     check_identity(None, "ps0", HOST)
 

@@ -27,6 +27,7 @@ from jdag.processes.net.pulse_helper import (
 )
 from tests.tools import pulse_cases as cases
 from tests.tools.connection_cases import Clock, Sides
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_nodes import cluster
 from tests.tools.rpc_workers import ALLOWED, kept
 from tests.tools.stream_cases import soon
@@ -360,6 +361,6 @@ def test_a_worker_and_the_caller_may_compute_for_two_deadlines_in_one_call() -> 
 @pytest.mark.second
 def test_a_worker_that_hangs_in_one_call_is_lost() -> None:
     with launched() as cluster, cluster.context() as ctx:
-        with pytest.raises(WorkerLost, match="it gave no sign of life for"):
+        with fails_with(WorkerLost, "processes.it_gave_no_sign_of"):
             ctx.call("b", cases.hung, 3.0).fetch()
         assert not is_lost(cluster, "c")

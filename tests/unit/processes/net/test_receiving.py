@@ -18,6 +18,7 @@ from jdag.wire.frames import (
 )
 from jdag.wire.messages import Codec
 from tests.tools.connection_cases import assert_same, primal
+from tests.tools.error_texts import fails_with
 
 CODEC = Codec(("a", "b"))
 VALUE = jnp.arange(65_536 + 1_000, dtype=jnp.float32)  # 4,000 bytes over a chunk.
@@ -124,6 +125,6 @@ def test_a_message_brings_as_many_values_as_land():
     reader, events = made()
     body = CODEC.encode(primal(1))
     frame = pack_header(1, 0, len(body), FrameKind.MESSAGE) + body
-    with pytest.raises(ProtocolError, match="a Primal with 0 values, not 1"):
+    with fails_with(ProtocolError, "processes.a_primal_with_0_values"):
         read_in(reader, events, frame)
     assert events == []

@@ -21,6 +21,7 @@ from jdag.processes.net.shared_memory import (
     SharedMemoryPool,
     SharedSegment,
 )
+from tests.tools.error_texts import fails_with
 from tests.tools.stream_cases import descriptors
 
 MIB = 1 << 20
@@ -303,24 +304,24 @@ def test_a_segment_of_another_size_than_it_says_is_refused(pair: Pair, nbytes: i
 
 @pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
 def test_a_segment_that_can_shrink_is_refused(pair: Pair, seals: int):
-    with pytest.raises(ConnectionError, match="a segment that can shrink"):
+    with fails_with(ConnectionError, "processes.a_segment_that_can_shrink"):
         pair.reader.offered(1, 4096, memfd(4096, seals))
 
 
 def test_what_is_no_memory_is_refused(pair: Pair, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(4096))
-    with pytest.raises(ConnectionError, match="a segment that can shrink"):
+    with fails_with(ConnectionError, "processes.a_segment_that_can_shrink"):
         pair.reader.offered(1, 4096, os.open(file, os.O_RDWR))
     reading, writing = os.pipe()
     os.close(writing)
-    with pytest.raises(ConnectionError, match="in a segment of 0"):
+    with fails_with(ConnectionError, "processes.in_a_segment_of_0"):
         pair.reader.offered(1, 4096, reading)
 
 
 def test_segments_that_were_not_offered_or_are_lent_cannot_be_borrowed(pair: Pair):
     pair.reader.offered(1, 4096, memfd(4096))
-    with pytest.raises(ConnectionError, match="offered segment 1 twice"):
+    with fails_with(ConnectionError, "processes.offered_segment_1_twice"):
         pair.reader.offered(1, 4096, memfd(4096))
     for number, nbytes in ((2, 10), (1, 4097), (1, 0), (1, -1)):
         with pytest.raises(
@@ -328,7 +329,7 @@ def test_segments_that_were_not_offered_or_are_lent_cannot_be_borrowed(pair: Pai
         ):
             pair.reader.borrow(number, nbytes)
     view = pair.reader.borrow(1, 4096)
-    with pytest.raises(ConnectionError, match="lent already"):
+    with fails_with(ConnectionError, "processes.lent_already"):
         pair.reader.borrow(1, 4096)
     del view
     assert len(pair.reader.borrow(1, 10)) == 10

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jdag.processes.net.streams import DESCRIPTORS_MAX, VIEWS_MAX, SocketStream, Stream
+from tests.tools.error_texts import fails_with
 from tests.tools.stream_cases import (
     no_new_descriptors,
     pour,
@@ -97,9 +98,7 @@ def test_a_reset_says_so():
     stream = SocketStream(near, "tcp:127.0.0.1:7")
     far.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     far.close()
-    with pytest.raises(
-        ConnectionError, match=r"tcp:127\.0\.0\.1:7 broke: Connection re"
-    ):
+    with fails_with(ConnectionError, "processes.tcp_127_0_0_1"):
         receive(stream, 1)
     stream.close()
 
@@ -156,9 +155,7 @@ def test_descriptors_come_in_order_and_not_after_the_byte_they_went_with():
                 most = min(chance.randint(1, 700), sent - came)
                 came += len(receive(far, most))
             assert content(far.take_segment()) == b"%d" % number
-        with pytest.raises(
-            ConnectionError, match="announced shared memory and passed n"
-        ):
+        with fails_with(ConnectionError, "processes.announced_shared_memory_and"):
             far.take_segment()
 
 
@@ -182,14 +179,14 @@ def test_a_descriptor_that_finds_no_room_is_missed_by_who_takes_it():
             assert receive(far, 1) == b"a"
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        with pytest.raises(OSError, match="Too many open files"):
+        with fails_with(OSError, "processes.too_many_open_files"):
             far.take_segment()
 
 
 def test_a_flood_of_descriptors_ends_the_connection():
     with no_new_descriptors(), streams("unix") as (near, far):
         descriptor = numbered(0)
-        with pytest.raises(ConnectionError, match="that no frame announced"):
+        with fails_with(ConnectionError, "processes.that_no_frame_announced"):
             for _ in range(DESCRIPTORS_MAX + 1):
                 near.send_segment([memoryview(b"a")], descriptor)
                 receive(far, 1)
@@ -207,5 +204,5 @@ def test_several_descriptors_in_one_call_lose_none_silently():
 
 
 def test_shared_memory_announced_over_a_network_ends_the_connection():
-    with streams("tcp") as (near, _), pytest.raises(ConnectionError, match="none"):
+    with streams("tcp") as (near, _), fails_with(ConnectionError, "processes.none"):
         near.take_segment()

@@ -28,6 +28,7 @@ from jdag.processes.session.control import (
 )
 from jdag.processes.session.requests import Detach, Health, Info, Mesh, Request
 from tests.tools.certificates import Issuer
+from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import free_address
 from tests.tools.stream_cases import soon
 
@@ -128,9 +129,9 @@ def test_a_port_in_use_is_one_clear_line(server: ControlServer):
 
 def test_without_tls_only_loopback_is_listened_at_or_asked():
     for address in (Address("0.0.0.0", 0), Address("192.0.2.1", 7000)):
-        with pytest.raises(JoinError, match="without TLS, and only loopback may be"):
+        with fails_with(JoinError, "processes.without_tls_and_only_loopback"):
             ControlServer(NAME, address, {})
-        with pytest.raises(JoinError, match="without TLS, and only loopback may be"):
+        with fails_with(JoinError, "processes.without_tls_and_only_loopback"):
             ControlClient("w", address)
 
 

@@ -15,6 +15,7 @@ from jdag.processes.session.membership import (
     after,
 )
 from jdag.processes.session.requests import WorkerAddress
+from tests.tools.error_texts import fails_with
 
 NOBODY = WorkerAddress(incarnation=0, data="", allow=())
 TABLES = {"member": MEMBER, "lease": LEASE}
@@ -58,7 +59,7 @@ def test_a_lost_worker_comes_back_as_the_next_incarnation():
     assert members.next_incarnation("a") == 0
     for name in "ab":
         members.attach(name, 0)
-    with pytest.raises(JoinError, match="'a' is joined; to attach it, it would have"):
+    with fails_with(JoinError, "processes.a_is_joined_to_attach"):
         members.next_incarnation("a")
     members.lose("a", 0, "it was silent")
     assert (members.lost, members.joined) == ({"a": "it was silent"}, ("b",))
@@ -76,7 +77,7 @@ def test_a_newer_incarnation_replaces_one_that_nobody_missed():
     members.attach("v", 2)  # Told twice.
     assert members["v"].incarnation == 2 and members.joined == ("v",)
     assert members.announced == {}  # Its address is not that of the former one.
-    with pytest.raises(JoinError, match="incarnation 1 of 'v' is gone, and 2 has join"):
+    with fails_with(JoinError, "processes.incarnation_1_of_v_is"):
         members.attach("v", 1)
 
 
@@ -92,13 +93,13 @@ def test_only_the_process_that_has_a_name_is_admitted():
     members = Membership("w", ["m", "w", "v"])
     members.attach("v", 1)
     members.admit("v", 1)
-    with pytest.raises(JoinError, match="is gone, and 1 has joined") as caught:
+    with fails_with(JoinError, "processes.is_gone_and_1_has") as caught:
         members.admit("v", 0)
     assert caught.value.given_up
     for name in "wx":
-        with pytest.raises(JoinError, match="is none of the others of 'w'"):
+        with fails_with(JoinError, "processes.is_none_of_the_others"):
             members.admit(name, 0)
     members.lose("v", 1, "it was silent")
-    with pytest.raises(JoinError, match="'w' has given 'v' up: it was sil") as caught:
+    with fails_with(JoinError, "processes.w_has_given_v_up") as caught:
         members.admit("v", 1)
     assert caught.value.given_up
