@@ -1,7 +1,8 @@
-"""Distributed autograd for JAX: programs over workers, simulated, proved and run.
+"""Distributed autograd for JAX: simulate, check and run programs over many workers.
 
-A program calls plain JAX functions on named workers; what comes back are refs. One
-backward pass then runs over all of them, and gradients stay where their leaves are:
+A program calls plain JAX functions on named workers; a call returns refs to its
+results. One backward pass then runs over all workers, and each gradient stays on the
+worker of its leaf:
 
     with jdag.simulate(["trainer", "ps"], seed=0) as cluster:
         w = cluster.put("ps", jnp.ones((8, 1)))
@@ -10,19 +11,18 @@ backward pass then runs over all of them, and gradients stay where their leaves 
             ctx.backward(loss)
             gradient = ctx.gradient(w).fetch()
 
-What a simulated cluster is made of (links, faults, devices) is in `jdag.sim`, what
-spreads a function over the devices of one process in `jdag.parallel`, and orders of the
-work of pipelines in `jdag.schedules`. `jdag.explore` runs a program in many orders, by
-`jdag.strategies`.
+`jdag.sim` describes simulated clusters: links, faults, devices. `jdag.parallel` spreads
+a function over the devices of a process. `jdag.schedules` has pipeline schedules.
+`jdag.explore` runs a program under many event orders, chosen by `jdag.strategies`.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-from jdag.gone import GONE, gone
+from jdag.gone import GONE, removal_message
 
-TYPE_CHECKING = False  # To import typing takes as long as all else here.
+TYPE_CHECKING = False  # Importing typing would double the import time of this module.
 if TYPE_CHECKING:
     from typing import Any
 
@@ -90,45 +90,36 @@ __all__ = [
     "wait",
 ]
 
-# Imported at first use: JAX takes seconds to import, and commands and workers handle
-# signals before that. The value is the module that defines the name, "" for a module.
-_LATER = {
-    "Cluster": "jdag.api.cluster",
-    "CompiledStep": "jdag.plans.compiling",
-    "Context": "jdag.context.context",
-    "Hosted": "jdag.context.hosted",
-    "JdagError": "jdag.errors",
-    "Optimizer": "jdag.training.optimizer",
-    "Pipeline": "jdag.api.pipeline",
-    "Ref": "jdag.context.refs",
-    "Task": "jdag.context.tasks",
-    "calibrate": "jdag.lab.calibration",
-    "compile": "jdag.plans.compiling",
-    "connect": "jdag.api.drivers",
-    "errors": "",
-    "explore": "jdag.lab.exploration",
-    "fetch": "jdag.context.refs",
-    "hvp": "jdag.api.hvp",
-    "launch": "jdag.api.drivers",
-    "oracle": "jdag.api.oracle",
-    "parallel": "",
-    "pipeline": "jdag.api.pipeline",
-    "predict": "jdag.lab.prediction",
-    "program": "jdag.engine.functions",
-    "replay": "jdag.lab.failures",
-    "retime": "jdag.lab.retiming",
-    "schedules": "",
-    "sim": "",
-    "simulate": "jdag.api.drivers",
-    "static": "jdag.compute.pytrees",
-    "stop_gradient": "jdag.context.refs",
-    "strategies": "jdag.lab",
-    "sum_in_float32": "jdag.compute.configuration",
-    "sweep": "jdag.lab.sweep",
-    "testing": "",
-    "unjitted": "jdag.engine.functions",
-    "value_and_grad": "jdag.api.value_and_grad",
-    "wait": "jdag.context.tasks",
+# Names that are imported at first use: JAX takes seconds to import, and commands and
+# workers install signal handlers before that.
+_NAMES_BY_MODULE = {
+    "jdag": "errors parallel schedules sim testing",
+    "jdag.api.cluster": "Cluster",
+    "jdag.api.drivers": "connect launch simulate",
+    "jdag.api.hvp": "hvp",
+    "jdag.api.oracle": "oracle",
+    "jdag.api.pipeline": "Pipeline pipeline",
+    "jdag.api.value_and_grad": "value_and_grad",
+    "jdag.compute.configuration": "sum_in_float32",
+    "jdag.compute.pytrees": "static",
+    "jdag.context.context": "Context",
+    "jdag.context.hosted": "Hosted",
+    "jdag.context.refs": "Ref fetch stop_gradient",
+    "jdag.context.tasks": "Task wait",
+    "jdag.engine.functions": "program unjitted",
+    "jdag.errors": "JdagError",
+    "jdag.lab": "strategies",
+    "jdag.lab.calibration": "calibrate",
+    "jdag.lab.exploration": "explore",
+    "jdag.lab.failures": "replay",
+    "jdag.lab.prediction": "predict",
+    "jdag.lab.retiming": "retime",
+    "jdag.lab.sweep": "sweep",
+    "jdag.plans.compiling": "CompiledStep compile",
+    "jdag.training.optimizer": "Optimizer",
+}
+_MODULES = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names.split()
 }
 
 
@@ -137,15 +128,14 @@ def __getattr__(name: str) -> Any:
         versions = import_module("jdag.runtime.versions")
         return globals().setdefault(name, versions.version_of())
     if f"{__name__}.{name}" in GONE:
-        raise AttributeError(gone(f"{__name__}.{name}"))
-    if name not in _LATER:
+        raise AttributeError(removal_message(f"{__name__}.{name}"))
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = _LATER[name]
-    found = (
-        getattr(import_module(home), name) if home else import_module(f"jdag.{name}")
-    )
-    return globals().setdefault(name, found)
+    if _MODULES[name] == "jdag":
+        return import_module(f"jdag.{name}")
+    module = import_module(_MODULES[name])
+    return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:
-    return sorted({**globals(), **_LATER})
+    return sorted({**globals(), **_MODULES})

@@ -1,10 +1,9 @@
-"""The process of `jdag` and `python -m jdag`: signals are handled before imports."""
+"""Entry point of `jdag` and `python -m jdag`: handles signals, then imports JAX."""
 
 from jdag.processes.launch import signals
 
 
 def main() -> None:
-    """The console script."""
     signals.handle()
     from jdag.cli.commands import main as command  # noqa: PLC0415 - It imports JAX.
 

@@ -10,46 +10,46 @@ _NAMES = {
     "ndarray": "numpy array",
 }
 
-SHOWN_MAX = 1000  # Characters of a value.
-SAID_MAX = 1 << 16  # Characters of an exception's text, and of its frames.
+SHOWN_MAX = 1000  # Characters of a value in an error text.
+SAID_MAX = 1 << 16  # Characters of an exception's text, and of its traceback.
 
 
-def abridged(text: str, most: int) -> str:
-    """Shorten a text to its two ends, and the number of characters left out."""
-    half = most // 2
-    if len(text) <= most:
+def abridged(text: str, length_max: int) -> str:
+    """Shorten a long text: keep both ends, and replace the middle by its length."""
+    half = length_max // 2
+    if len(text) <= length_max:
         return text
-    gone = f"... {len(text) - 2 * half:,} characters are left out here ..."
-    return f"{text[:half]}{gone}{text[-half:]}"
+    omitted = f"... {len(text) - 2 * half:,} characters are left out here ..."
+    return f"{text[:half]}{omitted}{text[-half:]}"
 
 
 def kind_of(value: object) -> str:
-    """Name the kind of a value: `an int`, `a JAX array`."""
+    """Name the type of a value for error texts: `an int`, `a JAX array`."""
     name = _NAMES.get(type(value).__name__, type(value).__name__)
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def unusable(key: str, value: object, allowed: str) -> str:
-    """Return the error text of a setting; all settings have this wording."""
-    return f"{key} = {repr_of(value)}: allowed is {allowed}"
+    """Return the error text for an invalid setting. All settings share the wording."""
+    return f"{key} = {repr_of(value)}: expected {allowed}"
 
 
 def meant(name: str, names: Iterable[str]) -> str:
-    """Return a hint at the most similar name, or nothing if none is similar."""
+    """Return a hint at the most similar of `names`, or "" if no name is similar."""
     near = get_close_matches(name, list(names), 1)
-    return f" (do you mean {near[0]}?)" if near else ""
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def repr_of(value: object) -> str:
-    """The repr of a value, at most `SHOWN_MAX` characters; its kind if it has none."""
+    """Return up to `SHOWN_MAX` characters of a value's repr, or its type on errors."""
     try:
         return abridged(repr(value), 80 if type(value) is int else SHOWN_MAX)
-    except Exception:  # Of an int of 4,300 digits, of deep data, of a user's class.
+    except Exception:  # An int of 4,300 digits, nested data, or a user's class.
         return kind_of(value)
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an exception, also if its `__str__` fails."""
+    """Return the text of an exception, even if its `__str__` fails."""
     try:
         return abridged(str(error), SAID_MAX)
     except (Exception, SystemExit) as failure:
@@ -57,69 +57,71 @@ def text_of(error: BaseException) -> str:
 
 
 def named_text(error: BaseException) -> str:
-    """Return class and text of an exception: `ValueError: no such`."""
+    """Return class and text of an exception, such as `ValueError: no such`."""
     return f"{type(error).__name__}: {text_of(error)}"
 
 
 def is_own(error: BaseException) -> TypeGuard["JdagError"]:
-    """Tell whether an exception is of a class of this module, not of a user's."""
+    """Whether the class of an exception is defined in this module."""
     return isinstance(error, JdagError) and type(error).__module__ == __name__
 
 
-def is_deeper(tree: Any, most: int, parts: Callable[[list[Any]], list[Any]]) -> bool:
-    """Tell whether data are nested more than `most` deep, or contain themselves.
+def is_deeper(
+    tree: Any, depth_max: int, children: Callable[[list[Any]], list[Any]]
+) -> bool:
+    """Whether nested data exceed a depth. Data that contain themselves exceed any.
 
-    `parts` gives what several items hold together; a leaf holds nothing.
+    `children(nodes)` returns the children of all these nodes in one list.
     """
     level = [tree]
-    for _ in range(most):
-        level = parts(level)
+    for _ in range(depth_max):
+        level = children(level)
         if not level:
             return False
-        if len(level) > 1000:  # What contains itself twice would double each time.
-            level = list({id(part): part for part in level}.values())
+        if len(level) > 1000:  # Self-references double at each level.
+            level = list({id(node): node for node in level}.values())
     return True
 
 
 def spelled(path: object) -> str:
-    """Return a path for a message: quoted if a character in it is not printable."""
+    """Return a path for error texts. It is quoted if it has unprintable characters."""
     text = str(path)
     return text if text.isprintable() else repr(text)
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Return the error's text without the error number."""
+    """Return the text of a file error without the error number."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    return f"no file can have this name: {error}"  # It has a zero byte, or no bytes.
+    return f"no file can have this name: {error}"  # A zero byte, or an empty name.
 
 
 class JdagError(Exception):
-    """Base of all errors that jdag raises; the text says what would be right."""
+    """Base class of all errors of jdag. Each text says what is allowed instead."""
 
 
 def other_thread(name: str) -> JdagError:
-    """Return the error of a thread that uses another thread's cluster."""
+    """Return the error for the thread `name`, which uses another thread's cluster."""
     return JdagError(
-        f"thread {name!r} uses a cluster that another thread made: a cluster is for "
-        "the thread that makes it; cluster.run runs programs at the same time"
+        f"thread {name!r} uses a cluster of another thread: only the thread that "
+        "created a cluster may use it; cluster.run runs programs concurrently"
     )
 
 
-def no_arrays(what: str) -> JdagError:
-    """Return the error of a differentiated argument without arrays."""
+def no_arrays(argument: str) -> JdagError:
+    """Return the error for a differentiated argument without arrays."""
     return JdagError(
-        f"{what} has no arrays, and so no gradient; differentiate by "
-        "leaves, and by float and complex arrays"
+        f"{argument} has no arrays, so it has no gradient; differentiate with respect "
+        "to leaves, and to float or complex arrays"
     )
 
 
 class GraphError(JdagError):
-    """The recorded graph does not allow this: spent nodes, double backward."""
+    """A backward pass would use nodes of the graph that an earlier pass has freed."""
 
 
 class ContextError(JdagError):
-    """A context, or a ref of one, was used outside its lifetime or its program."""
+    """A context or one of its refs was used outside its lifetime or its program."""
 
 
 class RootError(JdagError):
@@ -127,7 +129,7 @@ class RootError(JdagError):
 
 
 class _PassError(JdagError):
-    """A pass that did not end, with an entry for each send that it waits for."""
+    """A backward pass did not finish. `sends` has an entry for each unanswered send."""
 
     def __init__(self, message: str, sends: tuple[object, ...] = ()) -> None:
         super().__init__(message)
@@ -135,56 +137,61 @@ class _PassError(JdagError):
 
 
 class UnusedSendError(_PassError):
-    """A pass is stuck: sends wait for cotangents that will never be sent.
+    """A backward pass is stuck: some sends wait for cotangents that never arrive.
 
-    `sends` holds one entry for each owed send, those owed first in program order first.
+    `sends` holds one entry for each of these sends, in program order.
     """
 
 
 class PassTimeout(_PassError):
-    """A pass exceeded its time limit.
+    """A backward pass exceeded its time limit.
 
     `sends` holds one entry for each send that still waited for its cotangent.
     """
 
 
 class TaskTimeout(JdagError):
-    """A program that was started has not returned within the time limit."""
+    """A task, a program that runs concurrently, did not return within its timeout."""
 
 
 class CollectiveError(JdagError):
-    """A collective cannot be completed; names the cause and where members wait."""
+    """A collective cannot complete. The text names the cause and the waiting calls."""
 
 
 class RemoteError(JdagError):
-    """A function failed on a worker; the text names function, worker and call site."""
+    """A function failed on a worker. The text names function, worker and call site."""
 
 
 class WorkerLost(JdagError):
-    """A worker is lost, and its values with it."""
+    """A worker is lost, together with the values that it stored."""
 
 
 class RecoveryError(JdagError):
-    """What a lost worker held cannot be made again; names the worker or the leaf."""
+    """Values of a lost worker cannot be restored. The text names the worker or leaf."""
 
 
 class ReplayError(JdagError):
-    """A run deviates from its journals; names the first event that does."""
+    """A replayed run deviates from its journals. The text has the first such event."""
 
 
 class JournalsEnd(ReplayError):
-    """All that journals have, up to `journal_bytes`, was repeated: no deviation."""
+    """A replay reached the end of its journals without a deviation.
+
+    Journals end where they would exceed `journal_bytes`.
+    """
 
 
 class ProtocolError(JdagError):
-    """A peer broke the protocol, or bytes on the wire are not a message."""
+    """A peer violated the protocol, or received bytes are not a valid message."""
 
 
 class JoinError(JdagError):
-    """Workers cannot be joined: one is absent, refuses, or died at its start.
+    """A worker cannot join the session: it is absent, refuses, or does not start.
 
-    `reached`: the worker answered. `absent`: no process listens at its address.
-    `given_up`: the worker counts this process as lost and does not take it back.
+    Attributes:
+        reached: whether the worker answered.
+        absent: whether no process listens at the worker's address.
+        given_up: whether the worker considers this process lost, which is final.
     """
 
     def __init__(
@@ -202,17 +209,17 @@ class JoinError(JdagError):
 
 
 class PortabilityWarning(UserWarning):
-    """`jdag.simulate` has run what `jdag.launch` would refuse."""
+    """A simulated run used something that `jdag.launch` would refuse."""
 
 
 class CostWarning(UserWarning):
-    """`DeviceModel(functions=)` has costs for other functions than a run has called."""
+    """`DeviceModel(functions=)` has costs of functions that the run did not call."""
 
 
 class ScenarioError(JdagError):
-    """A scenario or a setting is not usable: file, key, value and what is allowed.
+    """A scenario or setting is invalid. The text has file, key, value and expectation.
 
-    `args` has a text for each setting that is wrong.
+    `args` contains one string for each invalid setting.
     """
 
     def __str__(self) -> str:
@@ -220,4 +227,4 @@ class ScenarioError(JdagError):
 
 
 class ScheduleError(JdagError):
-    """A pipeline schedule cannot be followed; names worker and action."""
+    """A pipeline schedule cannot be executed. The text names worker and action."""

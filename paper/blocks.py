@@ -1,11 +1,11 @@
-"""A stack of transformer blocks over two workers, and the same under one jax.jit.
+"""Compares the time of transformer blocks on two workers with one jax.jit.
 
     python -m paper.blocks measure|bits --device gpu:0 [--tiny]
 
-Each is a process of its own, of which `paper/gpu.py` starts as many as it needs; it
-prints one line of JSON. `measure` times a gradient in one process (simulate), in two
-(launch), in one as a plan and by one `jax.jit(jax.value_and_grad)`, in turn in the same
-run; `bits` prints digests of the gradients alone. Parameters and values are bfloat16.
+`paper/gpu.py` starts these processes, which print one line of JSON. `measure` times a
+gradient in one process (simulate), in two processes (launch), as a plan in one process,
+and by one `jax.jit(jax.value_and_grad)`. These methods alternate in the same run.
+`bits` prints only hashes of the gradients. Parameters and values are bfloat16.
 """
 
 import argparse
@@ -26,12 +26,12 @@ from jdag import Cluster
 
 WORKERS = ("first", "second")
 PLAN = "one process, as a plan"
-TARGETS = {PLAN: 1.02}  # At most this ratio to one jit.
+TARGETS = {PLAN: 1.02}  # The maximum of (time / time of one jit).
 REPEATS = 7
 
 
 class Shape(NamedTuple):
-    """What a stack is made of."""
+    """The sizes of a stack of blocks and of its input."""
 
     blocks: int
     width: int
@@ -42,14 +42,14 @@ class Shape(NamedTuple):
 
 
 FULL = Shape(blocks=8, width=1024, heads=16, inner=4096, rows=8, length=1024)
-SHALLOW = FULL._replace(blocks=2)  # For bits, in many processes.
+SHALLOW = FULL._replace(blocks=2)  # The size for `bits`, which runs in many processes.
 TINY = Shape(blocks=2, width=16, heads=2, inner=32, rows=2, length=8)
 
 Params = dict[str, Any]
 
 
 def normed(x: Any) -> Any:
-    """Each row with mean 0 and variance 1, reckoned in float32."""
+    """Normalize each row to mean 0 and variance 1, computed in float32."""
     wide = x.astype(jnp.float32)
     apart = wide - jnp.mean(wide, axis=-1, keepdims=True)
     scale = jax.lax.rsqrt(jnp.mean(apart**2, axis=-1, keepdims=True) + 1e-5)
@@ -57,7 +57,7 @@ def normed(x: Any) -> Any:
 
 
 def block(params: Params, x: Any) -> Any:
-    """Attention and a feed-forward layer, each added to x: (rows, length, width)."""
+    """Compute a transformer block with residuals; `x` is (rows, length, width)."""
     rows, length, width = x.shape
     heads = params["qkv"].shape[1]
     q, k, v = jnp.einsum("rlw,whcd->crlhd", normed(x), params["qkv"])
@@ -71,19 +71,19 @@ def block(params: Params, x: Any) -> Any:
 
 
 def mean_square(x: Any, y: Any) -> Any:
-    """The loss, in float32."""
+    """Return the mean squared difference, computed in float32."""
     return jnp.mean((x.astype(jnp.float32) - y.astype(jnp.float32)) ** 2)
 
 
 def corner(gradients: Any) -> Any:
-    """One number that is there when all gradients are."""
+    """Return the sum of the first element of each gradient."""
     return sum(
         jnp.ravel(one)[0].astype(jnp.float32) for one in jax.tree.leaves(gradients)
     )
 
 
 def made(key: Any, shape: Shape) -> list[Params]:
-    """The parameters of each block."""
+    """Return random parameters for each block."""
 
     def one(key: Any) -> Params:
         keys = jax.random.split(key, 4)
@@ -103,7 +103,7 @@ def made(key: Any, shape: Shape) -> list[Params]:
 
 
 class Stack:
-    """The stack, its data, and both ways to its gradients."""
+    """The stack and its data; computes its gradients by jit, by calls and by plan."""
 
     def __init__(self, shape: Shape) -> None:
         keys = jax.random.split(jax.random.key(0), 3)
@@ -115,11 +115,11 @@ class Stack:
 
     @property
     def numbers(self) -> int:
-        """How many parameters there are."""
+        """The number of parameters."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def owner(self, number: int) -> str:
-        """Who owns a block: the first half is the first worker's."""
+        """Return the worker of a block. The first half is on the first worker."""
         return WORKERS[2 * number // len(self.params)]
 
     def _loss(self, params: list[Params], x: Any, y: Any) -> Any:
@@ -128,37 +128,36 @@ class Stack:
         return mean_square(x, y)
 
     def by_jit(self) -> Any:
-        """(loss, gradients) by one jitted function."""
+        """Return (loss, gradients), computed by one jitted function."""
         return jax.block_until_ready(self._jitted(self.params, self.x, self.y))
 
     def put(self, cluster: Cluster) -> list[Any]:
-        """Put each block on its owner."""
         return [
             cluster.put(self.owner(number), one)
             for number, one in enumerate(self.params)
         ]
 
     def loss_of(self, ctx: Any, refs: Sequence[Any], value: Any, y: Any) -> Any:
-        """The loss: the program, of which a plan is made too."""
+        """Compute the loss by calls. `by_plan` uses this program as a plan."""
         for number, one in enumerate(refs):
             value = ctx.call(self.owner(number), block, one, value)
         return ctx.call(WORKERS[-1], mean_square, value, y)
 
     def by_plan(self, step: Any, refs: Sequence[Any], read: Callable) -> Any:
-        """(loss, gradients) of a plan, which fetches them: `read` has nothing to do."""
+        """Return (loss, gradients), computed by the plan `step`. Ignores `read`."""
         del read
         loss, found = step.value_and_grad(refs, self.x, self.y)
         return jax.block_until_ready((loss, jax.tree.leaves(found)))
 
     def by_workers(self, cluster: Cluster, refs: Sequence[Any], read: Callable) -> Any:
-        """(loss, what `read(ctx, gradients)` gives), the context's release included."""
+        """Compute in a new context. Returns (loss, `read(ctx, gradients)`)."""
         with cluster.context() as ctx:
             loss = self.loss_of(ctx, refs, self.x, self.y)
             ctx.backward(loss)
             return loss.fetch(), read(ctx, ctx.gradient(list(refs)))
 
     def ready(self, ctx: Any, gradients: Sequence[Any]) -> Any:
-        """Wait until each worker has its gradients, without fetching them."""
+        """Wait until the gradients are computed, without fetching them."""
         parts = [
             [one for number, one in enumerate(gradients) if self.owner(number) == name]
             for name in WORKERS
@@ -168,12 +167,11 @@ class Stack:
 
 
 def fetched(_: Any, gradients: Any) -> Any:
-    """All gradients, here."""
     return jdag.fetch(gradients)
 
 
 def digest(tree: Any) -> str:
-    """A hash of all bits of a tree's arrays."""
+    """Return a hash of the bits of a tree's arrays."""
     found = hashlib.sha256()
     for leaf in jax.tree.leaves(tree):
         found.update(np.asarray(leaf).tobytes())
@@ -181,7 +179,7 @@ def digest(tree: Any) -> str:
 
 
 def apart(found: Any, truth: Any) -> float:
-    """The worst leaf's max|g - g*| / max|g*|."""
+    """Return the maximum over all leaves of max|g - t| / max|t|."""
 
     def one(g: Any, t: Any) -> float:
         g, t = (np.asarray(each).astype(np.float64) for each in (g, t))
@@ -192,14 +190,13 @@ def apart(found: Any, truth: Any) -> float:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """How long something takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def measure(shape: Shape, device: str) -> dict[str, Any]:
-    """Medians of a gradient each way, in turn, and what the gradients are."""
+    """Time all methods alternately, and compare gradients with those of one jit."""
     stack = Stack(shape)
     simulated, planned = (jdag.simulate(WORKERS, seed=0, trace=False) for _ in range(2))
     launched = jdag.launch(WORKERS, device=device, allow=["paper"])
@@ -213,7 +210,7 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
         loss, truth = stack.by_jit()
         found = {name: way(fetched) for name, way in ways.items()}
         times: dict[str, list[float]] = {name: [] for name in ("one jit", *ways)}
-        for _ in range(1 + REPEATS):  # The first does not count.
+        for _ in range(1 + REPEATS):  # The first round is discarded.
             times["one jit"].append(seconds(stack.by_jit))
             for name, way in ways.items():
                 times[name].append(seconds(partial(way, stack.ready)))
@@ -236,7 +233,7 @@ def measure(shape: Shape, device: str) -> dict[str, Any]:
 
 
 def bits(shape: Shape) -> dict[str, str]:
-    """Digests of the gradients of one fresh process."""
+    """Return hashes of the gradients that this process computes."""
     stack = Stack(shape)
     with jdag.simulate(WORKERS, seed=0, trace=False) as cluster:
         _, found = stack.by_workers(cluster, stack.put(cluster), fetched)
@@ -244,7 +241,7 @@ def bits(shape: Shape) -> dict[str, str]:
 
 
 def main() -> None:
-    """Do what is asked for, and print one line of JSON."""
+    """Run the command, and print one line of JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=["measure", "bits"])
     parser.add_argument("--device", required=True)

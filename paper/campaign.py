@@ -1,10 +1,10 @@
-"""Random programs in many orders of events, each held to the oracle: none may be wrong.
+"""Compares random programs in many orders of events with the oracle.
 
-    python -m paper.campaign --cpu-s 600        goes on where the last call stopped
+    python -m paper.campaign --cpu-s 600        continues where the last call stopped
 
-The program of a number is drawn from that number alone, and runs in `ORDERS` orders,
-half of them with a budget of faults. `paper/results/campaign.json` counts what was run,
-and has the numbers of programs that were wrong.
+Each number is the seed of a program, which runs in `ORDERS` orders. Half of these have
+a budget of faults. `paper/results/campaign.json` contains the counts of runs, and the
+seeds of programs with a wrong result.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from paper.figures import RESULTS, machine
 
 ORDERS = 50
 WANTED = 1_000_000
-CACHED_MAX = 200  # Programs until compiled functions are dropped.
+CACHED_MAX = 200  # After so many programs, JAX's caches are cleared.
 
 
 def drawn(number: int) -> Program:
-    """The program of a number."""
+    """Draw a random program, with `number` as the seed."""
     rng = Random(f"campaign {number}")
     workers = ("main", "a", "b", "c")[: rng.randint(2, 4)]
     leaves = tuple(rng.choices(workers, k=rng.randint(1, 3)))
@@ -43,7 +43,7 @@ def drawn(number: int) -> Program:
 
 
 def explored(number: int) -> Report:
-    """Orders of one program, by random walks and by PCT, with faults and without."""
+    """Explore a program without and with faults: once at random and once by PCT."""
     program, found = drawn(number), Report()
     budgets: list[dict[str, int]] = [{}, dict.fromkeys(FAULTS, 1)]
     for at, faults in enumerate(budgets):
@@ -54,7 +54,7 @@ def explored(number: int) -> Report:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Go on until the budget is spent; write the counts every few programs."""
+    """Run programs until the CPU time is used up; save the counts regularly."""
     parser = argparse.ArgumentParser(prog="python -m paper.campaign")
     parser.add_argument("--cpu-s", type=float, default=600.0)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,21 +1,22 @@
-"""Chaos: programs of scenarios on real workers that are hurt in every way, by seed.
+"""Runs programs on real workers under injected faults, drawn from a seed.
 
     python -m paper.chaos                      an hour, and 10,000 steps
     python -m paper.chaos --minutes 8 --seed 3 --modes tls
 
-A round joins three workers, runs a program again and again, and meanwhile hurts them:
-it kills or freezes a process, has its files full, cuts, slows, holds or refuses its
-streams, or dials it as a stranger. In half of the rounds there are up to eight faults
-that pass within the deadline, a breath apart, most of them cuts after drawn numbers of
-bytes; they must change nothing: the bits are those of a quiet run, and there is no
-error. In the others up to three faults last, and may end the program with an error of
-jdag that names a worker, within the deadline. Then everything is mended, and in the
-same session the program has to end in the right bits, with no context or pass left on
-any worker, and with no connection, shared memory or descriptor of it left. In some
-rounds with TLS a worker has an untrusted certificate, and must not be able to join.
+A round connects three workers, runs a program repeatedly, and injects faults: it kills
+or freezes a process, fills its disk, cuts, slows, holds or refuses its streams, or
+dials it without credentials. Half of the rounds have up to eight faults that end within
+the deadline, mostly cuts of streams. These faults must have no effect: there must be no
+error, and the results must have the bits of an undisturbed run. The other rounds have
+up to three permanent faults. These may end the program with an error that names a
+worker, within the deadline. Then all faults end, and in the same session the program
+must produce the right bits and leave no context, pass, connection, shared memory or
+descriptor. In some rounds with TLS a worker has an untrusted certificate and must not
+be able to join.
 
-`paper/results/chaos.json` has each round, `chaos.md` the table; both are written after
-each round. A round that hangs is wrong, and ends the campaign with all threads' stacks.
+`paper/results/chaos.json` contains each round and `chaos.md` a table. Both are written
+after each round. A round that hangs counts as wrong. It ends the campaign, which then
+prints the stacks of all threads.
 """
 
 import argparse
@@ -45,11 +46,11 @@ from paper.failures import children
 from paper.figures import RESULTS, machine
 
 HURT_S = 2.0
-BREATH_S = 0.3  # Between faults that pass.
-SLACK_S = 10.0  # Of a busy machine.
+BREATH_S = 0.3  # The time between two temporary faults.
+SLACK_S = 10.0  # The time beyond the deadline that a busy machine may need.
 HEALED_S = 60.0
-LEFT_S = 20.0  # A dial of a worker that is under way takes until its deadline.
-SETTLES_S = 3.0  # Else what goes a moment later hides as much that is left.
+LEFT_S = 20.0  # A worker that is dialing a peer may continue until its deadline.
+SETTLES_S = 3.0  # Resources that are freed after the first count hide leaks.
 HANGS_S = 150.0
 UNKNOWN: dict[str, Any] = {
     "program": "",
@@ -64,7 +65,7 @@ BLOCK, GROWTH_MIB_MAX = 100, 8.0
 
 
 class Trouble(threading.Thread):
-    """Hurts the workers at some moments of a round; `done` says when and how."""
+    """Injects faults at planned times of a round, and records them in `done`."""
 
     def __init__(
         self,
@@ -87,7 +88,6 @@ class Trouble(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        """Do it."""
         try:
             for planned_s, fault, victim in self._plan:
                 if self._over.wait(max(0.0, self.begun + planned_s - time.monotonic())):
@@ -102,22 +102,22 @@ class Trouble(threading.Thread):
                 if not is_long and lasts_s:
                     self._over.wait(lasts_s)
                     self._pool.mend(fault, victim)
-                    # Else faults that pass would add up to one beyond the deadline.
+                    # Without a pause, consecutive faults could exceed the deadline.
                     self._over.wait(BREATH_S)
-        except ProcessLookupError:  # It has been killed before.
+        except ProcessLookupError:  # An earlier fault has killed the process.
             pass
         except Exception as error:
             self.failed.append(f"the campaign itself: {error!r}")
 
     def end(self) -> None:
-        """Hurt no more."""
+        """Stop injecting faults."""
         self._over.set()
         self.join()
 
 
 @contextmanager
 def watched(found: dict[str, Any], write: Callable[[], None]) -> Iterator[None]:
-    """If what is under way hangs, write what is known of it and end this process."""
+    """If the `with` block hangs, write the results and exit this process."""
 
     def hangs() -> None:
         found["wrong"] = [f"hangs for {HANGS_S:g} s"]
@@ -130,7 +130,7 @@ def watched(found: dict[str, Any], write: Callable[[], None]) -> Iterator[None]:
     timer.start()
     faulthandler.dump_traceback_later(
         HANGS_S + SLACK_S, exit=True
-    )  # Of the timer, too.
+    )  # Ends the process if `hangs` itself hangs.
     try:
         yield
     finally:
@@ -139,7 +139,7 @@ def watched(found: dict[str, Any], write: Callable[[], None]) -> Iterator[None]:
 
 
 def hurt(cluster: Any, program: Program, bits: str, trouble: Trouble) -> dict[str, Any]:
-    """Run a program again and again while it is hurt; say how that ended."""
+    """Run a program repeatedly under faults. Returns how it ended."""
     found: dict[str, Any] = {"outcome": "finished", "wrong": [], "runs": 0}
     try:
         while trouble.is_alive() or not found["runs"]:
@@ -170,7 +170,7 @@ def hurt(cluster: Any, program: Program, bits: str, trouble: Trouble) -> dict[st
 
 
 def healed(cluster: Any, program: Program, bits: str) -> list[str]:
-    """What is wrong once all is mended; lost workers join again meanwhile."""
+    """Check that the program succeeds again after all faults. Returns the errors."""
     due = time.monotonic() + HEALED_S
     while True:
         try:
@@ -182,7 +182,7 @@ def healed(cluster: Any, program: Program, bits: str) -> list[str]:
                 return [f"not well after it was mended: {text_of(error)[:1000]}"]
             time.sleep(0.2)
     held: dict[str, Any] = {}
-    while time.monotonic() < due:  # What ends takes a moment.
+    while time.monotonic() < due:  # Contexts and passes end with a delay.
         info = cluster.info()
         held = {
             f"{worker}: {what} {one[what]}": one[what]
@@ -196,18 +196,18 @@ def healed(cluster: Any, program: Program, bits: str) -> list[str]:
 
 
 def segments() -> list[str]:
-    """Shared memory of jdag that is left."""
+    """Return the shared memory segments of jdag on this host."""
     return sorted(str(path) for path in Path("/dev/shm").glob("*jdag*"))
 
 
 def left(before: list[str]) -> list[str]:
-    """What sessions have left in this process and on this host.
+    """Return the resources that closed sessions have not freed.
 
-    The proxies are in it, too: so no connection between workers may be left either.
+    The proxies run in this process, so sockets between workers are counted too.
     """
     due = time.monotonic() + LEFT_S
     while True:
-        gc.collect()  # Arrays that JAX has let go of, and the memory that they were in.
+        gc.collect()  # Frees arrays without references, and their shared memory.
         now = opened()
         more = kinds(now)
         more.subtract(kinds(before))
@@ -221,7 +221,7 @@ def left(before: list[str]) -> list[str]:
 
 
 def strange_round(pool: Pool, rng: Random) -> dict[str, Any]:
-    """Join while a worker has a certificate that nobody trusts."""
+    """Try to join with a worker whose certificate is untrusted; expect an error."""
     victim = rng.choice(NAMES[1:])
     pool.start(victim, strange=True)
     begun, wrong = time.monotonic(), []
@@ -252,7 +252,7 @@ def one_round(
     before: list[str],
     one: dict[str, Any],
 ) -> None:
-    """One session: hurt, mended, closed; `one` says how; `before`: see `left`."""
+    """Run a session: faults, recovery, closing. Results are added to `one`."""
     if pool.mode == "tls" and rng.random() < STRANGE_SHARE:
         one |= strange_round(pool, rng)
         return
@@ -278,7 +278,6 @@ def one_round(
 
 
 def resident_mib(process: int) -> float:
-    """The resident memory of a process."""
     pages = int(Path(f"/proc/{process}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
@@ -290,7 +289,7 @@ def steady(
     found: dict[str, Any],
     write: Callable[[], None],
 ) -> None:
-    """Train for many steps while streams are cut; the memory of each process."""
+    """Train for many steps while streams are cut; record the memory in `found`."""
     pids = {NAMES[0]: os.getpid(), **{name: pool.pid(name) for name in NAMES[1:]}}
     memory: dict[str, list[float]] = {name: [] for name in pids}
     wrong, x, cuts = [], jnp.linspace(1.0, 2.0, 64), pool.cuts
@@ -325,7 +324,7 @@ def campaign(
     seed: int,
     out: Path,
 ) -> dict[str, Any]:
-    """All rounds; written after each one."""
+    """Run all rounds, and write the results after each round."""
     results: dict[str, Any] = {"machine": machine(), "seed": seed, "rounds": []}
     results |= {"deadline_s": DEADLINE_S, "left": []}
     begun = time.monotonic()
@@ -360,7 +359,7 @@ def campaign(
                     with watched(one, partial(write, one)):
                         try:
                             one_round(pool, rng, programs, quiet, first, one)
-                        except JdagError as error:  # Of joining and leaving.
+                        except JdagError as error:  # Raised when joining or leaving.
                             one["wrong"] = [*one["wrong"], text_of(error)]
                             pool.heal()
                     write(one)
@@ -378,7 +377,7 @@ def campaign(
 
 
 def page(results: dict[str, Any]) -> str:
-    """The page of a campaign."""
+    """Return the results of a campaign as a page in Markdown."""
     rounds, here = results["rounds"], results["machine"]
     wrong = sum(bool(one["wrong"]) for one in rounds)
     lines = [
@@ -387,14 +386,14 @@ def page(results: dict[str, Any]) -> str:
         f"`make chaos`, {results['seconds'] / 60:.0f} minutes, seed {results['seed']}: "
         f"{len(rounds)} rounds, {wrong} of them wrong; deadline {DEADLINE_S:g} s; "
         f"{here['cores']} cores, Python {here['python']}, JAX {here['jax']}.",
-        "`paper/chaos.py` says what a round is, and what is right.",
+        "`paper/chaos.py` describes a round and its correct results.",
         "",
-        f"The time of an error counts from the first fault that lasts. Up to "
-        f"{SLACK_S:g} s beyond the deadline are right: a program may end by a later "
-        "fault, the deadline runs from the last sign of life, and other processes "
+        f"The time of an error counts from the first permanent fault. An error may "
+        f"come up to {SLACK_S:g} s after the deadline, since a program may end by a "
+        "later fault, the deadline starts at the last message, and other processes "
         "share the cores.",
-        f"What a session holds in main (sockets, files, shared memory) has to be gone "
-        f"{LEFT_S:g} s after it is closed.",
+        f"The resources of a session in main (sockets, files, shared memory) must be "
+        f"freed {LEFT_S:g} s after it is closed.",
         "",
         "| streams | rounds | runs of programs | unhurt in the end | named error | "
         "slowest error, s | slowest to leave nothing, s | cut streams | "
@@ -437,7 +436,7 @@ def page(results: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the campaign and write its results; 1 if anything was wrong."""
+    """Run the campaign and write its results. Returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=10_000)

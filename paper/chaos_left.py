@@ -1,4 +1,4 @@
-"""What this process holds open, and which ends its sockets are; for `paper.chaos`."""
+"""Lists the open descriptors and sockets of this process, for `paper.chaos`."""
 
 import os
 import re
@@ -6,27 +6,27 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-# Of sockets of TCP, in the tables of Linux.
+# 127.0.0.1 as /proc/self/net/tcp writes it.
 LOOPBACK = "0100007F"
 STATES = {"01": "ESTABLISHED", "02": "SYN_SENT", "08": "CLOSE_WAIT", "0A": "LISTEN"}
 
 
 def opened() -> list[str]:
-    """What the descriptors of this process are."""
+    """Return the target of each open descriptor, such as 'socket:[123]' or a path."""
     found = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # The one of the folder itself.
+        with suppress(OSError):  # `listdir` also lists its own, closed descriptor.
             found.append(os.readlink(f"/proc/self/fd/{number}"))
     return found
 
 
 def kinds(found: list[str]) -> Counter[str]:
-    """How many there are of each kind of descriptor."""
+    """Count descriptors by target. Numbers in targets are ignored."""
     return Counter(re.sub(r"[0-9]+", "N", one) for one in found)
 
 
 def ends() -> dict[str, str]:
-    """The ends of each socket, by what `opened` says of it."""
+    """Map each socket, named as by `opened`, to its addresses and state."""
     found = {}
     for table in ("tcp", "tcp6", "unix"):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Worker processes behind proxies, which are hurt and healed; for `paper.chaos`."""
+"""Worker processes behind proxies, with injected faults, for `paper.chaos`."""
 
 import os
 import resource
@@ -27,16 +27,17 @@ from paper.proxy import Gate, Proxy
 MODES = ("unix", "tcp", "tls")
 NAMES = ("w0", "w1", "w2", "w3")  # w0 is main.
 DEADLINE_S = 5.0
-FILE_BYTES = 1 << 14  # What a worker may write to a file when its disk is full.
+FILE_BYTES = 1 << 14  # The maximum size of a worker's files when its disk is full.
 LONG = float("inf")
-CUT_BITS_MIN, CUT_BITS_MAX = 4, 21  # Of the bytes from one cut to the next.
-# Those that may pass within the deadline; most of them cuts.
+# Streams are cut after 2**n bytes, with n between these bounds.
+CUT_BITS_MIN, CUT_BITS_MAX = 4, 21
+# Faults that end within the deadline. Rounds draw from these; "cut" is most likely.
 PASSING = ("cut", "cut", "cut", "slow", "hold", "freeze", "strangers")
 _ANNOUNCED = "JDAG_CHAOS_ANNOUNCED"
 
 
 class Announced(Listener):
-    """A listener that announces the proxy in front of it as its address."""
+    """A listener that announces the address of the proxy in front of it."""
 
     def __init__(self, address: str, **settings: Any) -> None:
         super().__init__(address, **settings)
@@ -44,13 +45,13 @@ class Announced(Listener):
 
 
 def member(options: WorkerOptions) -> MakeNode:
-    """Return what `jdag.api.drivers.member` does, behind a proxy."""
+    """Make a node like `jdag.api.drivers.member`, but with an `Announced` listener."""
     setattr(worker_server, "Listener", Announced)  # noqa: B010
     return jdag.api.drivers.member(options)
 
 
 def free_port() -> int:
-    """A port below those that the system chooses, at which nobody listens."""
+    """Return an unused port, below the range from which the system chooses ports."""
     while True:
         port = 10_000 + int.from_bytes(os.urandom(2)) % 20_000
         with socket.socket() as tried, suppress(OSError):
@@ -59,21 +60,21 @@ def free_port() -> int:
 
 
 def limit_files(process: int, nbytes: int | None) -> None:
-    """Set how large files of a process may become; None: as large as at first."""
+    """Limit the size of files that a process writes. None removes the limit."""
     hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
     soft = hard if nbytes is None else nbytes
     resource.prlimit(process, resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class Pool:
-    """The workers w1 to w3 of a cluster's file, which this process joins as w0.
+    """Runs the workers w1 to w3 of a cluster. This process joins them as w0.
 
     Args:
-        mode: "unix": streams are as `jdag up` makes them on one host; else they go
-            through proxies, as they are or in TLS.
-        folder: for certificates and the cluster's file.
-        seed: of the proxies.
-        allow: modules that workers may run by name.
+        mode: "unix": data goes through Unix sockets, without proxies. "tcp" and "tls":
+            all streams pass proxies, in plain text or with TLS.
+        folder: the folder for certificates, logs and the cluster's file.
+        seed: the seed of the proxies' random numbers.
+        allow: the modules whose functions workers may run.
     """
 
     def __init__(self, mode: str, folder: Path, seed: int, allow: list[str]) -> None:
@@ -112,7 +113,7 @@ class Pool:
         return fresh_authority().issue("127.0.0.1", "127.0.0.1", folder)
 
     def start(self, name: str, *, strange: bool = False) -> None:
-        """Start the process of a worker; `strange`: with certificates of others."""
+        """Start a worker's process; if `strange`, with an untrusted certificate."""
         control, data = self._ports[name]
         options = worker_options(
             name,
@@ -135,19 +136,17 @@ class Pool:
         self._launches[name] = Launch([made], env=env, logs=logs, ready_s=600)
 
     def pid(self, name: str) -> int:
-        """The process of a worker."""
         return self._launches[name].pids[name]
 
     def connect(self) -> jdag.Cluster:
-        """Join the workers."""
         return jdag.connect(self.path, name=NAMES[0])
 
     # ---------------------------------------------------------------------- faults
 
     def kill(self, name: str, rng: Random) -> float:
-        """End a process; return how long it lasts, as all faults do."""
+        """Kill a process. Like each fault, this returns its duration in seconds."""
         os.kill(self.pid(name), signal.SIGKILL)
-        while name in self._launches[name].alive:  # `heal` counts on it.
+        while name in self._launches[name].alive:  # `heal` restarts ended processes.
             time.sleep(0.01)
         return LONG
 
@@ -157,13 +156,13 @@ class Pool:
         return LONG
 
     def fill(self, name: str, rng: Random) -> float:
-        """Have no file of a process grow, shared memory included; also main's."""
+        """Limit the size of the files and shared memory of this worker, or of main."""
         name = rng.choice((name, NAMES[0]))
         limit_files(os.getpid() if name == NAMES[0] else self.pid(name), FILE_BYTES)
         return LONG
 
     def cut(self, name: str, rng: Random) -> float:
-        """Cut streams after drawn bytes, amid what they carry, fast or slowly."""
+        """Cut streams after random numbers of bytes, at full or reduced speed."""
         for gate in self.gates[name]:
             bits = [rng.uniform(CUT_BITS_MIN, CUT_BITS_MAX) for _ in range(4)]
             cuts = [int(2**one) for one in bits]
@@ -171,25 +170,25 @@ class Pool:
         return rng.uniform(0.2, 1.5)
 
     def slow(self, name: str, rng: Random) -> float:
-        """Delay what streams carry, each by delays of its own."""
+        """Delay the data on each stream of the worker."""
         for gate in self.gates[name]:
             self.proxy.do(gate, delay_s=rng.uniform(0.001, 0.05))
         return rng.uniform(0.1, 2.0)
 
     def hold(self, name: str, rng: Random) -> float:
-        """Carry nothing, and say nothing."""
+        """Stop forwarding data on all streams of the worker."""
         for gate in self.gates[name]:
             self.proxy.do(gate, holds=True)
         return LONG
 
     def refuse(self, name: str, rng: Random) -> float:
-        """Cut all streams and refuse new ones."""
+        """Cut all streams of the worker, and refuse new streams."""
         for gate in self.gates[name]:
             self.proxy.do(gate, refuses=True)
         return LONG
 
     def strangers(self, name: str, rng: Random) -> float:
-        """Dial a worker with garbage, and with a certificate that nobody trusts."""
+        """Dial a worker's ports with random bytes and with an untrusted certificate."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         context.load_cert_chain(*self._strange[1:])
@@ -209,26 +208,26 @@ class Pool:
 
     @property
     def cuts(self) -> int:
-        """How often streams were cut."""
+        """How often a gate has cut its streams."""
         return sum(gate.cut for gate in self.proxy.gates)
 
     @property
     def faults(self) -> dict[str, Callable[[str, Random], float]]:
-        """Those that are possible here."""
+        """The methods that inject the faults possible in this mode, by name."""
         found = [self.kill, self.freeze, self.fill]
         if self.mode != "unix":
             found += [self.cut, self.slow, self.hold, self.refuse, self.strangers]
         return {one.__name__: one for one in found}
 
     def mend(self, fault: str, name: str) -> None:
-        """End a fault that passes."""
+        """End a temporary fault."""
         if fault == "freeze":
             os.kill(self.pid(name), signal.SIGCONT)
         elif fault in ("cut", "slow", "hold"):
             self.proxy.heal(self.gates[name])
 
     def heal(self) -> None:
-        """Have all processes be there and go on."""
+        """End all faults and restart killed processes."""
         self.proxy.heal(self.proxy.gates)
         limit_files(os.getpid(), None)
         for name in NAMES[1:]:
@@ -239,7 +238,6 @@ class Pool:
                 self.start(name)
 
     def close(self) -> None:
-        """End all."""
         for name, launch in self._launches.items():
             if name in launch.alive:
                 os.kill(self.pid(name), signal.SIGCONT)

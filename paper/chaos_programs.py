@@ -1,4 +1,4 @@
-"""The programs of `paper.chaos`: those of scenarios, one that saves, one of arrays."""
+"""The programs of `paper.chaos`: scenarios, `saving` (checkpoints), and `arrays`."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -21,27 +21,26 @@ PROGRAMS = (
     *("parameter_server", "ddp_with_rpc", "shared_digits", "two_shards"),
     "remote_embedding",
 )
-# From a cluster to a hash of all bits that count.
+# Runs on a cluster and returns a hash of the bits of its results.
 Program = Callable[[jdag.Cluster], str]
 
 
 def layer(w: jax.Array, x: jax.Array) -> jax.Array:
-    """A layer whose output is large enough for shared memory."""
+    """Compute a layer whose output is large enough for shared memory."""
     return jnp.tanh(x * w)
 
 
 def square(v: jax.Array, x: jax.Array) -> jax.Array:
-    """A loss."""
     return jnp.mean(jnp.square(v * x - 1.0))
 
 
 def lowered(leaf: jax.Array, gradient: jax.Array) -> jax.Array:
-    """A step of gradient descent."""
+    """Return a leaf's value after a step of gradient descent."""
     return leaf - 0.1 * gradient
 
 
 def train(cluster: jdag.Cluster, leaves: Any, x: Any, steps: int) -> None:
-    """Train a net on two workers for some steps."""
+    """Train a net of two layers, on w1 and w2, for some steps."""
     for _ in range(steps):
         with cluster.context() as ctx:
             hidden = ctx.call("w1", layer, leaves["w"], x)
@@ -51,19 +50,19 @@ def train(cluster: jdag.Cluster, leaves: Any, x: Any, steps: int) -> None:
 
 
 def bits_of(leaves: Any) -> str:
-    """A hash of the values of leaves."""
+    """Return a hash of the bits of all leaves."""
     values = [leaf.fetch() for leaf in leaves.values()]
     return hashlib.sha256(b"".join(one.tobytes() for one in values)).hexdigest()
 
 
 def fresh(cluster: jdag.Cluster, size: int) -> dict[str, Any]:
-    """Leaves of the net."""
+    """Return new parameters of the net, each of `size` numbers."""
     w, v = jnp.linspace(-1.0, 1.0, size), jnp.linspace(0.5, 1.5, size)
     return {"w": cluster.put("w1", w), "v": cluster.put("w2", v)}
 
 
 def saving(cluster: jdag.Cluster, folder: Path) -> str:
-    """Train, save, train, load, and train again from there."""
+    """Train, save, train on; load, train on again. Both results must be equal."""
     size = 1 << 17  # 512 KiB.
     leaves, x = fresh(cluster, size), jnp.linspace(1.0, 2.0, size)
     train(cluster, leaves, x, 2)
@@ -76,18 +75,16 @@ def saving(cluster: jdag.Cluster, folder: Path) -> str:
 
 
 def scaled(w: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-    """A layer of many arrays."""
     return [jnp.tanh(one * w) for one in arrays]
 
 
 def distance(left: list[jax.Array], right: list[jax.Array]) -> jax.Array:
-    """A loss."""
     pairs = zip(left, right, strict=True)
     return jnp.stack([jnp.mean((one - other) ** 2) for one, other in pairs]).sum()
 
 
 def arrays(cluster: jdag.Cluster) -> str:
-    """Send arrays of 64 B to 1 MiB from each worker to another, there and back."""
+    """Send arrays of 64 B to 1 MiB between three workers, forward and backward."""
     sizes = [1 << bits for bits in range(4, 19)] + [100] * 50
     x = [jnp.linspace(0.5, 1.5, size) for size in sizes]
     leaves = {name: cluster.put(name, jnp.float32(0.9)) for name in NAMES[1:]}
@@ -104,7 +101,7 @@ def arrays(cluster: jdag.Cluster) -> str:
 def programs_in(
     folder: Path, names: Sequence[str]
 ) -> tuple[dict[str, Program], list[str]]:
-    """Programs by name, and the modules that workers run by name."""
+    """Return the named programs, and the modules that workers must allow."""
     found: dict[str, Program] = {}
     modules = [__name__]
     for name in names:

@@ -1,20 +1,22 @@
-"""Measures data parallelism over devices: what it costs.
+"""Measures the cost of `data_parallel` over several devices.
 
     python -m paper.data_parallel                        1, 2 and 4 devices of this CPU
-    python -m paper.data_parallel --platform gpu         as many GPUs as there are
+    python -m paper.data_parallel --platform gpu         1, 2 and 4 GPUs
 
-A stack of dense layers, of several sizes. On one device `data_parallel` is held against
-plain `jax.jit`; on several against `jax.pmap` and `jax.shard_map` as one writes them by
-hand, with chunks of one size ("equal") and with a row less ("uneven"). Those by hand
-are given parameters and rows on the first device as they are, and give outputs there,
-as it does. A step is `jax.value_and_grad` around each. All are timed in turn, round by
-round; a ratio is the median of those of the rounds. Beside the step there is the same
-in one `jax.jit`, gradients added by a psum, for what it costs that JAX differentiates
-step by step.
+The model is a stack of dense layers, of several sizes. On one device `data_parallel` is
+compared with plain `jax.jit`. On several devices it is compared with hand-written
+functions by `jax.pmap` and `jax.shard_map`, with chunks of equal size ("equal") and
+with one row fewer ("uneven"). Like `data_parallel`, the hand-written functions take
+parameters and rows on the first device, and return outputs there. A step is
+`jax.value_and_grad` of such a function. In each round all functions are timed one after
+the other; a ratio is the median of the ratios of all rounds. For comparison, the step
+is also compiled as one `jax.jit`, with gradients added by a psum, which shows the cost
+of differentiating outside of a jit.
 
-Memory is what arrays hold on each device between forward and vjp. Each number of
-devices is a process of its own. `paper/results/data_parallel.json` holds the numbers,
-`data_parallel.md` the page. The machine should be quiet, and have a core a device.
+Memory is the size of arrays on each device between forward and vjp. Each number of
+devices is measured in a separate process. `paper/results/data_parallel.json` contains
+the numbers, `data_parallel.md` tables. The machine should be idle, with a core for each
+device.
 """
 
 import argparse
@@ -40,18 +42,18 @@ from paper.figures import RESULTS, machine
 ROOT = Path(__file__).parents[1]
 COUNTS = (1, 2, 4)
 WAYS = ("equal", "uneven")
-# Width of a layer, and rows: on one core of a laptop from 0.1 to 100 ms.
+# Pairs (width of a layer, rows), which take 0.1 to 100 ms on one core of a laptop.
 SIZES = ((32, 64), (128, 512), (256, 1024), (512, 2048), (1024, 4096))
 TINY = ((8, 16),)
 LAYERS = 4
-# A turn of one, and how often each has one: as often as there is time for.
+# The time of one measurement and of all rounds, and bounds of the number of rounds.
 TURN_S, ROUNDS_S, ROUNDS_MIN, ROUNDS_MAX = 0.02, 4.0, 15, 100
 RATIO_MAX, WORK_MIN_S = 1.05, 1e-3
 TARGET = (
     f"<= {RATIO_MAX} of plain jit on one device at 1 ms of work; <= {RATIO_MAX} of "
     "pmap and of shard_map by hand on 2 and 4, from 1 ms on"
 )
-# What each way is held against; None: the faster of both by hand.
+# The reference of each method; for "uneven" it is the faster hand-written function.
 AGAINST = {"one device": "jit", "equal": "pmap by hand"}
 
 Row = dict[str, Any]
@@ -59,14 +61,14 @@ Model = Callable[[Any], jax.Array]
 
 
 def layers(params: Sequence[jax.Array], x: jax.Array) -> jax.Array:
-    """A stack of dense layers; (rows, width) in and out."""
+    """Compute a stack of dense layers; input and output are (rows, width)."""
     for w in params:
         x = jnp.tanh(x @ w)
     return x
 
 
 def made(width: int, rows: int) -> tuple[list[jax.Array], jax.Array]:
-    """Parameters and rows, on the first device."""
+    """Return random parameters and rows, on the first device."""
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys[1:]]
     return params, jax.random.normal(keys[0], (rows, width))
@@ -76,7 +78,7 @@ def made(width: int, rows: int) -> tuple[list[jax.Array], jax.Array]:
 
 
 def with_pmap(devices: Sequence[Any], x: jax.Array) -> Model:
-    """Forward by `jax.pmap`: rows as (devices, rows of each), and joined again."""
+    """Return a model by `jax.pmap`, with rows reshaped to (devices, rows of each)."""
     count, first = len(devices), devices[0]
     mapped = jax.pmap(layers, in_axes=(None, 0), devices=devices)
 
@@ -88,13 +90,13 @@ def with_pmap(devices: Sequence[Any], x: jax.Array) -> Model:
 
 
 def with_shard_map(devices: Sequence[Any], x: jax.Array) -> Model:
-    """Forward by `jax.shard_map`."""
+    """Return a model by `jax.shard_map`."""
     mapped, first = sharded(devices, layers), devices[0]
     return lambda p: jax.device_put(mapped(p, x), first)
 
 
 def sharded(devices: Sequence[Any], fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of parameters and rows over all devices, its outputs by rows."""
+    """Map `fn` over the devices: each gets all parameters and part of the rows."""
     by_rows = PartitionSpec("rows")
     mesh = Mesh(np.array(devices), ("rows",))
     given = (PartitionSpec(), by_rows)
@@ -102,12 +104,12 @@ def sharded(devices: Sequence[Any], fn: Callable[..., Any]) -> Callable[..., Any
 
 
 def loss_of(model: Model) -> Callable[[Any], jax.Array]:
-    """The mean square of what a model gives."""
+    """Return a loss function: the mean square of a model's output."""
     return lambda params: jnp.mean(model(params) ** 2)
 
 
 def step_of(model: Model) -> Callable[[Any], Any]:
-    """Loss and gradient, JAX going through the model as it is called."""
+    """Return a function that computes loss and gradient. It is not jitted."""
     return jax.value_and_grad(loss_of(model))
 
 
@@ -115,7 +117,7 @@ def step_of(model: Model) -> Callable[[Any], Any]:
 
 
 def in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
-    """Seconds a call of each, round by round."""
+    """Time all functions alternately. Returns each one's seconds per call, by round."""
     often, round_s = {}, 0.0
     for name, call in calls.items():
         one_s = seconds(call, 3)
@@ -129,7 +131,7 @@ def in_turn(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def seconds(call: Callable[[], Any], calls: int) -> float:
-    """The mean time of some calls; each is waited for."""
+    """Return the mean time of a call, including the wait for its result."""
     start = time.perf_counter()
     for _ in range(calls):
         jax.block_until_ready(call())
@@ -137,7 +139,7 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def models_of(devices: Sequence[Any], x: jax.Array) -> dict[str, Model]:
-    """`data_parallel` on the devices, and what it is held against."""
+    """Return models by `data_parallel` and, as references, models by plain JAX."""
     if len(devices) == 1:
         plain = jax.jit(layers)
         alone = partial(data_parallel, layers, x=x, devices=devices)
@@ -151,7 +153,7 @@ def models_of(devices: Sequence[Any], x: jax.Array) -> dict[str, Model]:
 
 
 def row_of(devices: Sequence[Any], width: int, rows: int) -> Row:
-    """Each way, and each by hand, at one size; and all of it as one compiled step."""
+    """Measure all methods at one size, and a step compiled by one `jax.jit`."""
     params, x = made(width, rows)
     models = models_of(devices, x)
     wanted = layers(params, x)
@@ -176,7 +178,7 @@ def row_of(devices: Sequence[Any], width: int, rows: int) -> Row:
 
 
 def held(devices: Sequence[Any]) -> list[int]:
-    """Bytes of all live arrays, on each device; of shared buffers each once."""
+    """Return the bytes of live arrays on each device. A shared buffer counts once."""
     found = dict.fromkeys(devices, 0)
     seen = set()
     for array in jax.live_arrays():
@@ -189,11 +191,11 @@ def held(devices: Sequence[Any]) -> list[int]:
 
 
 def memory_of(devices: Sequence[Any], width: int, rows: int) -> list[Row]:
-    """What each device holds between forward and vjp beyond what was there before."""
+    """Measure the bytes that forward adds on each device and keeps for the vjp."""
     params, x = made(width, rows)
     found = []
     for name, model in models_of(devices, x).items():
-        jax.block_until_ready(jax.vjp(model, params)[0])  # What is made once.
+        jax.block_until_ready(jax.vjp(model, params)[0])  # Makes arrays that remain.
         before = held(devices)
         out, vjp = jax.vjp(model, params)
         jax.block_until_ready((out, vjp))
@@ -217,7 +219,7 @@ def memory_of(devices: Sequence[Any], width: int, rows: int) -> list[Row]:
 
 
 def inside(is_tiny: bool) -> Row:
-    """Measure on all devices of this process."""
+    """Measure on all devices of this process; `measured` started it."""
     devices = jax.local_devices()
     sizes = TINY if is_tiny else SIZES
     return {
@@ -228,7 +230,7 @@ def inside(is_tiny: bool) -> Row:
 
 
 def measured(count: int, platform: str, is_tiny: bool) -> Row:
-    """Measure in a process that has so many devices."""
+    """Measure in a new process with `count` devices."""
     tiny = ["--tiny"] if is_tiny else []
     done = subprocess.run(
         [sys.executable, "-m", "paper.data_parallel", "--inside", *tiny],
@@ -252,7 +254,7 @@ def measured(count: int, platform: str, is_tiny: bool) -> Row:
 
 
 def ratio_of(times: dict[str, list[float]], way: str) -> float:
-    """The time of a way over that by hand: the median of the rounds' ratios."""
+    """Return the median ratio, over all rounds, of a method's time to its reference."""
     other = AGAINST.get(way) or min(
         [name for name in times if name.endswith("by hand")],
         key=lambda name: statistics.median(times[name]),
@@ -262,17 +264,17 @@ def ratio_of(times: dict[str, list[float]], way: str) -> float:
 
 
 def ways_of(row: Row) -> list[str]:
-    """The ways of ours that a row has."""
+    """Return the methods in a row that use `data_parallel`."""
     return [name for name in row["forward_s"] if name in ("one device", *WAYS)]
 
 
 def size_of(row: Row) -> str:
-    """What was computed, as the page has it."""
+    """Return a row's size as text: layer width x number of rows."""
     return f"{row['width']} x {row['rows']}"
 
 
 def targets(rows: Sequence[Row]) -> list[str]:
-    """A line for each target: what was asked for, what was found, at which size."""
+    """Return a table of the highest ratio for each target, and whether it is met."""
     lines = [
         "| devices | of | against | highest ratio | at | target of 1.05 |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -296,7 +298,7 @@ def targets(rows: Sequence[Row]) -> list[str]:
 
 
 def _enough(rows: Sequence[Row], kind: str, hand: str) -> Sequence[Row]:
-    """The sizes that a target is for: of one device that nearest to 1 ms of forward."""
+    """Select rows of 1 ms or more; with one device, only the row nearest to 1 ms."""
 
     def taken(row: Row, kind: str) -> float:
         return statistics.median(row[f"{kind}_s"][hand])
@@ -307,7 +309,7 @@ def _enough(rows: Sequence[Row], kind: str, hand: str) -> Sequence[Row]:
 
 
 def table_of(rows: Sequence[Row], kind: str) -> list[str]:
-    """The times of all ways at all sizes of one number of devices, in ms."""
+    """Return a table of times in ms; all rows have the same number of devices."""
     names = list(rows[0][f"{kind}_s"])
     heads = [*names, "step in one jit"] if kind == "step" else names
     lines = [f"| {kind}, ms | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
@@ -326,7 +328,7 @@ def table_of(rows: Sequence[Row], kind: str) -> list[str]:
 
 
 def page(found: Row) -> str:
-    """The results in Markdown."""
+    """Return the results as a page in Markdown."""
     rows = found["rows"]
     lines = [
         "# `data_parallel` over the devices of one process",
@@ -337,8 +339,8 @@ def page(found: Row) -> str:
         "",
         "## Targets",
         "",
-        "One device: at the size nearest to 1 ms of forward. Several: from 1 ms by",
-        "hand on, at the size with the highest ratio.",
+        "On one device the target holds at the size nearest to 1 ms of forward. On",
+        "several devices it holds at all sizes of 1 ms or more by hand.",
         "",
         *targets(rows),
     ]
@@ -356,15 +358,15 @@ def page(found: Row) -> str:
 
 
 def memory_table(rows: Sequence[Row]) -> list[str]:
-    """What each device holds, in MB; nothing where that was not measured."""
+    """Return a table of the memory of devices in MB; empty if not measured."""
     if not rows:
         return []
     lines = [
         "",
         "## Memory",
         "",
-        "What arrays hold between forward and vjp, at the largest size, beyond",
-        "parameters and rows on the first device; in MB.",
+        "The size of arrays in MB between forward and vjp, at the largest size, beyond",
+        "parameters and rows on the first device.",
         "",
         "| devices | way | parameters | rows | more on the first | on any other |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -377,19 +379,19 @@ def memory_table(rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    """Measure on each number of devices, and write both files."""
+    """Measure with each number of devices, and write the JSON file and the page."""
     parser = argparse.ArgumentParser(description="Data parallelism over devices.")
     parser.add_argument("--platform", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--devices", type=int, nargs="+", default=COUNTS)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder")
-    parser.add_argument("--tiny", action="store_true", help="to try the script alone")
+    parser.add_argument("--tiny", action="store_true", help="only test the script")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.inside:
         print(json.dumps(inside(asked.tiny)))
         return
     if asked.tiny and asked.out == RESULTS:
-        parser.error("--tiny needs --out: what it measures is no result")
+        parser.error("--tiny needs --out, since its numbers are not results")
     parts = [measured(count, asked.platform, asked.tiny) for count in asked.devices]
     found = {
         "figure": "data_parallel",

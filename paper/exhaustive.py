@@ -1,11 +1,12 @@
-"""Programs of two workers in all orders of their events, beside a brute force.
+"""Explores all orders of events of two-worker programs; compares with brute force.
 
     python -m paper.exhaustive                 all programs, at most 100,000 runs each
     python -m paper.exhaustive --only ring
 
-Programs of two calls have abstract values, those of four calls real ones, of which each
-order is held to the oracle and to one bit pattern. `paper/results/exhaustive.json` has
-the counts and `exhaustive.md` the table; both have what there is after each program.
+Programs of two calls have abstract values. Programs of four calls have real values:
+each order must give the oracle's gradients, and all orders the same bits. After each
+program, `paper/results/exhaustive.json` (counts) and `exhaustive.md` (table) are
+written.
 """
 
 import argparse
@@ -44,7 +45,7 @@ COLUMNS = "runs", "redundant", "orders", "left", "brute_force", "wrong"
 
 
 def explored(name: str, runs: int = RUNS) -> dict[str, Any]:
-    """What is found of a program in all its orders, as far as so many runs see them."""
+    """Explore the orders of a program's events in at most `runs` runs."""
     calls, case = PROGRAMS[name]
     subject = Subject(case, ["a", "b"], "abstract" if calls == 2 else "real", {})
     strategy = Exhaustive(runs)
@@ -60,7 +61,7 @@ def explored(name: str, runs: int = RUNS) -> dict[str, Any]:
 
 
 def table(programs: Mapping[str, Any]) -> str:
-    """The results as a table."""
+    """Return the results as a page in Markdown with a table."""
     heads = ["program", "calls", *[one.replace("_", " ") for one in COLUMNS]]
     lines = [heads, ["---"] * len(heads)]
     for name, of in sorted(programs.items(), key=lambda one: [*PROGRAMS].index(one[0])):
@@ -69,18 +70,20 @@ def table(programs: Mapping[str, Any]) -> str:
         lines.append([name, *shown])
     said = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        "# Programs of two workers in all orders\n\nOne run for each order in which "
-        "events come to engines, and those that were given up as their order had been "
-        "seen (redundant); whether orders are left. Programs of two calls have "
-        f"abstract values, others real ones.\n\n{said}\n"
+        "# Programs of two workers in all orders\n\nThere is one run for each order in "
+        "which events arrive at engines. Redundant runs were stopped because their "
+        "order had been seen. The column `left` tells whether orders remain. "
+        "Programs of two calls have abstract values, other "
+        f"programs real values.\n\n{said}\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and write what has been found so far after each program."""
+    """Explore the programs, and write the results after each program."""
     parser = argparse.ArgumentParser(prog="python -m paper.exhaustive")
     parser.add_argument("--runs", type=int, default=RUNS)
-    parser.add_argument("--only", default="", help="programs with this in their name")
+    text = "run only programs whose name contains this text"
+    parser.add_argument("--only", default="", help=text)
     parser.add_argument("--out", type=Path, default=RESULTS)
     wanted = parser.parse_args(arguments)
     path = wanted.out / "exhaustive.json"

@@ -1,15 +1,15 @@
-"""How soon exploration finds bugs that only some orders of events show.
+"""Measures how soon exploration finds bugs that appear only in some event orders.
 
     python -m paper.exploration                 all bugs, 100 runs for each strategy
     python -m paper.exploration --runs 20 --only addends
 
-Each bug of `paper.planted` is put into a copy of the tree; a process there runs its
-program in the orders of each strategy, whether or not one is wrong. A rate is below
-PCT's bound 1 / (n k^(d-1)) if so few wrong runs, or fewer, would come with less than
-0.1 % probability at that bound. A bug's depth is the least d at which PCT found it.
+Each bug of `paper.planted` is applied to a copy of the source tree, and a process
+explores the bug's program with each strategy. A rate of wrong runs counts as below
+PCT's bound 1 / (n k^(d-1)) if, at that bound, so few wrong runs would have a
+probability of less than 0.1 %. The depth of a bug is the least d at which PCT found it.
 
-`paper/results/exploration.json` has it all, `exploration.md` the table; another call
-goes on with the bugs that are missing.
+`paper/results/exploration.json` contains all results, `exploration.md` a table. A
+second call continues with the bugs that have no result yet.
 """
 
 import argparse
@@ -39,12 +39,12 @@ LIMIT_S = 900
 
 
 def rates(program: str, runs: int) -> dict[str, Any]:
-    """How many of so many runs of each strategy are wrong, and which is the first."""
+    """Explore a program with each strategy. Returns the wrong runs of each."""
     planted = PROGRAMS[program]
     subject = Subject(planted.program, [*planted.workers], "real", planted.faults)
     first = subject.first()
     if run_failure(subject, first, sound, 0) is not None:
-        return {"error": "the run of first choices is wrong, too"}
+        return {"error": "the default run violates the property too"}
     found: dict[str, Any] = {"picks": len(first.steps)}
     for name in STRATEGIES:
         strategy: Any = parsed_strategy(name)
@@ -61,19 +61,19 @@ def rates(program: str, runs: int) -> dict[str, Any]:
 
 
 def below(wrong: int, runs: int, bound: int) -> bool:
-    """Whether so few wrong runs are not to be expected at this bound."""
+    """Return whether `wrong` of `runs` runs is significantly below a rate 1/bound."""
     p = 1 / bound
     few = [comb(runs, n) * p**n * (1 - p) ** (runs - n) for n in range(wrong + 1)]
     return sum(few) < CONFIDENCE
 
 
 def depth_of(found: Mapping[str, Any]) -> int | None:
-    """The least depth at which PCT found a bug; None if at none."""
+    """Return the least depth at which PCT found a bug, or None."""
     return next((d for d in (1, 2, 3) if found[f"pct:{d}"]["wrong"]), None)
 
 
 def tried(bug: Bug, tree: Path, runs: int) -> dict[str, Any]:
-    """Plant a bug in a copy of the tree and run its program there."""
+    """Apply a bug to a copy of the tree, and explore its program with that code."""
     file = f"jdag/engine/{bug.file}"
     mutant = Mutant(0, bug.fact, file, bug.before, bug.after, [])
     path, text = tree / file, mutant.mutated(tree)
@@ -93,7 +93,7 @@ def tried(bug: Bug, tree: Path, runs: int) -> dict[str, Any]:
 
 
 def table(bugs: Mapping[str, Any]) -> str:
-    """The results as a table."""
+    """Return the results as a page in Markdown with a table."""
     heads = ["bug", "depth", "bound (n, k)"]
     lines = [[*heads, *STRATEGIES], ["---"] * (len(heads) + len(STRATEGIES))]
     for fact, found in bugs.items():
@@ -107,18 +107,19 @@ def table(bugs: Mapping[str, Any]) -> str:
         lines.append(cells)
     said = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return (
-        "# Planted bugs and exploration\n\nRuns until a bug is found (wrong of all);"
-        f" the bound is that of PCT at the bug's depth.\n\n{said}\n"
+        "# Planted bugs and exploration\n\nThe number of runs until a bug is found, and"
+        " in brackets the wrong runs of all runs. The bound is that of PCT at the bug's"
+        f" depth.\n\n{said}\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and write what has been found so far after each bug."""
+    """Explore the programs of all bugs, and write the results after each bug."""
     parser = argparse.ArgumentParser(prog="python -m paper.exploration")
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--only", default="", help="bugs with this text in their fact")
+    parser.add_argument("--only", default="", help="a part of the bugs' descriptions")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--child", help="run this program here, print its rates")
+    parser.add_argument("--child", help="run this program here and print its rates")
     wanted = parser.parse_args(arguments)
     if wanted.child:
         print(json.dumps(rates(wanted.child, wanted.runs)))

@@ -1,17 +1,17 @@
-"""Kills or freezes workers of the ported programs at random moments.
+"""Kills or freezes workers of scenarios at random times.
 
     python -m paper.failures                   12 moments of each program
     python -m paper.failures --moments 2 --programs cartpole
 
-Each moment is a run of a scenario's program on processes of its own. At a time drawn
-from the duration of an undisturbed run, `kill -9` or `SIGSTOP` hits one worker. Then
-the caller has to get an error that names the worker, each survivor has to compute a
-right gradient in the same cluster and hold no pass and no context (but for one for each
-worker whose objects are still there), and after closing nothing may be left: processes,
-descriptors, shared memory, temporary files.
+A moment is a run of a scenario's program on new processes. At a random time within the
+duration of an undisturbed run, one worker gets `kill -9` or `SIGSTOP`. Then the
+caller must get an error that names the worker. Each surviving worker must compute a
+correct gradient in the same cluster and have no pass and no context, except one context
+for each worker with hosted objects. After closing, no process, descriptor, shared
+memory or temporary file may remain.
 
-`paper/results/failures.json` has each moment, `failures.md` the table. What has been
-measured is written also if a later moment fails.
+`paper/results/failures.json` contains each moment, `failures.md` a table. Results are
+written even if a later moment fails.
 """
 
 import argparse
@@ -43,36 +43,33 @@ PROGRAMS = (
     "ddp_with_rpc",
     "cartpole",
 )
-HOSTING = ("cartpole",)  # Its objects stay where it is interrupted.
+HOSTING = ("cartpole",)  # Their hosted objects remain after an error.
 MOMENTS = 12
 DEADLINE_S = 4.0
-TRIES_MAX = 5  # Of a moment that comes after the program has ended.
+TRIES_MAX = 5  # If the program ends before the fault, a moment is repeated.
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 X = np.linspace(0.5, 2.0, 7)
 
 
 def squares(w: jax.Array, x: Any) -> jax.Array:
-    """A loss: a scalar."""
     return jnp.sum((w * x) ** 2)
 
 
 class Driver:
-    """Gives a scenario's program one cluster."""
+    """A scenario driver that runs on an existing cluster."""
 
     def __init__(self, cluster: jdag.Cluster) -> None:
         self._cluster = cluster
 
     def cluster(self, seed: int, *, clean: bool) -> jdag.Cluster:
-        """Return the cluster."""
+        """Return the existing cluster, whatever the arguments."""
         del seed, clean
         return self._cluster
 
-    def let_go(self, kept: Any) -> None:
-        """Do nothing: there is one cluster."""
+    def let_go(self, kept: Any) -> None: ...
 
 
 def play(scenario: Scenario, cluster: jdag.Cluster) -> None:
-    """Run the program of a scenario once."""
     run = Run(
         workers=scenario.settings.names,
         seeds=(0,),
@@ -86,19 +83,18 @@ def play(scenario: Scenario, cluster: jdag.Cluster) -> None:
 
 
 def launched(scenario: Scenario, logs: Path) -> jdag.Cluster:
-    """Start the workers of a scenario."""
     allow = [scenario.settings.program.partition(":")[0]]
     names = scenario.settings.names
     return jdag.launch(names, allow=allow, deadline_s=DEADLINE_S, logs=logs)
 
 
 def descriptors() -> int:
-    """The number of open descriptors of this process."""
+    """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
 def children() -> set[str]:
-    """The living processes that this one started."""
+    """Return the ids of the living child processes."""
     found = set[str]()
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -109,13 +105,13 @@ def children() -> set[str]:
 
 
 def files() -> set[str]:
-    """The files where leftovers would be."""
+    """Return the temporary files and the shared memory segments of jdag."""
     own = Path(tempfile.gettempdir()).iterdir()
     return {str(file) for file in (*Path("/dev/shm").glob("*jdag*"), *own)}
 
 
 def survives(cluster: jdag.Cluster, lost: str, *, hosts: bool) -> list[str]:
-    """What is wrong with the workers that were not hit."""
+    """Check that each surviving worker computes a gradient. Returns the errors."""
     wrong = []
     expected = jax.grad(squares)(jnp.asarray(X), X)
     for worker in cluster.workers:
@@ -144,7 +140,7 @@ def survives(cluster: jdag.Cluster, lost: str, *, hosts: bool) -> list[str]:
 def moment(
     scenario: Scenario, number: signal.Signals, victim: str, at_s: float
 ) -> dict[str, Any]:
-    """Hit a worker at a time; say what came of it."""
+    """Run the program, and send a worker the signal after `at_s`. Returns a record."""
     before = descriptors(), files(), children()
     struck: list[float] = []
     found: dict[str, Any] = {"signal": number.name, "victim": victim, "at_s": at_s}
@@ -180,7 +176,7 @@ def moment(
 
 
 def leftovers(before: tuple[int, set[str], set[str]]) -> list[str]:
-    """What is there that was not; what ends takes a moment."""
+    """Wait up to 5 s. Returns new processes, descriptors and files that remain."""
     due = time.monotonic() + 5
     while True:
         left = [f"process {pid}" for pid in sorted(children() - before[2])]
@@ -193,14 +189,14 @@ def leftovers(before: tuple[int, set[str], set[str]]) -> list[str]:
 
 
 def is_right(found: dict[str, Any]) -> bool:
-    """Whether a moment ended as it has to."""
+    """Return whether the error was right and in time, and nothing remained."""
     in_time = found["seconds"] <= DEADLINE_S + 2.0
     named = found["outcome"] == "WorkerLost" and found["names"] and in_time
     return bool(named and not found["survivors"] and not found["left"])
 
 
 def campaign(name: str, moments: int) -> dict[str, Any]:
-    """All moments of one program."""
+    """Measure a program undisturbed, then run its moments."""
     scenario = load(SCENARIOS / f"{name}.toml")
     rng = Random(name)
     folder = tempfile.TemporaryDirectory()
@@ -225,14 +221,15 @@ def campaign(name: str, moments: int) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any], machine: dict[str, Any]) -> str:
-    """The page."""
+    """Return the results as a page in Markdown."""
     lines = [
         "# Workers that are killed or frozen",
         "",
         f"Programs of `scenarios/` on processes, deadline {DEADLINE_S:g} s; "
         f"{machine['cores']} cores, Python {machine['python']}, JAX {machine['jax']}.",
-        "Right: an error that names the worker, in time; survivors compute a right "
-        "gradient, and hold no pass and no context but of objects; nothing is left.",
+        "A run is right if the caller gets an error that names the worker, in time; if "
+        "survivors compute a right gradient, and have no pass and only contexts of "
+        "hosted objects; and if no process, file or memory is left.",
         "",
         "| program | killed | frozen | right | slowest error, killed, s | frozen, s |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -262,7 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: dict[str, Any] = {}
     former = tempfile.gettempdir()
     try:
-        with tempfile.TemporaryDirectory() as own:  # No other process writes there.
+        with tempfile.TemporaryDirectory() as own:  # A folder for this process alone.
             tempfile.tempdir = os.environ["TMPDIR"] = own
             for name in asked.programs:
                 results[name] = campaign(name, asked.moments)

@@ -1,12 +1,12 @@
-"""Measures the figures of the simulated half of jdag; each goes to a file of its own.
+"""Runs the benchmarks of the simulator; each has its own result file.
 
-    python paper/figures.py                 all of them
-    python paper/figures.py face simulator  some
+    python paper/figures.py                 all benchmarks
+    python paper/figures.py face simulator  only these two
 
-Each figure is a function of this module that returns its numbers: medians of repeats,
-and ratios against plain JAX in the same run, in turn. `paper/results/NAME.json` holds
-them with the target, the machine and the versions. A figure that is about a whole
-process (memory) runs in a process of its own.
+Each benchmark is a function of this module that returns its numbers: medians of
+repeats, and ratios to plain JAX, which alternates with jdag in the same run.
+`paper/results/NAME.json` contains the numbers with the target, the machine and the
+versions. Benchmarks of a whole process (memory) run in a separate process.
 """
 
 import gc
@@ -66,15 +66,15 @@ PEAK = "peak bytes of a worker in training: the plan's at most eager's"
 
 
 def median_of(measure: Callable[[], float], repeats: int = REPEATS) -> float:
-    """The median of some measurements, after one that does not count."""
+    """Measure `repeats` times, after one discarded measurement; return the median."""
     measure()
     return statistics.median(measure() for _ in range(repeats))
 
 
 def in_turn(jax_s: Callable[[], float], **ours: Callable[[], float]) -> dict[str, Any]:
-    """Measurements in turn: their medians, and those of the ratios to JAX's."""
+    """Measure JAX and jdag alternately. Returns median times and ratios to JAX."""
     rounds = [[jax_s(), *(one() for one in ours.values())] for _ in range(1 + REPEATS)]
-    plain, *others = zip(*rounds[1:], strict=True)  # The first round does not count.
+    plain, *others = zip(*rounds[1:], strict=True)  # The first round is discarded.
     found: dict[str, Any] = {"jax_s": statistics.median(plain)}
     for name, times in zip(ours, others, strict=True):
         ratios = [one / other for one, other in zip(times, plain, strict=True)]
@@ -89,7 +89,7 @@ def in_turn(jax_s: Callable[[], float], **ours: Callable[[], float]) -> dict[str
 
 
 class Named:
-    """A function that nobody runs."""
+    """A function that is never executed."""
 
     name = "nothing"
     reaches = ((True,),)
@@ -97,7 +97,7 @@ class Named:
 
 
 class Bench:
-    """Engines whose jobs are done as soon as asked for, and a queue between."""
+    """Engines whose jobs complete immediately, and a message queue between them."""
 
     def __init__(self, workers: tuple[str, ...]) -> None:
         self.engines = {name: Engine(name, workers) for name in workers}
@@ -105,7 +105,7 @@ class Bench:
         self.result: Any = None
 
     def tell(self, worker: str, event: Any) -> None:
-        """Have an engine handle an event, and all that follows from it."""
+        """Let an engine handle an event, and carry out all effects that follow."""
         queue, engines = self.queue, self.engines
         queue.extend((worker, effect) for effect in engines[worker].handle(event))
         while queue:
@@ -122,7 +122,7 @@ class Bench:
 
 
 def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
-    """Forward and backward of a chain that changes worker at every node: us a node."""
+    """Measure a chain of calls. Returns microseconds per node, forward and backward."""
     bench = Bench(workers)
     home = workers[0]
     context = ContextId(0, 1, 0)
@@ -152,7 +152,7 @@ def chain(nodes: int, workers: tuple[str, ...]) -> tuple[float, float]:
 
 
 def engine() -> dict[str, Any]:
-    """Engine alone, no arithmetic: microseconds a node of a chain, and a transfer."""
+    """Measure the engine without jobs: microseconds per node and per transfer."""
     rows = []
     for nodes in (10, 100, 1_000, 10_000, 100_000):
         repeats = max(3, min(201, 20_000 // nodes))
@@ -173,21 +173,19 @@ def engine() -> dict[str, Any]:
     return {"target": target, "rows": rows}
 
 
-# ---------------------------------------------------------------------------- the face
+# ---------------------------------------------------------------------- one ctx.call
 
 
 def tanh_layer(w: jax.Array, x: jax.Array) -> jax.Array:
-    """One layer."""
     return jnp.tanh(x @ w)
 
 
 def mean_square(h: jax.Array) -> jax.Array:
-    """A loss."""
     return jnp.mean(h * h)
 
 
 def face() -> dict[str, Any]:
-    """One `ctx.call`, compiled before: microseconds until it returns its refs."""
+    """Measure `ctx.call` of a compiled function: microseconds until it returns."""
     calls = 200
 
     def once() -> float:
@@ -208,14 +206,14 @@ def face() -> dict[str, Any]:
 
 
 def seconds(step: Callable[[], Any]) -> float:
-    """How long a step takes, until its values are there."""
+    """Return the seconds of a step, including the wait for its values."""
     start = time.perf_counter()
     jax.block_until_ready(step())
     return time.perf_counter() - start
 
 
 def arithmetic_s(step: Callable[[], Any]) -> float:
-    """How long the jobs of a step take, each until its values are there."""
+    """Return the seconds that a step spends in its jobs, without jdag's overhead."""
     begin, spent = Machine.begin, []
 
     def timed(machine: Machine, job: Any) -> Any:
@@ -238,7 +236,7 @@ def arithmetic_s(step: Callable[[], Any]) -> float:
 
 
 def training_peaks(program: Any, owners: list[str], ws: Any, x: Any) -> dict[str, Any]:
-    """The most bytes that each worker held at a time in training by each way."""
+    """Return each worker's peak memory in training: without and with a plan."""
     found = {}
     for way in ("eager", "plan"):
         with jdag.simulate(list(dict.fromkeys(owners)), seed=0) as cluster:
@@ -258,7 +256,7 @@ def training_peaks(program: Any, owners: list[str], ws: Any, x: Any) -> dict[str
 
 
 def step_of(widths: int, layers: int, batch: int, workers: int) -> dict[str, Any]:
-    """A whole step, calls one by one and as a plan, against one jit, in turn."""
+    """Compare the time of a step by calls, and as a plan, with one jit."""
     keys = jax.random.split(jax.random.key(0), layers)
     ws = [jax.random.normal(key, (widths, widths)) / widths**0.5 for key in keys]
     x = jax.random.normal(jax.random.key(1), (batch, widths))
@@ -298,7 +296,7 @@ def step_of(widths: int, layers: int, batch: int, workers: int) -> dict[str, Any
 
 
 def large_layers() -> dict[str, Any]:
-    """Layers of at least 2.5 ms on 4 workers in one process, against one jit."""
+    """Compare large layers on 4 workers with one jit."""
     rows = [
         {"width": width, "layers": 8, "batch": batch, **step_of(width, 8, batch, 4)}
         for width, batch in ((512, 256), (768, 256), (1024, 512))
@@ -308,7 +306,7 @@ def large_layers() -> dict[str, Any]:
 
 
 def small_layers() -> dict[str, Any]:
-    """64 layers, 64 wide, batch 8, in blocks of 16 on 4 workers, against one jit."""
+    """Compare 64 layers of width 64 with one jit; each of 4 workers has 16."""
     target = f"eager <= 6x, plan <= 3x, its arithmetic <= 2x; {PEAK}"
     return {"target": target, "width": 64, "layers": 64, **step_of(64, 64, 8, 4)}
 
@@ -317,12 +315,11 @@ def small_layers() -> dict[str, Any]:
 
 
 def scalar(x: jax.Array) -> jax.Array:
-    """Next to nothing."""
     return x
 
 
 def simulator() -> dict[str, Any]:
-    """Calls and vjps per second of CPU time with a trace, beside a queue of events."""
+    """Measure calls and vjps per second of CPU time; compare with `events_per_s`."""
     hops = 2_000
 
     def once() -> tuple[float, float]:
@@ -361,7 +358,7 @@ def simulator() -> dict[str, Any]:
 
 
 def explorer() -> dict[str, Any]:
-    """Runs of `jdag.explore` per second of CPU time, beside a queue of events."""
+    """Measure runs of `jdag.explore` per million events of `events_per_s`."""
     runs, found = 200, {}
     params = dict.fromkeys("xyz", jnp.full(3, 2.0))
     case = Case(six_calls, params, {"x": "a", "y": "b", "z": "c"})
@@ -387,7 +384,7 @@ def explorer() -> dict[str, Any]:
 
 
 def six_calls(ctx: jdag.Context, refs: Any) -> jdag.Ref:
-    """Calls whose arguments cross between three workers."""
+    """Make six calls on three workers, which send each other their results."""
     x, y, z = refs["x"], refs["y"], refs["z"]
     h, g = ctx.call("b", scaled, x, y), ctx.call("c", scaled, y, z)
     k = ctx.call("a", scaled, h, g)
@@ -396,12 +393,12 @@ def six_calls(ctx: jdag.Context, refs: Any) -> jdag.Ref:
 
 
 def scaled(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Next to nothing."""
+    """Compute a product and a sum, which take little time."""
     return x * 2 + y
 
 
 def events_per_s() -> float:
-    """How many events a queue in plain Python takes per second of CPU time."""
+    """Measure this machine: events that a `heapq` handles per second of CPU time."""
     heap = [(number, number) for number in range(1_000)]
     start_s = time.process_time()
     for number in range(1_000_000):
@@ -411,12 +408,12 @@ def events_per_s() -> float:
 
 
 def messages(cluster: jdag.Cluster) -> int:
-    """Protocol messages sent so far; the link's own frames do not count."""
+    """Return the number of protocol messages that all workers have sent."""
     return sum(worker["messages_sent"] for worker in cluster.info().values())
 
 
 def many_workers() -> dict[str, Any]:
-    """1,024 workers x 64 micro-batches, abstract: seconds and peak memory."""
+    """Run `many_workers_inside` in new processes. Returns median time and memory."""
     command = [sys.executable, __file__, "--inside", "many_workers_inside"]
     rows = []
     for _ in range(3):
@@ -427,7 +424,7 @@ def many_workers() -> dict[str, Any]:
 
 
 def many_workers_inside() -> dict[str, Any]:
-    """A pipeline of 1,024 stages and 64 micro-batches, shapes only."""
+    """Run a pipeline of 1,024 workers and 64 micro-batches, with abstract values."""
     names = [f"w{number}" for number in range(1_024)]
     aval = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     start = time.perf_counter()
@@ -462,7 +459,7 @@ FIGURES = {
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what the figures were taken."""
+    """Return the CPU, the number of cores and the versions, for a result file."""
     model = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -480,11 +477,11 @@ def machine() -> dict[str, Any]:
 
 
 def main(names: list[str]) -> None:
-    """Measure the figures that are named, or all, and write each to its file."""
+    """Run the named benchmarks (default: all); write each result to its file."""
     if names[:1] == ["--inside"]:
         sys.stdout.write(json.dumps(globals()[names[1]]()) + "\n")
         return
-    # What JAX has made by importing it is not for our collector to walk.
+    # After `freeze`, the garbage collector skips the objects of imported modules.
     gc.collect()
     gc.freeze()
     RESULTS.mkdir(exist_ok=True)

@@ -1,11 +1,11 @@
-"""Runs jdag on a GPU: digits, conformance, a transformer, and whether bits repeat.
+"""Runs jdag on a GPU: digits, conformance tests, a transformer, equality of bits.
 
-    python -m paper.gpu                 all of it; writes results/gpu.json and gpu.md
-    python -m paper.gpu --cpu-dry-run   all of it, tiny, on CPU; writes to --out alone
+    python -m paper.gpu                 all parts; writes results/gpu.json and gpu.md
+    python -m paper.gpu --cpu-dry-run   small parts on CPU; needs --out
 
-Where JAX finds no GPU it says so and exits with 2. Several processes share the GPU, so
-that none takes its memory in advance. Each part is a process of its own, and a part
-that fails is in the results with what it said; the exit code is 1 then.
+If JAX finds no GPU, the script prints that and exits with 2. Several processes share
+the GPU, so memory is not preallocated. Each part runs in a separate process. If a part
+fails, the results contain its last output, and the exit code is 1.
 """
 
 import argparse
@@ -32,11 +32,11 @@ LINES_MAX = 15
 
 
 class Failed(Exception):
-    """A part has failed: what it said last."""
+    """A part has failed. The message is the end of its output."""
 
 
 def said_by(command: Sequence[str], env: Mapping[str, str] | None = None) -> str:
-    """Run Python in a process of its own and return what it printed; else `Failed`."""
+    """Run Python in a new process. Returns its output, or raises `Failed`."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
@@ -58,7 +58,7 @@ def said_by(command: Sequence[str], env: Mapping[str, str] | None = None) -> str
 
 
 class Parts:
-    """What is run, on which device, in which size."""
+    """The measurements of this script; each method runs one on the device."""
 
     def __init__(self, device: str, *, is_tiny: bool, processes: int) -> None:
         self._device = device
@@ -66,7 +66,7 @@ class Parts:
         self._processes = processes
 
     def digits(self) -> dict[str, Any]:
-        """Train the digits on processes of this device."""
+        """Run `scenarios/digits.toml` with worker processes on this device."""
         scenarios = ROOT / "scenarios"
         text = (scenarios / "digits.toml").read_text(encoding="utf-8")
         data = scenarios / "data" / "digits.npz"
@@ -95,13 +95,13 @@ class Parts:
         return {"said": said.strip().splitlines()[-1]}
 
     def transformer(self) -> Any:
-        """Time the gradient of a stack of transformer blocks."""
+        """Run `paper.blocks measure`, which times the gradient of a transformer."""
         return self._blocks("measure")
 
     def bits(self) -> dict[str, Any]:
-        """Count bit patterns over fresh processes, with XLA's flag and without."""
+        """Count the distinct results of new processes, without and with XLA's flag."""
         flags = {"as it comes": "", DETERMINISTIC: DETERMINISTIC}
-        if self._device == "cpu":  # There the flag means nothing.
+        if self._device == "cpu":  # The flag has no effect on CPU.
             flags.pop(DETERMINISTIC)
         with ThreadPoolExecutor(AT_ONCE) as pool:
             asked = {
@@ -132,7 +132,7 @@ def _with(flag: str) -> str:
 
 
 def table(found: Mapping[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results as a table in Markdown."""
     rows = ["| what | measured |", "| --- | --- |"]
     for name, part in found["parts"].items():
         if "failed" in part:
@@ -164,20 +164,20 @@ def table(found: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    """Run all parts, write what came of them, return the exit code."""
+    """Run all parts, write their results, and return the exit code."""
     parser = argparse.ArgumentParser(description="jdag on a GPU.")
     parser.add_argument("--cpu-dry-run", action="store_true")
     parser.add_argument("--out", type=Path, help="folder  [default: paper/results]")
     parser.add_argument("--processes", type=int, default=PROCESSES)
     asked = parser.parse_args()
     if asked.cpu_dry_run and asked.out is None:
-        parser.error("--cpu-dry-run needs --out: what it measures is no result")
+        parser.error("--cpu-dry-run needs --out, since its numbers are not results")
     kind, device = "CPU, a dry run", "cpu"
     if not asked.cpu_dry_run:
         try:
             kind, device = said_by(["-c", KIND]).strip(), DEVICE
         except Failed:
-            print("JAX finds no GPU here: nothing was measured (--cpu-dry-run tries)")
+            print("JAX finds no GPU, so nothing was measured; see --cpu-dry-run")
             return 2
     parts = Parts(device, is_tiny=asked.cpu_dry_run, processes=asked.processes)
     found: dict[str, Any] = {"device": kind, "machine": machine(), "parts": {}}

@@ -1,14 +1,15 @@
-"""Counts how much of jdag one call and one pass run through, with warm caches.
+"""Counts the files and function calls of jdag in a `ctx.call` and in a backward pass.
 
     python -m paper.hops
 
-One `ctx.call` with its fetch, and one `backward` over two calls, until all is quiet:
-the files of jdag that ran, and the calls of functions in them, on all threads,
-greenlets and nodes. Comprehensions and generator expressions are left out, as newer
-Pythons inline them. The simulator counts in one process; the real driver in the caller
-and its workers, less what nodes do in the same time when nothing is asked of them.
-Medians of several rounds. `paper/results/hops.json` holds the counts, `hops.md` the
-table.
+The two measured actions are a `ctx.call` with its fetch, and a `backward` over two
+calls, until no more events follow. The counts are the files of jdag that ran, and the
+calls of functions in them, on all threads, greenlets and nodes. Comprehensions and
+generator expressions are left out, since newer Pythons inline them. With the simulator
+the counts are those of one process. With the real driver they are those of the caller
+and its workers, less the counts of idle nodes in the same time. All counts are medians
+of several rounds, after rounds that fill caches. `paper/results/hops.json` contains the
+counts, `hops.md` a table.
 """
 
 import json
@@ -35,22 +36,22 @@ ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 JDAG = str(ROOT / "jdag") + os.sep
 ROUNDS = 7
-WARM = 5  # Rounds that are not counted: compiling, first frames, cold caches.
+WARM = 5  # The first rounds compile and fill caches, and are not counted.
 QUIET_S = 0.25
 POLL_S = 0.02
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-ROUND = "round"  # The file whose first byte numbers the round; 0 is between two.
+ROUND = "round"  # A file with one byte: the number of the current round, or 0.
 
 
 class Counts(NamedTuple):
-    """What ran in one round."""
+    """The numbers of files used and of functions called in one round."""
 
     files: int
     calls: int
 
 
 class Recorder:
-    """Notes each call of jdag's functions in this process while a round is on."""
+    """Records each call of a function of jdag in this process during a round."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -68,7 +69,7 @@ class Recorder:
             self._found.append(f"{code.co_filename}:{code.co_qualname}")
 
     def _write(self) -> None:
-        """Write what each round found, once it is over."""
+        """After each round, write its counts to a file."""
         number = 0
         while True:
             time.sleep(POLL_S)
@@ -81,7 +82,7 @@ class Recorder:
 
 
 class Rounds:
-    """Numbers rounds, and collects what the recorders of all processes found."""
+    """Starts rounds, and collects the counts of the `Recorder` of each process."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -91,7 +92,7 @@ class Rounds:
         self._number = 0
 
     def count(self, action: Callable[[], object], processes: int) -> Counter[str]:
-        """Run the action, and return the calls by file and function."""
+        """Run the action as a round. Returns the number of calls by "file:function"."""
         self._number += 1
         self._round[0] = self._number
         action()
@@ -108,7 +109,7 @@ class Rounds:
 
 
 def without(found: Counter[str], idle: Counter[str]) -> Counts:
-    """Return how many files and calls are left without what idle nodes do."""
+    """Subtract the calls of idle nodes. Returns the numbers of files and calls."""
     left = found - idle
     files = {place.rpartition(":")[0] for place in left}
     return Counts(len(files), left.total())
@@ -116,7 +117,7 @@ def without(found: Counter[str], idle: Counter[str]) -> Counts:
 
 @contextmanager
 def call(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
-    """One call on another worker, with the fetch of its value."""
+    """Yield a function that makes one call on another worker and fetches its value."""
     w = cluster.put("b", x)
     with cluster.context() as ctx:
         yield lambda: ctx.call("b", _add, w, x).fetch()
@@ -124,7 +125,7 @@ def call(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
 
 @contextmanager
 def backward(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
-    """One pass over two calls on two workers, whose values are there."""
+    """Make calls on two workers. Yields a function that runs their backward pass."""
     w = cluster.put("b", x)
     with cluster.context() as ctx:
         loss = ctx.call("c", _sum, ctx.call("b", _add, w, x))
@@ -145,7 +146,7 @@ def _sum(x: Any) -> Any:
 
 
 def measured(cluster: Any, rounds: Rounds, processes: int) -> dict[str, Counts]:
-    """Return the median of the counts of each action."""
+    """Return the median counts of each action."""
     x = np.ones((3, 3), np.float32)
     found: dict[str, Counts] = {}
     for name, prepared in ACTIONS.items():
@@ -164,7 +165,7 @@ def measured(cluster: Any, rounds: Rounds, processes: int) -> dict[str, Counts]:
 
 def table(results: dict[str, dict[str, Counts]]) -> str:
     """Return the results as a table in Markdown."""
-    lines = ["| driver | what | files | calls |", "| --- | --- | --- | --- |"]
+    lines = ["| driver | action | files | calls |", "| --- | --- | --- | --- |"]
     for driver, rows in results.items():
         for name, counts in rows.items():
             lines.append(f"| {driver} | {name} | {counts.files} | {counts.calls} |")
@@ -172,7 +173,7 @@ def table(results: dict[str, dict[str, Counts]]) -> str:
 
 
 def main() -> None:
-    """Count on both drivers, print the table and write the results."""
+    """Count with both drivers, print the table and write the results."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         rounds = Rounds(folder)
@@ -200,6 +201,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from paper import hops  # Functions of __main__ would not travel by name.
+    from paper import hops  # Workers cannot import functions of __main__.
 
     hops.main()

@@ -1,12 +1,13 @@
-"""Measures the backward of a leaf that is used many times, one use after another.
+"""Measures the backward pass of a chain of calls that all use the same leaf.
 
     python -m paper.many_uses
 
-A chain of calls on one worker, each with the same weight, in the simulator with
-abstract values: no arithmetic, so the time is that of engine and simulator. Each chain
-runs once in turn, three times; seconds are CPU time of the backward, medians, with
-their ratio to the shortest chain. `waiting` is the largest number of cotangents of the
-weight that were held at once. `paper/results/many_uses.json` has the rows.
+The program is a chain of calls on one worker, each with the same weight. It runs in the
+simulator with abstract values, without arithmetic, so the measured time is that of the
+engine and the simulator. In each of three rounds every chain runs once. `seconds` is
+the median CPU time of the backward, and `ratio` its ratio to the shortest chain.
+`waiting` is the maximum number of cotangents of the weight in memory at the same time.
+`paper/results/many_uses.json` contains the rows.
 """
 
 import json
@@ -21,16 +22,16 @@ from paper.figures import RESULTS, machine
 
 USES = (2_000, 8_000, 32_000)
 RUNS = 3
-WEIGHT = jnp.zeros(1 << 20, jnp.int8).view(jnp.float32)  # 1 MiB, all else is 4 bytes.
+WEIGHT = jnp.zeros(1 << 20, jnp.int8).view(jnp.float32)  # 1 MiB; others have 4 bytes.
 
 
 def use(w: Any, x: Any) -> Any:
-    """A call whose vjp makes a cotangent of the weight and keeps nothing."""
+    """Use all of `w`. The vjp makes a cotangent of `w`, and needs no residuals."""
     return x + jnp.sum(w)
 
 
 def measured(uses: int) -> tuple[float, int]:
-    """Return seconds of a backward over a chain, and the cotangents that waited."""
+    """Return the CPU seconds of a chain's backward, and the cotangents in memory."""
     with jdag.simulate(["a"], seed=0, values="abstract", trace=False) as cluster:
         w = cluster.put("a", WEIGHT)
         with cluster.context() as ctx:
@@ -47,7 +48,7 @@ def measured(uses: int) -> tuple[float, int]:
 
 
 def main() -> None:
-    """Measure all rows, and write them."""
+    """Measure chains of all lengths, and write the results."""
     taken: dict[int, list[tuple[float, int]]] = {uses: [] for uses in USES}
     for _ in range(RUNS):
         for uses, found in taken.items():

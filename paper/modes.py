@@ -1,12 +1,13 @@
-"""Measures what finding out costs: SMART passes beside FAST ones, in virtual time.
+"""Compares the cost of SMART passes, which first search the graph, with FAST passes.
 
     python paper/modes.py
 
-Chains on two and on as many workers as transfers, fan-outs and trees, of 1 to 512
-transfers, with the pass asked for at once (while forward still runs) and after forward.
-Counted from asking for the pass to its end: protocol messages, all bytes on the wire,
-virtual time. All is virtual, so that there is nothing to repeat: the same numbers come
-out on any machine. `paper/results/modes.json` holds them, `modes.md` the table.
+The programs are chains on two workers, chains with one more worker than transfers,
+fan-outs, and trees, with 1 to 512 transfers. The pass is requested at once (during the
+forward) or after the forward. Protocol messages, all bytes on the wire, and
+virtual time are counted from the request of the pass to its end. Everything is
+simulated in virtual time, so the numbers are the same on any machine.
+`paper/results/modes.json` contains the numbers, `modes.md` a table.
 """
 
 import json
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 import jdag
 
 RESULTS = Path(__file__).parent / "results"
-SIZES = (1, 2, 8, 64, 512)  # A fan-out and back has 2 at least.
+SIZES = (1, 2, 8, 64, 512)  # A fan-out needs at least 2 transfers.
 WIDTH = 64
 NETWORK = jdag.sim.Network(
     jdag.sim.LinkModel(latency_ns=20_000, bandwidth_bytes_per_s=1_250_000_000)
@@ -30,12 +31,12 @@ MODES: tuple[Literal["fast", "smart"], ...] = ("fast", "smart")
 
 
 def scaled(w: jax.Array, x: jax.Array) -> jax.Array:
-    """One call: w * x, elementwise."""
+    """Return w * x, elementwise."""
     return w * x
 
 
 def total(*parts: jax.Array) -> jax.Array:
-    """The loss: a scalar."""
+    """Return the sum of all elements of all parts, which is the loss."""
     result = jnp.zeros(())
     for part in parts:
         result = result + jnp.sum(part)
@@ -43,7 +44,7 @@ def total(*parts: jax.Array) -> jax.Array:
 
 
 def chain_of_two(ctx: Any, leaves: Any, size: int) -> list[Any]:
-    """`size` transfers forth and back between two workers."""
+    """Make a chain of calls with `size` transfers, to and fro between two workers."""
     values = [ctx.call("w0", scaled, leaves[0], 1.5)]
     for number in range(size):
         values.append(ctx.call(f"w{(number + 1) % 2}", scaled, values[-1], 1.5))
@@ -51,7 +52,7 @@ def chain_of_two(ctx: Any, leaves: Any, size: int) -> list[Any]:
 
 
 def chain_of_many(ctx: Any, leaves: Any, size: int) -> list[Any]:
-    """`size` transfers, each to another worker."""
+    """Make a chain of calls with `size` transfers, each to a new worker."""
     values = [ctx.call("w0", scaled, leaves[0], 1.5)]
     for number in range(size):
         values.append(ctx.call(f"w{number + 1}", scaled, values[-1], 1.5))
@@ -59,14 +60,14 @@ def chain_of_many(ctx: Any, leaves: Any, size: int) -> list[Any]:
 
 
 def fan_out(ctx: Any, leaves: Any, size: int) -> list[Any]:
-    """One value goes to half as many workers; what they make of it comes back."""
+    """Send a value to `size` / 2 workers, and send their results back."""
     value = ctx.call("w0", scaled, leaves[0], 1.5)
     parts = [ctx.call(f"w{n + 1}", scaled, value, 1.5) for n in range(size // 2)]
     return [value, *parts, ctx.call("w0", total, *parts)]
 
 
 def tree(ctx: Any, leaves: Any, size: int) -> list[Any]:
-    """A binary tree: each worker adds up its own and what two others hand it."""
+    """Combine values in a binary tree of workers, each of which has one value."""
     values = [ctx.call(leaf.worker, scaled, leaf, 1.5) for leaf in leaves]
     made = list(values)
     for number in range(size, 0, -1):
@@ -85,7 +86,7 @@ SHAPES: dict[str, tuple[Callable[..., Any], Callable[[int], int]]] = {
 
 
 class Cost(NamedTuple):
-    """What one pass took."""
+    """The cost of one backward pass."""
 
     messages: int
     bytes: int
@@ -95,7 +96,7 @@ class Cost(NamedTuple):
 def cost(
     shape: str, size: int, mode: Literal["fast", "smart"], after_forward: bool
 ) -> Cost:
-    """Run a pass; count what it took, from asking for it to its end."""
+    """Run a pass. Returns its cost, from the request of the pass to its end."""
     program, workers_of = SHAPES[shape]
     names = [f"w{number}" for number in range(workers_of(size))]
     settings: dict[str, Any] = {"network": NETWORK, "devices": DEVICES, "trace": False}
@@ -103,7 +104,7 @@ def cost(
         shape_of = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
         leaves = [cluster.put(name, shape_of) for name in names]
         with cluster.context() as ctx:
-            # All refs are kept, so that notices of dropped ones are not among this.
+            # All refs are kept, since messages about dropped refs must not count.
             *kept, root = program(ctx, leaves, size)
             if after_forward:
                 cluster.driver.settle()
@@ -124,7 +125,7 @@ def _sent(cluster: jdag.Cluster) -> tuple[int, int]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """All costs."""
+    """Measure all shapes, sizes and modes. Returns their costs."""
     found = []
     for shape in SHAPES:
         for size in SIZES if shape != "fan-out and back" else SIZES[1:]:
@@ -143,7 +144,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """The costs as a table in Markdown."""
+    """Return the costs as a table in Markdown."""
     lines = [
         "| shape | transfers | backward | messages | bytes | virtual time | |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
@@ -161,7 +162,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure, and write both files."""
+    """Measure, and write both result files."""
     found = rows()
     (RESULTS / "modes.json").write_text(json.dumps(found, indent=1) + "\n")
     (RESULTS / "modes.md").write_text("FAST -> SMART\n\n" + table(found))

@@ -59,8 +59,8 @@ BUGS = (
     Bug(
         "credits of different denominators are added exactly",
         "credit.py",
-        "units += units_of(other) << halvings - other.halvings",
-        "units += units_of(other)",
+        "units += units_of(b) << halvings - b.halvings",
+        "units += units_of(b)",
         "hooked",
     ),
     Bug(
@@ -80,8 +80,8 @@ BUGS = (
     Bug(
         "a pass is over when all have answered",
         "passes.py",
-        "            if not own.awaited:\n                self.conclude",
-        "            if len(own.awaited) < 2:\n                self.conclude",
+        "            if not fragment.awaited:\n                self.conclude",
+        "            if len(fragment.awaited) < 2:\n                self.conclude",
         "terms",
     ),
     Bug(
@@ -94,8 +94,8 @@ BUGS = (
     Bug(
         "a program returns when its calls are acknowledged",
         "program_frames.py",
-        "self.when_acknowledged(frame, then, idle=True)",
-        "then()",
+        "self.when_acknowledged(frame, callback, idle=True)",
+        "callback()",
         "nested",
     ),
     Bug(
@@ -128,15 +128,15 @@ BUGS = (
     Bug(
         "of many contributions eight neighbours are summed in program order",
         "addends.py",
-        "for at in sorted(group)",
-        "for at in group",
+        "for _, key in sorted(group.items())",
+        "for _, key in group.items()",
         "many",
     ),
     Bug(
         "a hop that comes before its step is kept",
         "steps.py",
-        "        for slot in came:\n            run.here",
-        "        for slot in came if run.begun else ():\n            run.here",
+        "        for slot in new:\n            run.keys",
+        "        for slot in new if run.begun else ():\n            run.keys",
         "planned",
     ),
     Bug(
@@ -152,21 +152,15 @@ BUGS = (
     Bug(
         "an ending pass does not wait for a lost worker",
         "context_teardown.py",
-        (
-            "                if own.awaited.pop(worker, worker) is None and not "
-            "own.awaited:"
-        ),
-        (
-            "                if own.awaited.pop(worker, worker) is None and "
-            "own.waiter < 0:"
-        ),
+        "if was_awaited and not fragment.awaited:",
+        "if was_awaited and fragment.waiter < 0:",
         "crash",
     ),
     Bug(
         "what waits for several values waits for all",
         "state.py",
-        "waiting = [value.waiters for value in values if not value.settled]",
-        "waiting = [value.waiters for value in values[:1] if not value.settled]",
+        "[v.waiters for v in values if not v.settled]",
+        "[v.waiters for v in values[:1] if not v.settled]",
         "diamond",
     ),
     Bug(

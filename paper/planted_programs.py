@@ -1,6 +1,5 @@
-"""Small programs in which orders matter: what planted bugs are looked for with."""
+"""Small programs whose result depends on the event order if a bug is planted."""
 
-# ruff: noqa: D103
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ W = np.array([0.1, 0.7, 1.3], np.float32)
 
 
 class Planted(NamedTuple):
-    """A program, its workers, and the faults that there may be in a run."""
+    """A program, its workers, and the maximum number of each fault in a run."""
 
     program: Case | Callable[[Any], Any]
     workers: str
@@ -131,7 +130,7 @@ def stepped(cluster: Any) -> Any:
 
 
 def crossed(ctx: Any, params: Any, workers: str) -> Any:
-    """Several values of one leaf, each of which comes back by a message of its own."""
+    """Use a leaf of b in several calls; each cotangent arrives in its own message."""
     w = params["w"]
     inner = [ctx.call("b", scaled, w, n + 0.3) for n in range(len(workers))]
     given = zip(workers, inner, strict=True)

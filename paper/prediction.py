@@ -1,16 +1,17 @@
-"""Compares predicted steps of pipelines with real ones, on settings left out before.
+"""Compares predicted times of pipeline steps with measured times.
 
     python -m paper.prediction
 
 For each number of workers and shape, functions are measured in steps of 1F1B and of
-ZB-H1 with `CALIBRATED` micro-batches, links once. From these costs the simulator
-predicts the steps of other numbers of micro-batches and schedules, which then run on
-processes. Each process computes on one thread (`NPROC=1`), so a
-worker has a core of its own if there are as many; else results are apart. Not modelled:
-that workers without a core of their own wait for one (durations of functions were
-measured under it), and other load of the machine. So all is measured in bursts of
-steps, and those count during which other processes used the least CPU time; a row is
-quiet if that was at most `QUIET` of the machine.
+ZB-H1 with `CALIBRATED` micro-batches; links are measured once. From these costs the
+simulator predicts steps of these schedules and of GPipe with other numbers of
+micro-batches, which then run on processes. Each process computes on one thread
+(`NPROC=1`). Results with a core for each worker and results with fewer cores are listed
+separately. If there are too few cores, workers wait for a core. The simulator does not
+model these waits, although the measured durations of functions include them, and it
+does not model other load of the machine. So everything is measured in bursts of steps,
+and only the bursts count during which other processes used the least CPU time. A row is
+quiet if they used at most `QUIET` of the machine's CPU time.
 """
 
 import json
@@ -42,8 +43,8 @@ KINDS = ("gpipe", "1f1b", "zb_h1")
 CALIBRATED, MICRO_BATCHES = 4, (6, 8)
 BURST, BURSTS, COUNTED = 5, 6, 3
 QUIET = 0.05
-WAIT_S = 240  # For other processes to pause, in all.
-# Workers, width and rows.
+WAIT_S = 240  # The maximum total time to wait until other processes pause.
+# Numbers of workers, widths of layers, and numbers of rows.
 GROUPS = (
     (2, 512, 128),
     (2, 512, 512),
@@ -57,7 +58,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A pipeline and how it is run."""
+    """The sizes and the schedule of a pipeline."""
 
     workers: int
     width: int
@@ -67,11 +68,11 @@ class Setting:
 
     @property
     def choice(self) -> tuple[Any, ...]:
-        """What settings have in common among which a schedule is to be chosen."""
+        """A key to group settings: all fields except the schedule."""
         return (self.workers, self.width, self.rows, self.micro_batches)
 
     def file(self, folder: Path) -> Path:
-        """Write the scenario of this setting; return its file."""
+        """Write this setting as a scenario. Returns the path of its file."""
         path = folder / f"{'-'.join(map(str, asdict(self).values()))}.toml"
         path.write_text(
             f"""name = "pipeline"
@@ -95,17 +96,17 @@ rows = {self.rows}
 
 
 class Load:
-    """The share of the machine's CPU time that others use, and waiting for less."""
+    """Measures the CPU time that other processes use, and waits until they pause."""
 
     def __init__(self) -> None:
         self._left_s = float(WAIT_S)
 
     @staticmethod
     def _ticks() -> tuple[float, int]:
-        """Seconds of this clock and, in ticks, what all but this and its children used.
+        """Return the clock in seconds, and the CPU time of other processes in ticks.
 
-        The fields are documented in proc(5): of a process its parent is the second
-        after its name, and its user and system time the twelfth and thirteenth.
+        proc(5) documents the fields. After the process name, of[1] is the parent, and
+        of[11] and of[12] are user and system time.
         """
         *busy, idle, waits = map(int, Path("/proc/stat").read_text().split()[1:6])
         del idle, waits
@@ -114,14 +115,14 @@ class Load:
             try:
                 text = Path(f"/proc/{pid}/stat").read_text()
             except OSError:
-                continue  # It has ended.
+                continue  # The process has ended.
             of = text.rpartition(")")[2].split()
             if me in (int(pid), int(of[1])):
                 ours += int(of[11]) + int(of[12])
         return time.monotonic(), sum(busy) - ours
 
     def during(self, work: Callable[[], Any]) -> tuple[float, Any]:
-        """Do some work; return the share of others meanwhile, and what it returns."""
+        """Call `work`. Returns the CPU share of other processes, and the result."""
         began_s, before = self._ticks()
         found = work()
         ended_s, after = self._ticks()
@@ -129,7 +130,7 @@ class Load:
         return max(after - before, 0) / max(ticks, 1), found
 
     def calm(self, works: Sequence[Callable[[], Any]]) -> list[tuple[float, Any]]:
-        """Do each work when others pause, if they do; the calmest come first."""
+        """Call all `works`, if possible when the machine is quiet; sort by its load."""
         found = []
         for work in works:
             while self._left_s > 0:
@@ -141,7 +142,7 @@ class Load:
 
 
 def costs_of(setting: Setting, folder: Path, links: list[Any], load_of: Load) -> Path:
-    """Measure the functions of a setting; return the file of its costs."""
+    """Measure the functions of a setting, and the links once. Returns the cost file."""
     file = setting.file(folder)
     scenario = load(file)
     driver = driver_of(scenario.settings, "rpc", device=None)
@@ -163,7 +164,7 @@ def costs_of(setting: Setting, folder: Path, links: list[Any], load_of: Load) ->
 
 
 def row_of(setting: Setting, file: Path, costs: Path, load_of: Load) -> Row:
-    """Predict and measure a setting."""
+    """Predict the step time of a setting, measure it, and compare."""
     scenario = load(file)
     driver = driver_of(scenario.settings, "rpc", device=None)
     with closing(driver):
@@ -187,7 +188,7 @@ def row_of(setting: Setting, file: Path, costs: Path, load_of: Load) -> Row:
 
 
 def summary(rows: Sequence[Row]) -> Row:
-    """The errors of some rows, by the medians of real steps."""
+    """Summarize prediction errors and the choice of the best schedule over rows."""
     errors = [abs(row["predicted_by_measured"] - 1) for row in rows]
     spread = [
         (row["measured_quartiles_ns"][1] - row["measured_quartiles_ns"][0])
@@ -218,7 +219,7 @@ def summary(rows: Sequence[Row]) -> Row:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's, of values without ties."""
+    """Return Spearman's rank correlation. The values must have no ties."""
     if len(a) < 2:
         return 1.0
     ranks = [np.argsort(np.argsort(values)) for values in (a, b)]
@@ -226,7 +227,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def written_results(rows: Sequence[Row], where: dict[str, Any]) -> None:
-    """Write `paper/results/prediction.json`, `.md` and `.png`."""
+    """Write `prediction.json`, `.md` and `.png` to `paper/results/`."""
     by = {
         SUBSETS[own]: [r for r in rows if (r["workers"] <= where["cores"]) is own]
         for own in (True, False)
@@ -252,7 +253,7 @@ def written_results(rows: Sequence[Row], where: dict[str, Any]) -> None:
 def markdown(
     by: dict[str, list[Row]], sums: dict[str, Row], where: dict[str, Any]
 ) -> str:
-    """The results as tables."""
+    """Return the results as a page in Markdown."""
     doc = " ".join((__doc__ or "").split("\n\n")[2].split())
     doc = doc.replace("`CALIBRATED`", str(CALIBRATED))
     doc = doc.replace("`QUIET`", f"{QUIET:.0%}")
@@ -288,7 +289,7 @@ def markdown(
 
 
 def told(of: Row) -> str:
-    """A summary in words."""
+    """Describe a result of `summary` in sentences."""
     return (
         f"{of['settings']} settings: mean error {of['mean_error']:.1%}, median "
         f"{of['median_error']:.1%}, worst {of['worst_error']:.1%}; rank correlation "
@@ -300,7 +301,7 @@ def told(of: Row) -> str:
 
 
 def draw(by: dict[str, list[Row]], path: Path) -> None:
-    """Draw predicted over measured steps, with the quartiles of the latter."""
+    """Plot predicted against measured times, with quartiles of the measured times."""
     figure = Figure(figsize=(6, 5.4), layout="constrained")
     axes = figure.subplots()
     ends = [r[key] / 1e6 for of in by.values() for r in of for key in _ENDS]
@@ -338,8 +339,8 @@ _ENDS = ("predicted_ns", "measured_ns")
 
 
 def main() -> None:
-    """Calibrate, predict and measure all settings; write what there is."""
-    os.environ["NPROC"] = "1"  # Before JAX computes.
+    """Calibrate, predict and measure all settings; save results even on an error."""
+    os.environ["NPROC"] = "1"  # Must be set before JAX computes.
     sys.path.insert(0, str(SCENARIOS))
     rows: list[Row] = []
     links: list[Any] = []

@@ -1,7 +1,7 @@
-"""A proxy on loopback whose streams can be cut, slowed, held and refused.
+"""A proxy on localhost that can cut, slow, hold and refuse its streams.
 
-Each stream has delays of its own, so that messages of different streams overtake each
-other. A cut comes after a number of bytes, in the middle of what is under way, and both
+Each stream has its own delays, so a message can overtake messages of other streams. A
+stream is cut after a number of bytes, possibly in the middle of a message; then both
 ends see a reset.
 """
 
@@ -15,29 +15,29 @@ from random import Random
 from typing import Any
 
 CHUNK_BYTES = 1 << 14
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER without time.
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with a time of 0.
 
 
 class Gate:
-    """What happens to the streams to one port; used on the loop."""
+    """Forwards all streams to one port, with faults. Used only on the event loop."""
 
     def __init__(self, port: int, rng: Random) -> None:
         self.port = port
         self.rng = rng
-        self.seen = 0  # Streams.
-        self.cut = 0  # Times.
+        self.seen = 0  # Number of accepted streams.
+        self.cut = 0  # Number of cuts, each of which resets all streams.
         self.writers: list[asyncio.StreamWriter] = []
         self.passes = asyncio.Event()
         self.heal()
 
     def heal(self) -> None:
-        """Let all pass."""
-        self.cuts: list[int] = []  # Bytes, of all streams, from one to the next.
+        """End all faults."""
+        self.cuts: list[int] = []  # Bytes on all streams until the next cuts.
         self.delay_s, self.refuses = 0.0, False
         self.passes.set()
 
     def reset(self) -> None:
-        """End all streams by a reset."""
+        """Reset all streams: both ends get a connection error."""
         for writer in self.writers:
             found = writer.get_extra_info("socket")
             with suppress(OSError):
@@ -48,7 +48,7 @@ class Gate:
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Carry one stream, both ways."""
+        """Forward one stream in both directions until it ends."""
         self.seen += 1
         self.writers.append(writer)
         if self.refuses:
@@ -82,7 +82,7 @@ class Gate:
 
 
 class Proxy:
-    """Gates in front of ports of loopback, on a thread of their own."""
+    """Runs gates in front of local ports, on an event loop in a separate thread."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)
@@ -96,7 +96,7 @@ class Proxy:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
     def before(self, port: int) -> tuple[int, Gate]:
-        """Open a gate in front of a port; return the port of the gate, too."""
+        """Open a gate that forwards to `port`. Returns the gate's port and the gate."""
 
         async def opened() -> tuple[int, Gate]:
             gate = Gate(port, Random(self._rng.random()))
@@ -109,7 +109,7 @@ class Proxy:
         return found
 
     def do(self, gate: Gate, **changes: Any) -> None:
-        """Change a gate: its `cuts`, `delay_s` of chunks, `refuses`, or `holds`."""
+        """Start faults of a gate: `cuts`, `delay_s`, `refuses` or `holds`."""
 
         async def done() -> None:
             if changes.pop("holds", False):
@@ -122,7 +122,7 @@ class Proxy:
         self._wait(done())
 
     def heal(self, gates: Sequence[Gate]) -> None:
-        """Let all streams of these gates pass again."""
+        """End all faults of these gates."""
 
         async def done() -> None:
             for gate in gates:
@@ -131,7 +131,7 @@ class Proxy:
         self._wait(done())
 
     def close(self) -> None:
-        """End all streams and the thread."""
+        """Reset all streams and stop the thread."""
 
         async def done() -> None:
             for gate in self.gates:

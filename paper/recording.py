@@ -1,12 +1,13 @@
-"""Measures what it costs a step on processes to record it.
+"""Measures how much recording slows down a training step on processes.
 
     python -m paper.recording [--pairs 200]
 
-The training of `scenarios/digits.toml` runs on two clusters of the same four workers,
-of which one records. They take steps in turn, the first of each pair in turn too; a
-ratio is of the two steps of a pair. `paper/results/recording.json` has the median of
-the ratios with its quartiles, and the same of two clusters that record nothing, which
-says how well this machine can tell. The first steps, which compile, do not count.
+The training of `scenarios/digits.toml` runs on two clusters with four workers each, of
+which one records. A pair is one step on each cluster, and the order in a pair
+alternates. A ratio compares the two steps of a pair. `paper/results/recording.json`
+contains the median and the quartiles of the ratios. For comparison, it has the same
+numbers for two clusters that do not record, which show the noise of this machine. The
+first steps compile, and are discarded.
 """
 
 import argparse
@@ -32,7 +33,7 @@ ROWS = ("nothing", "trace", "journal")
 
 
 class Training:
-    """The steps of digits on one cluster."""
+    """Trains the digits on one launched cluster, step by step."""
 
     def __init__(self, stack: ExitStack, **settings: Any) -> None:
         scenario = load(ROOT / "scenarios" / "digits.toml")
@@ -44,7 +45,7 @@ class Training:
         self._optimizer = jdag.Optimizer(optax.adam(0.003), self._refs)
 
     def step(self, number: int) -> int:
-        """Take a step; return how long it took, in ns."""
+        """Train on batch `number`. Returns the duration in ns."""
         batch = self._digits.batch
         first = number * batch % (len(self._digits.images.train_x) - batch)
         rows = np.arange(first, first + batch)
@@ -55,12 +56,12 @@ class Training:
 
     @property
     def records(self) -> int:
-        """How many records its trace has."""
+        """The number of records in the trace so far; 0 without a trace."""
         return len(self._cluster.trace or ())
 
 
 def measured(name: str, pairs: int) -> dict[str, Any]:
-    """Return the figures of one row."""
+    """Compare a cluster that records nothing with one that records `name`."""
     with ExitStack() as stack:
         settings: dict[str, Any] = {"trace": True} if name == "trace" else {}
         if name == "journal":
@@ -84,7 +85,7 @@ def measured(name: str, pairs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure all rows, and write them."""
+    """Measure each of `ROWS`, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     asked = parser.parse_args()

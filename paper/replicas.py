@@ -1,18 +1,18 @@
-"""Measures replication and all-reduce over workers: owner, tree and ring.
+"""Measures replication and all-reduce by three routes: owner, tree and ring.
 
     python -m paper.replicas                  in virtual time: the same numbers anywhere
     python -m paper.replicas --driver rpc     on 2 and 3 processes of this host
 
-Each row is one number of replicas and one size of arrays; in it each way. `replicate`
-is measured forward, until each replica was used, and back, from asking for the pass to
-its end; `all_reduce` until each has used its sum. Computing takes no time in virtual
-time, so that what is seen is the network: links of 10 us and 10 Gbit/s, once with ports
-of 10 Gbit/s, which all links of a worker share, and once without. Bytes are those of
-arrays: on the directed link that has most, and out of and into the worker that has
-most.
+A row has a number of replicas, a size of arrays, and a result for each route.
+`replicate` is measured forward, until each replica was used, and backward, from the
+request of the pass to its end. `all_reduce` is measured until each worker has used its
+sum. Computing takes no virtual time, so only the network is measured: links of 10 us
+and 10 Gbit/s, with and without ports of 10 Gbit/s, which all links of a worker share.
+Only the bytes of arrays count: on the link and direction with most bytes, out of the
+worker that sends most, and into the worker that receives most.
 
-`paper/results/replicas.json` and `.md` hold what came of virtual time, `replicas_rpc`
-what was measured on processes: medians of repeats.
+`paper/results/replicas.json` and `.md` contain the results in virtual time;
+`replicas_rpc.json` and `.md` contain medians of repeats on processes.
 """
 
 import argparse
@@ -46,19 +46,17 @@ Row = dict[str, Any]
 
 
 def total(x: jax.Array) -> jax.Array:
-    """A loss: a scalar."""
     return jnp.sum(x)
 
 
 def zeros(size: int) -> jax.Array:
-    """What is to be added."""
     return jnp.zeros(size, jnp.float32)
 
 
 def used(ctx: Any, refs: dict[str, Any]) -> list[Any]:
-    """Use each ref where it is."""
+    """Call `total` on each replica, on its worker. Returns the losses."""
     losses = []
-    for worker, ref in refs.items():  # A comprehension has a call site of its own.
+    for worker, ref in refs.items():  # In a comprehension the call site would differ.
         losses.append(ctx.call(worker, total, ref))
     return losses
 
@@ -67,7 +65,7 @@ def used(ctx: Any, refs: dict[str, Any]) -> list[Any]:
 
 
 def in_virtual_time(network: Any, what: str, how: How, count: int, size: int) -> Row:
-    """One run: times, and bytes by direction."""
+    """Run `what` once in the simulator. Returns times and bytes."""
     names = [f"r{number}" for number in range(count)]
     shape = jax.ShapeDtypeStruct((size // 4,), jnp.float32)
     with jdag.simulate(
@@ -97,13 +95,13 @@ def in_virtual_time(network: Any, what: str, how: How, count: int, size: int) ->
 
 
 def last_ns(cluster: Any, since: int) -> int:
-    """When the last job was done."""
+    """Return the end time of the last job in the trace, from record `since` on."""
     jobs = cluster.trace.of_kind("finish")
     return max(record.time_ns for record in jobs if record.index >= since)
 
 
 def bytes_of(cluster: Any, since: int, message: str) -> Numbers:
-    """Bytes of arrays in one kind of message: on a link, out of and into a worker."""
+    """Return the most array bytes in one kind of message: per link, out and in."""
     taken: dict[str, dict[Any, int]] = {"link": {}, "out": {}, "into": {}}
     for record in cluster.trace.of_kind("send"):
         said = record.named
@@ -118,7 +116,7 @@ def bytes_of(cluster: Any, since: int, message: str) -> Numbers:
 def virtual_rows(
     counts: Sequence[int] = COUNTS, sizes: Sequence[int] = PAYLOADS_BYTES
 ) -> list[Row]:
-    """All rows in virtual time."""
+    """Measure all rows in virtual time."""
     rows = []
     for what in ("replicate", "all_reduce"):
         for count in counts:
@@ -141,7 +139,7 @@ def virtual_rows(
 
 
 def real_rows() -> list[Row]:
-    """All rows on processes; the caller owns what is replicated."""
+    """Measure all rows on processes. The calling process owns replicated arrays."""
     rows = []
     for count in REAL_COUNTS:
         names = [f"r{number}" for number in range(count)]
@@ -152,7 +150,7 @@ def real_rows() -> list[Row]:
 
 
 def on_processes(cluster: Any, names: Sequence[str], size: int) -> list[Row]:
-    """The rows of one size, each way in turn."""
+    """Measure both operations at one size; the routes alternate."""
     array = cluster.put("owner", zeros(size // 4))
     leaves = {name: cluster.make(name, zeros, jdag.static(size // 4)) for name in names}
 
@@ -188,7 +186,7 @@ def on_processes(cluster: Any, names: Sequence[str], size: int) -> list[Row]:
 def timed(
     cluster: Any, ask: Callable[[Any, How], dict[str, Any]], how: How
 ) -> tuple[int, int]:
-    """How long forward and backward took."""
+    """Run `ask` with one route. Returns its forward and backward times in ns."""
     with cluster.context() as ctx:
         begun_ns = cluster.now_ns
         losses = used(ctx, ask(ctx, how))
@@ -198,22 +196,22 @@ def timed(
         return asked_ns - begun_ns, cluster.now_ns - asked_ns
 
 
-# ----------------------------------------------------------------------------- as told
+# ----------------------------------------------------------------------- as a page
 
 
 def sized(number: int) -> str:
-    """Write a number of bytes."""
+    """Format a number of bytes, with its unit."""
     scale, unit = next(one for one in SIZES if number >= one[0] or one[0] == 1)
     return f"{number / scale:.4g} {unit}"
 
 
 def each(row: Row, name: str, write: Callable[[int], str]) -> str:
-    """Write one number of each way."""
+    """Format the value `name` of each route, separated by slashes."""
     return " / ".join(write(row[how][name]) for how in HOW if name in row[how])
 
 
 def lasting(number: int) -> str:
-    """Write a time."""
+    """Format a time in ns, with its unit."""
     return f"{number / 1e3:.0f} us" if number < 1e6 else f"{number / 1e6:.4g} ms"
 
 
@@ -229,7 +227,7 @@ COLUMNS = {
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Rows as a table in Markdown; each cell has owner / tree / ring."""
+    """Format rows as a Markdown table. A cell has the values owner / tree / ring."""
     known = {name: one for name, one in COLUMNS.items() if name in rows[0][HOW[0]]}
     titles = " | ".join(title for title, _ in known.values())
     lines = [
@@ -244,7 +242,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def tables(about: str, rows: Sequence[Row]) -> str:
-    """A table for each of what was measured."""
+    """Format a page with `about` and a table for each operation."""
     parts = [f"{about} Each cell: owner / tree / ring.\n"]
     for what in dict.fromkeys(row["what"] for row in rows):
         parts.append(f"## {what}\n")
@@ -253,7 +251,6 @@ def tables(about: str, rows: Sequence[Row]) -> str:
 
 
 def write(path: Path, about: str, found: Row) -> None:
-    """Write JSON and tables."""
     path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
     text = tables(about, found["rows"])
     path.with_suffix(".md").write_text(text)
@@ -261,7 +258,7 @@ def write(path: Path, about: str, found: Row) -> None:
 
 
 def main() -> None:
-    """Measure, and write both files."""
+    """Measure with the requested driver, and write both result files."""
     parser = argparse.ArgumentParser(description="Replicas over workers.")
     parser.add_argument("--driver", choices=("sim", "rpc"), default="sim")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -278,6 +275,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from paper import replicas  # Functions go by the name of their module.
+    from paper import replicas  # Workers cannot import functions of __main__.
 
     replicas.main()

@@ -1,11 +1,11 @@
-"""Measures re-timing: nodes of a run's graph times settings, per second of CPU time.
+"""Measures re-timing: (nodes of a run's graph) x settings, per second of CPU time.
 
     python -m paper.retiming
 
-A run of 1F1B in virtual time is recorded once; its makespan is then asked for with many
-settings at once (`jax.vmap` of `makespan_fn`), with their gradients, and one by one in
-whole ns (`makespan`). Beside them in turn: a queue of events in plain Python
-(`paper.figures.events_per_s`), and the run repeated by the simulator.
+A run of 1F1B in virtual time is recorded once. Its makespan is then computed with many
+settings at once (`jax.vmap` of `makespan_fn`), also with gradients, and with one
+setting in whole ns (`makespan`). For comparison, the same rounds measure a queue of
+events in plain Python (`paper.figures.events_per_s`) and a new run of the simulator.
 """
 
 import json
@@ -26,17 +26,15 @@ STAGES, MICRO_BATCHES, SETTINGS, ROUNDS = 8, 64, 1_000, 5
 
 
 def layer(w: Any, x: Any) -> Any:
-    """A stage."""
     return jnp.tanh(x @ w)
 
 
 def mse(x: Any, y: Any) -> Any:
-    """The loss of the last one."""
     return jnp.mean((x - y) ** 2)
 
 
 def recorded() -> Any:
-    """The trace of a step."""
+    """Simulate a step of a pipeline. Returns its trace."""
     schedule = jdag.schedules.one_f_one_b(stages=STAGES, micro_batches=MICRO_BATCHES)
     link = jdag.sim.LinkModel(latency_ns=500, bandwidth_bytes_per_s=10**9)
     with jdag.simulate(
@@ -62,7 +60,7 @@ def recorded() -> Any:
 
 
 def cpu_s(work: Callable[[], Any]) -> float:
-    """The CPU time of some work."""
+    """Return the CPU seconds of a call of `work`, until its result is ready."""
     begin = time.process_time()
     jax.block_until_ready(work())
     return time.process_time() - begin
@@ -88,7 +86,7 @@ def main() -> None:
                 row[f"{name}_node_settings_per_s"] = nodes * SETTINGS / took_s
             row["makespan_nodes_per_s"] = nodes / cpu_s(lambda: run.makespan(link))
             row["simulated_nodes_per_s"] = nodes / cpu_s(recorded)
-            rows += [row] * (number > 0)  # The first one compiles.
+            rows += [row] * (number > 0)  # The first round compiles.
     middle = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     events = middle["events_per_s"]
     found = {

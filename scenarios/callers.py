@@ -1,11 +1,12 @@
-"""Several callers at once, each with many contexts, on one worker that computes.
+"""Concurrent callers, each with many contexts, compute on one server.
 
-In each context the same five calls on the server, of two leaves of the caller's:
+Each context makes the same five calls on the server, with two leaves, t1 and t2, which
+are on its caller:
 
     t3 = t1 + t2    t4 = t2 t3    t5 = t3 @ t4    t6 = t4 + t5    loss = sum(t6)
 
-For t1 = t2 = ones of 3 x 3 the loss is 126, its gradients 13 and 27 everywhere; in
-general they follow by hand, and nothing of one context is in those of another.
+If t1 and t2 are 3 x 3 matrices of ones, the loss is 126, all elements of the gradient
+of t1 are 13, and those of t2 are 27, as no context changes another context's gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from jax import Array
 from jdag.api.cluster import Cluster
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
-from jdag.scenario.case import (
+from jdag.scenario.player import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -35,56 +36,50 @@ from jdag.scenario.case import (
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the last pass ended",
-    "contexts": "contexts of all callers, with ids that are all different",
-    "own_ids": "whether the top 16 bits of each id are its caller's number",
-    "contexts_at_once": "the most contexts that the server held at one time",
-    "losses": "the losses of all contexts and seeds, each different one once",
-    "d_t1": "the elements of the gradients of t1, each different one once",
-    "d_t2": "the elements of the gradients of t2, each different one once",
-    "gradient_bits": "a hash of all losses and gradients of the first seed",
-    "seeds": "seeds played",
-    "bit_patterns": "different losses and gradients, bit by bit, over the seeds",
-    "arrival_orders": "different orders in which cotangents arrived, over the seeds",
+    "contexts": "number of contexts of all callers, by different ids",
+    "own_ids": "whether the top 16 bits of each id are the number of its caller",
+    "contexts_at_once": "largest number of contexts on the server at one time",
+    "losses": "distinct losses of all contexts and seeds",
+    "d_t1": "distinct elements of the gradients of t1",
+    "d_t2": "distinct elements of the gradients of t2",
+    "gradient_bits": "hash of the bits of all losses and gradients, first seed",
+    "seeds": "number of seeds",
+    "bit_patterns": "number of bitwise different results over the seeds",
+    "arrival_orders": "number of arrival orders of cotangents over the seeds",
     **SENT,
-    "virtual_time_ns": "from the first caller's begin to the last one's end",
-    "wall_time_ns": "from beginning to end, on this host's clock",
+    "virtual_time_ns": "virtual time from the start of all callers to their end",
+    "wall_time_ns": "the same by the clock of this host",
     **LEFT_OVER,
-    "digest": "the digest of the trace; of several seeds, that of their digests",
+    "digest": "digest of the trace; for several seeds, of their digests",
 }
 
 
 def add(x: Array, y: Array) -> Array:
-    """A sum of arrays."""
     return x + y
 
 
 def times(x: Array, y: Array) -> Array:
-    """A product, element by element."""
     return x * y
 
 
 def matmul(x: Array, y: Array) -> Array:
-    """A matrix product."""
     return x @ y
 
 
 def total(x: Array) -> Array:
-    """The sum of an array."""
     return jnp.sum(x)
 
 
 @dataclass(slots=True)
 class Callers:
-    """The callers and their server, as a scenario plays them."""
-
     workers: Sequence[str]
     contexts: int
     size: int
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
 
     def play(self, run: Run) -> Figures:
-        """Play with each seed; the first one is reported."""
-        all_found: list[dict[str, Any]] = []
+        """Run with each seed. Most metrics are those of the first seed."""
+        results: list[dict[str, Any]] = []
         patterns: dict[str, None] = {}
         traces = Traces()
         first: Figures = {}
@@ -92,23 +87,23 @@ class Callers:
             cluster = run.cluster(seed)
             begun_ns = cluster.now_ns
             call = partial(_call, self.workers[0], self.contexts, self.size)
-            found = cluster.run({name: call for name in self.workers[1:]})
+            by_caller = cluster.run({name: call for name in self.workers[1:]})
             window = (begun_ns, cluster.now_ns)
-            all_found += found.values()
-            patterns[bits([one["values"] for one in found.values()])] = None
+            results += by_caller.values()
+            patterns[bits([caller["values"] for caller in by_caller.values()])] = None
             traces.add(cluster)
             if not number:
                 run.keep(cluster, window)
                 first = {**sent(cluster), **left_over(run, cluster)}
                 first |= time_of(run, window[1] - window[0])
                 first["gradient_bits"] = next(iter(patterns))
-                first |= self._ids({name: one["ids"] for name, one in found.items()})
+                first |= self._ids({name: c["ids"] for name, c in by_caller.items()})
             run.progress(number + 1, len(run.seeds))
-        values = np.stack([one["values"] for one in all_found])
+        values = np.stack([caller["values"] for caller in results])
         return {
             "outcome": "finished",
             **first,
-            "contexts_at_once": max(one["at_once"] for one in all_found),
+            "contexts_at_once": max(caller["at_once"] for caller in results),
             "losses": np.unique(values[:, :, 0]),
             "d_t1": np.unique(values[:, :, 1 : 1 + self.size**2]),
             "d_t2": np.unique(values[:, :, 1 + self.size**2 :]),
@@ -119,13 +114,13 @@ class Callers:
 
     def _ids(self, ids: Mapping[str, Sequence[int]]) -> Figures:
         numbers = {name: self.workers.index(name) for name in ids}
-        own = [id >> 48 == numbers[name] for name, some in ids.items() for id in some]
-        every = dict.fromkeys(id for some in ids.values() for id in some)
-        return {"contexts": len(every), "own_ids": all(own)}
+        own_ids = [id >> 48 == numbers[k] for k, group in ids.items() for id in group]
+        distinct = dict.fromkeys(id for group in ids.values() for id in group)
+        return {"contexts": len(distinct), "own_ids": all(own_ids)}
 
 
 def _call(server: str, contexts: int, size: int, cluster: Cluster) -> dict[str, Any]:
-    """Open all contexts of one caller, call in each, then differentiate each."""
+    """Run a caller: open its contexts, make all calls, then run all passes."""
     ones = jnp.ones((size, size))
     t1, t2 = cluster.put(cluster.here, (ones, ones))
     with ExitStack() as stack:
@@ -151,12 +146,12 @@ def _forward(server: str, ctx: Any, t1: Any, t2: Any) -> Any:
 
 
 def callers(workers: Sequence[str], *, contexts: int = 10, size: int = 3) -> Callers:
-    """A server, and a caller on each other worker.
+    """Make the scenario's player. The first worker is the server; others call it.
 
     Args:
-        workers: the server first, then the callers.
-        contexts: how many each caller has open at once.
-        size: of the matrices.
+        workers: the server, then the callers.
+        contexts: number of contexts that each caller opens at the same time.
+        size: number of rows and columns of the matrices.
     """
     if len(workers) < 2:
         raise ScenarioError(

@@ -1,10 +1,10 @@
 """Reinforcement learning with observers and an agent, as in PyTorch's rpc/rl.
 
-Each observer has poles on carts, objects of Python and numpy, and asks the agent for
-every action. The agent has the policy. When all observers have played an episode, one
-pass differentiates the log-probabilities of all actions, weighted by what came of them
-(REINFORCE). Observers play at the same time, but nothing of that is a race: every seed
-and every driver gives the same actions, rewards and gradients, to the bit.
+Each observer simulates carts with poles in NumPy, and requests every action from the
+agent, which has the policy. After an episode of all observers, one pass
+differentiates the log-probabilities of all actions, weighted by their returns
+(REINFORCE). The observers run concurrently, but the result does not depend on their
+order: all seeds and drivers give bitwise equal actions, rewards and gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,25 +20,25 @@ import jdag
 from jdag.scenario import Figures, Run, Training
 
 FIGURES: Mapping[str, str] = {
-    "first_reward": "steps that a pole stays up, the mean of the first episode",
-    "final_reward": "steps that a pole stays up, the mean of the last episode",
+    "first_reward": "mean number of steps that a pole stays up, first episode",
+    "final_reward": "mean number of steps that a pole stays up, last episode",
 }
 
 
 class CartPoles:
-    """Poles on carts, by Barto, Sutton and Anderson (1983): those of Gym's CartPole."""
+    """Simulates several poles as Gym's CartPole does (Barto, Sutton, Anderson 1983)."""
 
     def __init__(self, seed: int, poles: int) -> None:
         self._random, self._poles = np.random.default_rng(seed), poles
 
     def reset(self) -> Any:
-        """Begin anew; return positions, speeds, angles and their speeds: (poles, 4)."""
+        """Reset all poles. Returns position, speed, angle and angular speed of each."""
         self._state = self._random.uniform(-0.05, 0.05, (4, self._poles))
         self.up = np.ones(self._poles, bool)
         return self._state.T
 
     def step(self, right: Any) -> Any:
-        """Push each cart to the right or left for 40 ms; return the states."""
+        """Push each cart to the right or left for 40 ms. Returns the new states."""
         for _ in range(2):
             _, speed, angle, turning = self._state
             sine, cosine = np.sin(angle), np.cos(angle)
@@ -52,38 +52,38 @@ class CartPoles:
 
 
 def scores(policy: Mapping[str, Array], states: Array) -> Array:
-    """The log-probabilities of both actions."""
+    """Compute the log-probabilities of both actions in each state."""
     hidden = jnp.tanh(states @ policy["w"] + policy["b"])
     return jax.nn.log_softmax(hidden @ policy["out"])
 
 
 def taken(of_both: Array, actions: Array) -> Array:
-    """The log-probabilities of the actions that were taken."""
+    """Select the log-probabilities of the actions taken."""
     return jnp.take_along_axis(of_both, actions[..., None], axis=-1)[..., 0]
 
 
 def chosen(policy: Mapping[str, Array], states: Array, seed: Array) -> Any:
-    """Draw an action for each pole: (its log-probability, the action)."""
+    """Draw an action for each pole. Returns (log-probabilities, actions)."""
     of_both = scores(policy, states)
     actions = jax.random.categorical(jax.random.key(seed), of_both)
     return taken(of_both, actions), actions
 
 
 def loss(logs: Any, weights: Array) -> Array:
-    """Of REINFORCE: log-probabilities by observer, step and pole, and their weights."""
+    """Return the loss of REINFORCE. Arrays have the axes observer, step and pole."""
     return -jnp.mean(jnp.asarray(logs) * weights)
 
 
 @jax.jit
 @jax.grad
 def plain(policy: Any, states: Array, actions: Array, weights: Array) -> Array:
-    """The same on one machine, of what the observers have seen and done."""
+    """Compute the gradient of the loss of all observers by plain JAX."""
     return loss(taken(scores(policy, states), actions), weights)
 
 
 @jdag.program
 def episode(ctx: Any, poles: Any, policy: Any, seed: int, steps: int) -> Any:
-    """An observer: by step the log-probabilities, states, actions, and poles up."""
+    """Run an observer. Returns log-probabilities, states, actions and upright poles."""
     states, logs, seen = poles.reset(), [], []
     for number in range(steps):
         log, refs = ctx.call(policy["w"].worker, chosen, policy, states, seed + number)
@@ -91,11 +91,11 @@ def episode(ctx: Any, poles: Any, policy: Any, seed: int, steps: int) -> Any:
         logs.append(log)
         seen.append((states, actions, poles.up.copy()))
         states = poles.step(actions)
-    return logs, *(np.stack(one) for one in zip(*seen, strict=True))
+    return logs, *map(np.stack, zip(*seen, strict=True))
 
 
 def weighed(up: Any) -> Any:
-    """What comes after each action, less the mean of its step: by observer and step."""
+    """Return normalized rewards-to-go. The axes are observer, step and pole."""
     returns = up.astype(float)
     for number in reversed(range(up.shape[1] - 1)):
         returns[:, number] += 0.95 * returns[:, number + 1]
@@ -106,20 +106,20 @@ def weighed(up: Any) -> Any:
 def cartpole(
     workers: Sequence[str], *, episodes: int = 8, steps: int = 32, poles: int = 16
 ) -> Training:
-    """An agent, and an observer on each other worker.
+    """Make the scenario's player, with an agent and observers.
 
     Args:
-        workers: the agent first, then the observers.
-        episodes: of each observer; the optimizer steps once after each.
-        steps: of an episode, and the most that a pole can stay up.
-        poles: of each observer.
+        workers: the agent, then the observers.
+        episodes: number of episodes, each followed by a step of the optimizer.
+        steps: number of steps of an episode.
+        poles: number of poles of each observer.
     """
     agent, *observers = workers
     draw = np.random.default_rng(0).standard_normal
-    made = {"w": draw((4, 16)), "b": np.zeros(16), "out": 0.1 * draw((16, 2))}
+    initial = {"w": draw((4, 16)), "b": np.zeros(16), "out": 0.1 * draw((16, 2))}
 
     def train(run: Run, cluster: jdag.Cluster) -> tuple[Figures, Any]:
-        policy = cluster.put(agent, jax.tree.map(jnp.asarray, made))
+        policy = cluster.put(agent, jax.tree.map(jnp.asarray, initial))
         optimizer = jdag.Optimizer(optax.adam(0.1), policy)
         hosted = [
             cluster.host(worker, CartPoles, number, poles)
@@ -132,8 +132,8 @@ def cartpole(
                 tasks: list[Any] = []
                 for env in hosted:
                     seed = steps * (len(hosted) * number + len(tasks))
-                    given = env, policy, seed, steps
-                    tasks.append(ctx.start(env.worker, episode, *given))
+                    task = ctx.start(env.worker, episode, env, policy, seed, steps)
+                    tasks.append(task)
                 logs, *seen = zip(*jdag.wait(tasks), strict=True)
                 states, actions, up = map(np.stack, seen)
                 weights = weighed(up)

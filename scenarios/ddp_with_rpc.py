@@ -1,9 +1,9 @@
 """Data-parallel dense layers over a remote embedding, as in PyTorch's ddp_rpc.
 
-Each trainer runs a loop of its own. Its replica of the dense layer is stepped by the
-gradients of all trainers, which they all-reduce; the table of embeddings is on a
-parameter server, where one optimizer steps it by each trainer's gradient as it comes.
-So trainers race for the table, and still their replicas are equal to the bit.
+Each trainer runs its own loop. It updates its replica of the dense layer with the
+all-reduced gradients of all trainers. The table of embeddings is on a parameter server,
+where one optimizer applies the gradient of each trainer when it arrives. So updates of
+the table race, but the replicas stay bitwise equal.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,23 +18,23 @@ from jax import Array
 
 import jdag
 from jdag.scenario import Figures, Run, Training
-from jdag.scenario.case import bits
+from jdag.scenario.player import bits
 
 FIGURES: Mapping[str, str] = {
     "first_loss": "mean cross-entropy of the first batches, nats",
     "final_loss": "mean cross-entropy of the last batches, nats",
-    "replicas_equal": "whether all trainers end with the same dense layer, to the bit",
+    "replicas_equal": "whether all trainers end with bitwise equal dense layers",
 }
 BAG, CLASSES = 3, 8
 
 
 def embedded(table: Array, indices: Array) -> Array:
-    """The sum of the embeddings of each bag: indices (rows, bag) to (rows, width)."""
+    """Sum the embeddings of each row's indices: (rows, BAG) to (rows, width)."""
     return jnp.sum(table[indices], axis=1)
 
 
 def loss(dense: Mapping[str, Array], bags: Array, labels: Array) -> Array:
-    """The mean cross-entropy of a batch."""
+    """Return the mean cross-entropy of a batch."""
     scores = bags @ dense["w"] + dense["b"]
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, labels))
 
@@ -42,19 +42,19 @@ def loss(dense: Mapping[str, Array], bags: Array, labels: Array) -> Array:
 @jax.jit
 @jax.grad
 def plain(params: Any, indices: Array, labels: Array) -> Array:
-    """The loss of one trainer, of the table and the dense layer."""
+    """Compute a trainer's gradient by plain JAX; `params` is (table, dense)."""
     return loss(params[1], embedded(params[0], indices), labels)
 
 
 def batch_of(number: int, rows: int, embeddings: int) -> tuple[Any, Any]:
-    """The batch of a trainer: the first index of each row tells its label."""
+    """Draw a trainer's batch. The first index of a row determines its label."""
     shape = (rows, BAG)
     indices = np.random.default_rng(number).integers(embeddings, size=shape)
     return indices.astype(np.int32), (indices[:, 0] % CLASSES).astype(np.int32)
 
 
 def made(embeddings: int, width: int) -> tuple[Any, dict[str, Any]]:
-    """The table, and the dense layer of every trainer."""
+    """Return initial parameters: the table, and the dense layer of each trainer."""
     draw = np.random.default_rng(0).standard_normal
     dense = {"w": 0.3 * draw((width, CLASSES)), "b": np.zeros(CLASSES)}
     return jnp.asarray(draw((embeddings, width))), jax.tree.map(jnp.asarray, dense)
@@ -63,11 +63,11 @@ def made(embeddings: int, width: int) -> tuple[Any, dict[str, Any]]:
 def trained(
     table: Any, optimizer: Any, trainers: Any, sizes: Any, rate: float, cluster: Any
 ) -> tuple[list[float], Any, Any]:
-    """A trainer: (its losses, gradients of the first step, its replica at the end)."""
+    """Run a trainer. Returns (losses, gradients of the first step, final replica)."""
     rows, embeddings, width, steps = sizes
     indices, labels = batch_of(trainers.index(cluster.here), rows, embeddings)
     dense = cluster.put(cluster.here, made(embeddings, width)[1])
-    own = jdag.Optimizer(optax.sgd(rate / len(trainers)), dense)
+    dense_optimizer = jdag.Optimizer(optax.sgd(rate / len(trainers)), dense)
     losses: list[float] = []
     first = None
     for _ in range(steps):
@@ -77,7 +77,7 @@ def trained(
             ctx.backward(value)
             sums = cluster.all_reduce(ctx.gradient(dense))
             first = first or (sums, ctx.gradient(table).fetch())
-            own.step(ctx, ctx.move(cluster.here, sums))
+            dense_optimizer.step(ctx, ctx.move(cluster.here, sums))
             optimizer.step(ctx)
             losses.append(float(value.fetch()))
     replica = jdag.fetch(dense)
@@ -94,15 +94,15 @@ def ddp_with_rpc(
     steps: int = 30,
     rate: float = 1.0,
 ) -> Training:
-    """A parameter server, which is the master too, and a trainer on each other worker.
+    """Make the scenario's player, with a parameter server and trainers.
 
     Args:
-        workers: the server first, then the trainers.
-        rows: of each trainer, all in one batch.
-        embeddings: rows of the table.
-        width: of an embedding.
-        steps: of each trainer.
-        rate: of gradient descent.
+        workers: the server, then the trainers.
+        rows: number of rows of each trainer, which are its only batch.
+        embeddings: number of rows of the table.
+        width: width of an embedding.
+        steps: number of steps of each trainer.
+        rate: learning rate of gradient descent.
     """
     server, *trainers = workers
     sizes = rows, embeddings, width, steps
@@ -111,19 +111,21 @@ def ddp_with_rpc(
         before = made(embeddings, width)
         table = cluster.put(server, before[0])
         optimizer = jdag.Optimizer(optax.sgd(rate), table)
-        one = partial(trained, table, optimizer, tuple(trainers), sizes, rate)
-        found = list(cluster.run(dict.fromkeys(trainers, one)).values())
-        first = [gradients for _, gradients, _ in found]
+        program = partial(trained, table, optimizer, tuple(trainers), sizes, rate)
+        results = list(cluster.run(dict.fromkeys(trainers, program)).values())
+        first = [gradients for _, gradients, _ in results]
         each = [
             plain(before, *batch_of(number, rows, embeddings))
             for number, _ in enumerate(trainers)
         ]
-        dense = jax.tree.map(lambda *of: np.sum(of, axis=0), *[one for _, one in each])
-        truth = [(dense, of_table) for of_table, _ in each]
-        ends = [bits(jax.tree.leaves(dense)) for _, _, dense in found]
+        dense = jax.tree.map(
+            lambda *g: np.sum(g, axis=0), *[dense for _, dense in each]
+        )
+        truth = [(dense, table_gradient) for table_gradient, _ in each]
+        ends = [bits(jax.tree.leaves(dense)) for _, _, dense in results]
         figures = {
-            "first_loss": float(np.mean([losses[0] for losses, _, _ in found])),
-            "final_loss": float(np.mean([losses[-1] for losses, _, _ in found])),
+            "first_loss": float(np.mean([losses[0] for losses, _, _ in results])),
+            "final_loss": float(np.mean([losses[-1] for losses, _, _ in results])),
             "replicas_equal": ends == ends[:1] * len(ends),
         }
         return figures, list(zip(first, truth, strict=True))

@@ -1,8 +1,9 @@
 """Trains a classifier of handwritten digits over several workers.
 
-Stage owners keep one layer's parameters each. Every step is one context: its batch is
-cut into micro-batches, which are all in flight at once; one pass starts from all their
-losses; an optimizer then steps the parameters where they live.
+Each worker but the first owns a stage: the parameters of one layer. A step is one
+context: the batch is split into micro-batches, which are all in flight at once, one
+pass starts from all their losses, and an optimizer updates the parameters on their
+owners.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from jdag.api.oracle import pullback
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.plans.compiling import CompiledStep, compile
-from jdag.scenario.case import (
+from jdag.scenario.player import (
     Figures,
     Run,
     bits,
@@ -38,41 +39,41 @@ CLASSES = 10
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",
-    "test_accuracy": "right answers among 360 images kept aside",
-    "train_accuracy": "right answers in the last epoch, while it trained",
+    "test_accuracy": "accuracy on 360 test images",
+    "train_accuracy": "accuracy on the training images during the last epoch",
     "final_loss": "mean cross-entropy over the last epoch, nats",
-    "gradient_difference": "max|g - g*| / max|g*|, the worst leaf of all checks",
-    "gradient_checks": "steps whose gradients were held against the oracle",
-    "steps": "steps, one context each",
-    "micro_batches": "micro-batches in flight in each step",
+    "gradient_difference": "max|g - g*| / max|g*| of the worst leaf of all checks",
+    "gradient_checks": "number of steps whose gradients are compared with the oracle's",
+    "steps": "number of steps, one context each",
+    "micro_batches": "number of micro-batches of a step, all in flight at once",
     "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "wire_bytes": "all bytes: headers, acknowledgements and resends too",
-    "resends": "frames that were sent again",
-    "virtual_time_ns": "of the whole training",
-    "virtual_time_per_step_ns": "median over the steps",
-    "bubble": "1 - busy time / step time of the last step, by worker",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "wall_time_ns": "of all steps, where time is not virtual, on this host's clock",
-    "wall_time_per_step_ns": "the median of the steps, on that clock",
-    "gradient_bits": "a hash of the gradients that were held against the oracle",
-    "digest": "the digest of the trace",
+    "payload_bytes": "bytes of the arrays in those messages",
+    "wire_bytes": "all bytes, with headers, acks and resends",
+    "resends": "frames sent again",
+    "virtual_time_ns": "virtual time of the training",
+    "virtual_time_per_step_ns": "median virtual time of a step",
+    "bubble": "1 - busy time / step time of the last step, of each worker",
+    "live_contexts": "contexts that still exist on a worker after the run",
+    "live_passes": "passes that still exist on a worker after the run",
+    "wall_time_ns": "time of all steps by the clock of this host",
+    "wall_time_per_step_ns": "median time of a step by that clock",
+    "gradient_bits": "hash of the bits of the compared gradients",
+    "digest": "digest of the trace",
 }
 
 
 def stage(params: Mapping[str, Array], x: Array) -> Array:
-    """A hidden stage: tanh(x w + b), (rows, in) to (rows, out)."""
+    """Compute a hidden stage, tanh(x w + b): (rows, in) to (rows, out)."""
     return jnp.tanh(x @ params["w"] + params["b"])
 
 
 def logits(params: Mapping[str, Array], x: Array) -> Array:
-    """The last stage without its loss: (rows, in) to (rows, 10)."""
+    """Compute the last stage without its loss: (rows, in) to (rows, 10)."""
     return jnp.tanh(x @ params["w"] + params["b"]) @ params["out"]
 
 
 def loss(params: Mapping[str, Array], x: Array, labels: Array, rows: float) -> Any:
-    """The last stage: (its share of the mean cross-entropy, how many were right)."""
+    """Return the sum of cross-entropies / `rows`, and the number of right answers."""
     scores = logits(params, x)
     each = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
     right = jnp.sum(jnp.argmax(scores, axis=-1) == labels)
@@ -81,7 +82,7 @@ def loss(params: Mapping[str, Array], x: Array, labels: Array, rows: float) -> A
 
 @dataclass(frozen=True, slots=True)
 class Images:
-    """Images as rows of 64 numbers from 0 to 1, and what they show."""
+    """Images as rows of 64 numbers from 0 to 1, and their labels."""
 
     train_x: Any
     train_y: Any
@@ -90,18 +91,18 @@ class Images:
 
 
 def load(path: Path) -> Images:
-    """Read the digits; the 360 kept aside are drawn by a permutation that is fixed.
+    """Read the digits. A fixed permutation selects the 360 test images.
 
     Raises:
-        ScenarioError: there is no such file, or it does not hold the digits.
+        ScenarioError: the file is missing or does not contain the digits.
     """
     try:
         with np.load(path) as data:
             images, labels = data["images"], data["labels"]
     except (OSError, KeyError, ValueError) as error:
         raise ScenarioError(
-            f"settings.data = {str(path)!r}: no digits there ({error}); it has to be "
-            "the digits.npz that is shipped in scenarios/data"
+            f"settings.data = {str(path)!r}: not a file of digits ({error}); "
+            "expected the digits.npz in scenarios/data"
         ) from error
     rows = (images.reshape(len(images), -1) / 16.0).astype(np.float32)
     order = np.argsort([pow(5, number, 1_801) for number in range(len(rows))])
@@ -112,8 +113,6 @@ def load(path: Path) -> Images:
 
 @dataclass(slots=True)
 class Digits:
-    """The training, as a scenario plays it."""
-
     workers: Sequence[str]
     images: Images
     epochs: int
@@ -179,7 +178,7 @@ class Digits:
     # ------------------------------------------------------------------ one step
 
     def _put(self, cluster: Cluster, seed: int) -> list[Any]:
-        """Make each stage's parameters on its owner."""
+        """Create each stage's parameters on its owner."""
         widths = [self.images.train_x.shape[1], *[self.hidden] * len(self.owners)]
         key = jax.random.key(seed)
         refs = []
@@ -197,31 +196,31 @@ class Digits:
 
     @property
     def owners(self) -> Sequence[str]:
-        """Who owns the stages: every worker but the first, the trainer."""
+        """The owners of the stages: all workers except the first, the trainer."""
         return self.workers[1:]
 
     def _cut(self, rows: Any) -> list[Any]:
-        """The micro-batches of these rows: for each (images, labels)."""
+        """Split rows into micro-batches of (images, labels)."""
         parts = np.array_split(rows, self.micro_batches)
-        return [(self.images.train_x[one], self.images.train_y[one]) for one in parts]
+        return [(self.images.train_x[p], self.images.train_y[p]) for p in parts]
 
     def _forward(self, ctx: Any, params: Sequence[Any], parts: Any) -> list[Any]:
-        """All micro-batches through all stages: for each (loss, how many right)."""
-        found = []
+        """Call all stages. Returns refs (loss, right answers) for each micro-batch."""
+        results = []
         size = float(sum(len(labels) for _, labels in parts))
         for images, labels in parts:
             value = images
-            for owner, own in zip(self.owners[:-1], params[:-1], strict=True):
-                value = ctx.call(owner, stage, own, value)
-            found.append(
+            for owner, layer in zip(self.owners[:-1], params[:-1], strict=True):
+                value = ctx.call(owner, stage, layer, value)
+            results.append(
                 ctx.call(self.owners[-1], loss, params[-1], value, labels, size)
             )
-        return found
+        return results
 
     def _losses(self, ctx: Any, params: Sequence[Any], parts: Any) -> Any:
-        """(The losses, how many right): what a plan steps by comes first."""
-        found = self._forward(ctx, params, parts)
-        return [one for one, _ in found], [right for _, right in found]
+        """Return (losses, numbers of right answers). A plan differentiates losses."""
+        results = self._forward(ctx, params, parts)
+        return [loss for loss, _ in results], [right for _, right in results]
 
     def _step(
         self,
@@ -232,31 +231,31 @@ class Digits:
         rows: Any,
         check: bool,
     ) -> Any:
-        """One context: forward, backward from all losses, the optimizer's step."""
+        """Run one step in a context. Returns its loss and number of right answers."""
         with cluster.context() as ctx:
-            found = self._forward(ctx, refs, self._cut(rows))
-            ctx.backward(*[one for one, _ in found])
-            got = np.asarray(fetch(found), dtype=np.float64).sum(axis=0)
+            results = self._forward(ctx, refs, self._cut(rows))
+            ctx.backward(*[loss for loss, _ in results])
+            sums = np.asarray(fetch(results), dtype=np.float64).sum(axis=0)
             if check:
                 self._compare(fetch(refs), fetch(ctx.gradient(refs)), rows)
                 run.draw(ctx.graph())
             optimizer.step(ctx)
-        return got
+        return sums
 
     def _planned(
         self, step: CompiledStep, run: Run, refs: list[Any], rows: Any, check: bool
     ) -> Any:
-        """The same as a plan; one that is checked is differentiated once more."""
+        """Run one step of a plan. If `check`, first compare its gradients."""
         parts = self._cut(rows)
         if check:
             _, gradients = step.value_and_grad(refs, parts)
             self._compare(fetch(refs), gradients, rows)
-        found = step(refs, parts)
+        results = step(refs, parts)
         run.draw(step.plan.graph())
-        return np.asarray(found, dtype=np.float64).sum(axis=1)
+        return np.asarray(results, dtype=np.float64).sum(axis=1)
 
     def _compare(self, params: Any, gradients: Any, rows: Any) -> None:
-        """Hold the gradients of one step against the oracle's."""
+        """Record the bits of gradients, and their difference from the oracle's."""
 
         def roots(ctx: Any, params: Any) -> list[Any]:
             return self._losses(ctx, params, self._cut(rows))[0]
@@ -269,7 +268,7 @@ class Digits:
     # ------------------------------------------------------------------- figures
 
     def _accuracy(self, refs: list[Any]) -> float:
-        """Right answers on the images kept aside, by the parameters as they are."""
+        """Return the accuracy on the test images."""
         *front, last = fetch(refs)
         value = jnp.asarray(self.images.test_x)
         for params in front:
@@ -320,7 +319,7 @@ class Digits:
 
 
 def made(key: Array, like: Array) -> dict[str, Array]:
-    """The parameters of a hidden stage, by Glorot and Bengio (2010)."""
+    """Draw parameters of a hidden stage, as in Glorot and Bengio (2010)."""
     return {
         "w": jax.nn.initializers.glorot_normal()(key, like.shape, like.dtype),
         "b": jnp.zeros(like.shape[1], like.dtype),
@@ -328,18 +327,18 @@ def made(key: Array, like: Array) -> dict[str, Array]:
 
 
 def made_last(key: Array, like: Array) -> dict[str, Array]:
-    """The parameters of the last stage."""
-    one, other = jax.random.split(key)
+    """Draw parameters of the last stage: a hidden layer and the output layer."""
+    hidden_key, out_key = jax.random.split(key)
     shape = (like.shape[1], CLASSES)
-    out = jax.nn.initializers.glorot_normal()(other, shape, like.dtype)
-    return {**made(one, like), "out": out}
+    out = jax.nn.initializers.glorot_normal()(out_key, shape, like.dtype)
+    return {**made(hidden_key, like), "out": out}
 
 
 def _busy(cluster: Cluster) -> dict[str, int]:
     return {name: int(worker["busy_ns"]) for name, worker in cluster.info().items()}
 
 
-def digits(  # noqa: PLR0913 - each is a setting of its own, by keyword.
+def digits(  # noqa: PLR0913 - each is a separate keyword setting.
     workers: Sequence[str],
     *,
     folder: Path,
@@ -351,18 +350,18 @@ def digits(  # noqa: PLR0913 - each is a setting of its own, by keyword.
     learning_rate: float = 0.003,
     checks: int = 8,
 ) -> Digits:
-    """A trainer, and a stage on each other worker.
+    """Make the scenario's player. The first worker trains; the others own stages.
 
     Args:
-        workers: the trainer first, then the owners of the stages.
-        folder: where the scenario is.
-        data: the file of digits, from there.
-        epochs: passes over the images to train on.
-        batch: images in a step.
-        micro_batches: parts that a step's images are cut into, all in flight at once.
-        hidden: the width of each stage.
-        learning_rate: of Adam.
-        checks: steps whose gradients are held against the oracle.
+        workers: the trainer, then the owners of the stages.
+        folder: the folder of the scenario.
+        data: path of the file of digits, relative to `folder`.
+        epochs: number of passes over the training images.
+        batch: number of images in a step.
+        micro_batches: number of micro-batches of a step, all in flight at once.
+        hidden: width of the output of each stage.
+        learning_rate: learning rate of Adam.
+        checks: number of steps whose gradients are compared with the oracle's.
     """
     if len(workers) < 2:
         raise ScenarioError(

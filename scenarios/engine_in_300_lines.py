@@ -1,8 +1,8 @@
 """The engine of jdag in 300 lines: recording, FAST backward, sums in program order.
 
-This is the algorithm of `jdag/engine` without the rest: no SMART mode, one output per
-call, one pass per run, and arithmetic in place, where the real engine asks a driver.
-Read it from top to bottom; run it with `python scenarios/engine_in_300_lines.py`.
+This is a simplified `jdag/engine`: it has no SMART mode, one output per call and one
+pass per run. It computes directly, whereas the real engine returns effects to a driver.
+Run it with `python scenarios/engine_in_300_lines.py`.
 
 A program calls plain JAX functions on named workers. Each worker records its part of
 the graph: calls, leaves, and one send for each value that moves to another worker. The
@@ -11,12 +11,12 @@ correct, repeatable to the bit and free of timers:
 
 1. **Dependencies.** Before a worker runs anything backward, it counts how many
    cotangents each of its values will receive. A value is ready when all are there.
-2. **Program order.** The cotangents of a value are summed in the order of the program
-   (number of the call, position of the argument), never in the order of arrival.
+2. **Program order.** The cotangents of a value are summed in program order (number of
+   the call, then position of the argument), not in order of arrival.
 3. **Credit** (Mattern, 1989). The pass has one unit of credit. Each of its messages
-   carries a part, and a worker with nothing left to do returns its part to the owner.
-   An owner that holds the whole unit knows that nothing is under way anywhere: the pass
-   has finished, or it is stuck.
+   carries a part, and a worker without further work returns its part to the owner.
+   When the owner has the whole unit again, no message or job is pending: the pass has
+   finished or is stuck.
 """
 
 import functools
@@ -38,21 +38,21 @@ Array = jax.Array
 
 
 class Ref(NamedTuple):
-    """Names a value: the worker that makes it, and its number in program order."""
+    """The name of a value: its worker, and its number in program order."""
 
     worker: str
     number: int
 
 
 class Primal(NamedTuple):
-    """A value on its way forward; from the program itself, a leaf."""
+    """A value sent by another worker, or a leaf sent by the program."""
 
     ref: Ref
     value: Array
 
 
 class Call(NamedTuple):
-    """Run `fn`. An argument is a Ref or a constant; the result is named `ref`."""
+    """Run `fn`. Arguments are refs or constants; `ref` is the name of the result."""
 
     ref: Ref
     fn: Callable[..., Array]
@@ -60,7 +60,7 @@ class Call(NamedTuple):
 
 
 class Ship(NamedTuple):
-    """Send a value to another worker; `number` is the call that needs it first."""
+    """Send a value to another worker; `number` is the first call that needs it."""
 
     ref: Ref
     to: str
@@ -75,24 +75,24 @@ class Start(NamedTuple):
 
 
 class Cotangent(NamedTuple):
-    """The summed cotangent of a received value, on its way to the value's maker."""
+    """The summed cotangent of a received value, for the worker that computed it."""
 
     ref: Ref
     sender: str
     value: Array
     credit: Fraction
-    owed: int  # Change in the number of sends that still wait for their cotangent.
+    owed: int  # Change in the number of sends without a cotangent.
 
 
 class Answer(NamedTuple):
-    """Credit that returns to the owner of the pass, and what is owed since."""
+    """Returns credit to the owner of the pass; `owed` is as in `Cotangent`."""
 
     credit: Fraction
     owed: int
 
 
 Message = Primal | Call | Ship | Start | Cotangent | Answer
-Effects = list[tuple[str, Message]]  # Each with its receiver.
+Effects = list[tuple[str, Message]]  # (receiver, message).
 Addend = tuple[tuple[int, int], Array]  # A cotangent and its place in program order.
 
 
@@ -100,14 +100,14 @@ Addend = tuple[tuple[int, int], Array]  # A cotangent and its place in program o
 
 
 class Node(NamedTuple):
-    """A call that has run: its tracked arguments, and their vjp."""
+    """A completed call: its ref arguments and its vjp."""
 
     args: list[Ref]
     vjp: Callable[[Array], tuple[Array, ...]]
 
 
 class Worker:
-    """A state machine from messages to messages: no clock, no random number."""
+    """A state machine that turns messages into messages. It reads no clock."""
 
     def __init__(self, name: str, owner: str) -> None:
         self.name, self.owner = name, owner
@@ -115,14 +115,14 @@ class Worker:
         self.nodes: dict[Ref, Node] = {}
         self.sends: dict[tuple[Ref, str], int] = {}
         self.waiting: list[Call | Ship] = []
-        # The pass: cotangents still to come, those that are there, and its results.
+        # The pass: counts of missing cotangents, received cotangents, and the results.
         self.missing: dict[Ref, int] | None = None
         self.addends: dict[Ref, list[Addend]] = defaultdict(list)
         self.owed: set[tuple[Ref, str]] = set()
         self.gradients: dict[Ref, Array] = {}
 
     def handle(self, message: Message) -> Effects:
-        """Take one message; return the messages that follow from it."""
+        """Handle one message. Returns the resulting messages."""
         match message:
             case Primal(ref, value):
                 self.values[ref] = value
@@ -142,26 +142,26 @@ class Worker:
             case Answer():
                 raise AssertionError("answers go to the owner of the pass")
 
-    # Forward: run what has its arguments. A call may arrive before its arguments do.
+    # Forward: a call waits until all its arguments have arrived.
 
     def _forward(self) -> Effects:
         effects: Effects = []
-        while ready := [one for one in self.waiting if self._has_arguments(one)]:
-            one = ready[0]
-            self.waiting = [other for other in self.waiting if other is not one]
-            if isinstance(one, Call):
-                self._record(one)
+        while ready := [item for item in self.waiting if self._has_arguments(item)]:
+            item = ready[0]
+            self.waiting = [each for each in self.waiting if each is not item]
+            if isinstance(item, Call):
+                self._record(item)
             else:
-                self.sends[one.ref, one.to] = one.number
-                effects.append((one.to, Primal(one.ref, self.values[one.ref])))
+                self.sends[item.ref, item.to] = item.number
+                effects.append((item.to, Primal(item.ref, self.values[item.ref])))
         return effects
 
-    def _has_arguments(self, one: Call | Ship) -> bool:
-        needed = one.args if isinstance(one, Call) else (one.ref,)
+    def _has_arguments(self, item: Call | Ship) -> bool:
+        needed = item.args if isinstance(item, Call) else (item.ref,)
         return all(arg in self.values for arg in needed if isinstance(arg, Ref))
 
     def _record(self, call: Call) -> None:
-        """Run a call by `jax.vjp` with respect to the arguments that are refs."""
+        """Compute a call by `jax.vjp` with respect to its ref arguments."""
         refs = [arg for arg in call.args if isinstance(arg, Ref)]
 
         def function(*tracked: Array) -> Array:
@@ -173,14 +173,16 @@ class Worker:
         self.values[call.ref] = value
         self.nodes[call.ref] = Node(refs, vjp)
 
-    # Backward, idea 1: at the first message of the pass, count what will arrive.
+    # Backward, idea 1: at the first message of the pass, count the cotangents.
 
     def _count(self, root: Ref | None) -> int:
-        """Count the cotangents of each value; return how many its sends are owed."""
+        """Once, count each value's cotangents. Returns the number of owed sends."""
         if self.missing is not None:
             return 0
         self.missing = defaultdict(int)
-        self.owed = set(self.sends)  # FAST: all of them. SMART would ask first.
+        self.owed = set(
+            self.sends
+        )  # FAST: all sends. SMART first finds the sends that the root needs.
         reached = [ref for ref, _ in self.sends] + ([root] if root else [])
         for ref in reached:
             self.missing[ref] += 1
@@ -194,10 +196,10 @@ class Worker:
                     reached.append(arg)
         return len(self.sends)
 
-    # Backward, ideas 2 and 3: run what is complete, and pass the credit on.
+    # Backward, ideas 2 and 3: run the vjps of ready values, and pass on the credit.
 
     def _backward(self, ref: Ref, new: Addend, credit: Fraction, owed: int) -> Effects:
-        """Take one cotangent and run all that it completes."""
+        """Add one cotangent; run each vjp whose cotangents are then complete."""
         assert self.missing is not None
         out: list[tuple[Ref, Array]] = []
         arrived = deque([(ref, new)])
@@ -207,7 +209,7 @@ class Worker:
             self.missing[ref] -= 1
             if self.missing[ref] > 0:
                 continue
-            # All are there. Sum them in program order, whatever order they came in.
+            # All cotangents have arrived: sum them in program order.
             in_order = sorted(self.addends.pop(ref), key=lambda addend: addend[0])
             total = functools.reduce(operator.add, [value for _, value in in_order])
             if ref in self.nodes:
@@ -231,7 +233,7 @@ class Worker:
 
 
 class Cluster:
-    """Workers, and FIFO links between them; the seed decides which link is next."""
+    """Workers with FIFO links. A random link delivers next; `seed` determines which."""
 
     def __init__(self, workers: list[str], seed: int = 0) -> None:
         self.workers = {name: Worker(name, "main") for name in workers}
@@ -242,13 +244,13 @@ class Cluster:
         self.credit, self.owed = Fraction(0), 0
 
     def put(self, worker: str, value: Any) -> Ref:
-        """Make a leaf on a worker: a value that receives a gradient."""
+        """Create a leaf on a worker: a value that receives a gradient."""
         ref = Ref(worker, next(self.numbers))
         self.links["main", worker].append(Primal(ref, jnp.asarray(value)))
         return ref
 
     def call(self, worker: str, fn: Callable[..., Array], *args: Any) -> Ref:
-        """Call a function on a worker; values that live elsewhere are sent there."""
+        """Call a function on a worker. Arguments on other workers are sent to it."""
         ref = Ref(worker, next(self.numbers))
         for arg in args:
             is_far = isinstance(arg, Ref) and arg.worker != worker
@@ -259,11 +261,11 @@ class Cluster:
         return ref
 
     def backward(self, root: Ref) -> dict[Ref, Array]:
-        """Return the gradient of a scalar with respect to every leaf it depends on."""
-        self._deliver_all()  # Every fragment is complete before the pass starts.
+        """Return the gradients of a scalar with respect to the leaves it depends on."""
+        self._deliver_all()  # Run all calls before the pass.
         self.links["main", root.worker].append(Start(root, Fraction(1)))
         self._deliver_all()
-        assert self.credit == 1, f"{self.credit} of the credit is back, not all of it"
+        assert self.credit == 1, f"only {self.credit} of the credit has returned"
         if self.owed:
             owed = sorted(send for w in self.workers.values() for send in w.owed)
             sends = [f"value {ref.number} ({ref.worker} -> {to})" for ref, to in owed]
@@ -283,7 +285,7 @@ class Cluster:
 
 
 def main() -> None:
-    """Differentiate a program over three workers under five orders of delivery."""
+    """Differentiate a program over three workers, in five orders of delivery."""
     for seed in range(5):
         cluster = Cluster(["a", "b", "c"], seed)
         w = cluster.put("a", jnp.linspace(-1.0, 1.0, 9).reshape(3, 3))

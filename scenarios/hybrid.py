@@ -1,14 +1,13 @@
-"""Trainers with data-parallel dense layers, and one embedding on a parameter server.
+"""Trainers with data-parallel dense layers, and embeddings on a parameter server.
 
-What users of PyTorch build of DistributedDataParallel and RPC. The table of the
-embedding is on the server alone; each trainer looks up the rows of its batch there. Of
-the dense layer each trainer has a replica: its gradients are all-reduced, and every
-trainer steps by the sum, so that replicas stay equal to the bit.
+PyTorch users build this with DistributedDataParallel and RPC. The server has the table
+of embeddings, and each trainer looks up the rows of its batch there. Each trainer has a
+replica of the dense layer. The gradients of all replicas are all-reduced and all
+trainers apply the sum, so that the replicas stay bitwise equal.
 
-Inputs are uneven: each trainer has fewer rows than the one before, and the later ones
-run out of them while the first goes on; then their batches are empty and their
-gradients zero. Each row counts alike, wherever it is. (The mean over trainers of their
-means, which DistributedDataParallel takes, is another number.)
+Inputs are uneven: each trainer has fewer rows than the one before. A trainer without
+rows has empty batches and zero gradients. All rows have the same weight, unlike in
+DistributedDataParallel, which averages the means of the trainers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from jdag.collectives.routes import How
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.plans.compiling import compile
-from jdag.scenario.case import (
+from jdag.scenario.player import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -45,52 +44,52 @@ from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",
-    "gradient_difference": "max|g - g*| / max|g*|, the worst leaf of all steps",
-    "gradient_checks": "steps whose gradients were held against the oracle",
-    "replicas_equal": "whether all trainers end with the same dense layer, to the bit",
+    "gradient_difference": "max|g - g*| / max|g*| of the worst leaf of all steps",
+    "gradient_checks": "number of steps whose gradients are compared with the oracle's",
+    "replicas_equal": "whether all trainers end with bitwise equal dense layers",
     "first_loss": "mean cross-entropy of the first step, nats",
     "final_loss": "mean cross-entropy over the last epoch, nats",
-    "steps": "steps, one context each",
-    "rows": "rows of each trainer",
-    "gradient_bits": "a hash of all gradients of the first seed",
-    "seeds": "seeds played",
-    "bit_patterns": "different gradients and parameters, bit by bit, over the seeds",
-    "arrival_orders": "different orders in which cotangents arrived, over the seeds",
+    "steps": "number of steps, one context each",
+    "rows": "number of rows of each trainer",
+    "gradient_bits": "hash of the bits of all gradients, first seed",
+    "seeds": "number of seeds",
+    "bit_patterns": "number of bitwise different results over the seeds",
+    "arrival_orders": "number of arrival orders of cotangents over the seeds",
     **SENT,
-    "virtual_time_ns": "of the whole training",
-    "wall_time_ns": "of the whole training, on this host's clock",
+    "virtual_time_ns": "virtual time of the training",
+    "wall_time_ns": "time of the training by the clock of this host",
     **LEFT_OVER,
-    "digest": "the digest of the trace; of several seeds, that of their digests",
+    "digest": "digest of the trace; for several seeds, of their digests",
 }
-BAG = 3  # Indices that a row has.
+BAG = 3  # Number of indices in a row.
 CLASSES = 8
 
 
 def embedded(table: Array, indices: Array) -> Array:
-    """The mean of the embeddings of each bag: indices (rows, bag) to (rows, width)."""
+    """Average the embeddings of each row's indices: (rows, BAG) to (rows, width)."""
     return jnp.mean(table[indices], axis=1)
 
 
 def loss(dense: Mapping[str, Array], bags: Array, labels: Array, rows: Array) -> Any:
-    """A trainer's share of the mean cross-entropy of all rows; of no row, 0."""
+    """Return a trainer's summed cross-entropy / `rows`, the number of all rows."""
     scores = bags @ dense["w"] + dense["b"]
     each = optax.softmax_cross_entropy_with_integer_labels(scores, labels)
     return jnp.sum(each) / rows
 
 
 def kept() -> optax.GradientTransformation:
-    """Steps by nothing, and keeps the gradient as its state, where its leaf is."""
+    """Make an optimizer that keeps the gradient as its state, and changes nothing."""
     zeros = partial(jax.tree.map, jnp.zeros_like)
     return optax.GradientTransformation(zeros, lambda g, *_: (zeros(g), g))
 
 
 def descended(leaf: Array, gradient: Array, rate: Array) -> Array:
-    """A step of gradient descent."""
+    """Return the parameters after a step of gradient descent."""
     return leaf - rate * gradient
 
 
 class Batch(NamedTuple):
-    """What one trainer has in one step, perhaps no row at all."""
+    """The rows of one trainer in one step; there may be none."""
 
     indices: Any
     labels: Any
@@ -99,7 +98,7 @@ class Batch(NamedTuple):
 def batches(
     number: int, rows: int, steps: int, batch: int, embeddings: int
 ) -> list[Batch]:
-    """Return the batches of a trainer: each row's label is told by its first index."""
+    """Draw a trainer's batches. The first index of a row determines its label."""
     key = jax.random.key(number)
     indices = np.asarray(jax.random.randint(key, (rows, BAG), 0, embeddings), np.int32)
     labels = indices[:, 0] % CLASSES
@@ -109,8 +108,6 @@ def batches(
 
 @dataclass(slots=True)
 class Hybrid:
-    """The training, as a scenario plays it."""
-
     workers: Sequence[str]
     rows: Sequence[int]
     epochs: int
@@ -121,31 +118,31 @@ class Hybrid:
     how: How
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
     compiles: ClassVar[bool] = True
-    _plan: Any = None  # Of one seed, and the optimizer that keeps its gradients.
+    _plan: Any = None  # The compiled step and its optimizer, for the current seed.
 
     @property
     def server(self) -> str:
-        """Where the table is: on the second worker."""
+        """The second worker, which has the table."""
         return self.workers[1]
 
     @property
     def trainers(self) -> Sequence[str]:
-        """All workers but the first, which runs the program, and the server."""
+        """All workers from the third on."""
         return self.workers[2:]
 
     def play(self, run: Run) -> Figures:
-        """Train with each seed; the first one is reported."""
+        """Train with each seed. Most metrics are those of the first seed."""
         patterns: dict[str, None] = {}
         traces = Traces()
         first: Figures = {}
         for number, seed in enumerate(run.seeds):
             cluster = run.cluster(seed)
             begun_ns = cluster.now_ns
-            found, arrays = self._train(cluster, run, first=not number)
+            figures, arrays = self._train(cluster, run, first=not number)
             patterns[bits(arrays)] = None
             traces.add(cluster)
             if not number:
-                first = {**found, **sent(cluster), **left_over(run, cluster)}
+                first = {**figures, **sent(cluster), **left_over(run, cluster)}
                 first |= time_of(run, cluster.now_ns - begun_ns)
                 first["gradient_bits"] = bits(arrays)
             run.progress(number + 1, len(run.seeds))
@@ -163,7 +160,7 @@ class Hybrid:
     def _train(
         self, cluster: Cluster, run: Run, *, first: bool
     ) -> tuple[Figures, list[Any]]:
-        """Train; return what the training comes to, and all that bits are taken of."""
+        """Train with one seed. Returns metrics, and all gradients and parameters."""
         steps = -(-max(self.rows) // self.batch)
         data = [
             batches(number, rows, steps, self.batch, self.embeddings)
@@ -174,53 +171,55 @@ class Hybrid:
             keeping = Optimizer(kept(), {"table": table, "dense": dense})
             self._plan = compile(self._forward, cluster, keeping), keeping
         losses: list[float] = []
-        apart: list[float] = []
-        seen: list[Any] = []
+        differences: list[float] = []
+        results: list[Any] = []
         for step in range(steps * self.epochs):
             begun_ns = cluster.now_ns
-            now = [of_trainer[step % steps] for of_trainer in data]
-            check = first and step < steps  # Of one seed, one epoch.
-            value, arrays, found = self._step(cluster, run, table, dense, now, check)
+            current = [trainer[step % steps] for trainer in data]
+            check = first and step < steps  # The first epoch of the first seed.
+            value, arrays, apart = self._step(
+                cluster, run, table, dense, current, check
+            )
             losses.append(value)
-            seen += arrays
-            apart += found
+            results += arrays
+            differences += apart
             if first:
                 run.keep(cluster, (begun_ns, cluster.now_ns))
-        ends = [bits(jax.tree.leaves(fetch(dense[one]))) for one in self.trainers]
-        seen += jax.tree.leaves(fetch((table, dense[self.trainers[0]])))
+        ends = [bits(jax.tree.leaves(fetch(dense[name]))) for name in self.trainers]
+        results += jax.tree.leaves(fetch((table, dense[self.trainers[0]])))
         if run.compile:
             keeping.drop()
             self._plan = None
         figures = {
-            "gradient_difference": worst(apart),
+            "gradient_difference": worst(differences),
             "gradient_checks": steps,
             "replicas_equal": ends == ends[:1] * len(ends),
             "first_loss": losses[0],
             "final_loss": float(np.mean(losses[-steps:])),
             "steps": len(losses),
         }
-        return figures, seen
+        return figures, results
 
     def _put(self, cluster: Cluster) -> tuple[Any, dict[str, Any]]:
-        """Make the table on the server, and equal dense layers on all trainers."""
-        one, other = jax.random.split(jax.random.key(self.width))
+        """Put the table on the server, and equal dense layers on all trainers."""
+        table_key, dense_key = jax.random.split(jax.random.key(self.width))
         dense = {
-            "w": 0.3 * jax.random.normal(other, (self.width, CLASSES)),
+            "w": 0.3 * jax.random.normal(dense_key, (self.width, CLASSES)),
             "b": jnp.zeros(CLASSES),
         }
-        table = jax.random.normal(one, (self.embeddings, self.width))
+        table = jax.random.normal(table_key, (self.embeddings, self.width))
         return (
             cluster.put(self.server, table),
             {trainer: cluster.put(trainer, dense) for trainer in self.trainers},
         )
 
     def _forward(
-        self, ctx: Any, table: Any, dense: Mapping[str, Any], now: Sequence[Batch]
+        self, ctx: Any, table: Any, dense: Mapping[str, Any], current: Sequence[Batch]
     ) -> list[Any]:
-        """The losses of all trainers, each on the trainer."""
-        rows = float(sum(len(labels) for _, labels in now))
+        """Run the forward of all trainers. Returns a loss on each trainer."""
+        rows = float(sum(len(labels) for _, labels in current))
         losses = []
-        for trainer, (indices, labels) in zip(self.trainers, now, strict=True):
+        for trainer, (indices, labels) in zip(self.trainers, current, strict=True):
             bags = ctx.call(self.server, embedded, table, indices)
             losses.append(ctx.call(trainer, loss, dense[trainer], bags, labels, rows))
         return losses
@@ -231,39 +230,41 @@ class Hybrid:
         run: Run,
         table: Any,
         dense: Mapping[str, Any],
-        now: Sequence[Batch],
+        current: Sequence[Batch],
         check: bool,
     ) -> tuple[float, list[Any], list[float]]:
-        """One context; return the loss, the gradients, how far they are from right."""
+        """Run one step. Returns loss, gradients, and differences from the oracle."""
         with cluster.context() as ctx:
             if self._plan is None:
-                losses = self._forward(ctx, table, dense, now)
+                losses = self._forward(ctx, table, dense, current)
                 ctx.backward(*losses)
                 value = float(np.sum(fetch(losses)))
-                own = {one: ctx.gradient(dense[one]) for one in self.trainers}
+                gradients = {n: ctx.gradient(dense[n]) for n in self.trainers}
                 lookups = ctx.gradient(table)
             else:
                 step, keeping = self._plan
-                value = float(np.sum(step(table, dense, now)))
-                own, lookups = keeping.states["dense"], keeping.states["table"]
-            sums = ctx.all_reduce(own, self.how)
+                value = float(np.sum(step(table, dense, current)))
+                gradients, lookups = keeping.states["dense"], keeping.states["table"]
+            sums = ctx.all_reduce(gradients, self.how)
             gradients = fetch({"dense": sums[self.trainers[0]], "table": lookups})
-            apart = []
+            differences = []
             if check:
                 before = {"dense": dense[self.trainers[0]], "table": table}
-                apart = self._apart(fetch(before), gradients, now)
+                differences = self._differences(fetch(before), gradients, current)
                 run.draw(step.plan.graph() if run.compile else ctx.graph())
             for trainer in self.trainers:
                 cluster.update(descended, dense[trainer], sums[trainer], self.rate)
             cluster.update(descended, table, lookups, self.rate)
-        return value, jax.tree.leaves(gradients), apart
+        return value, jax.tree.leaves(gradients), differences
 
-    def _apart(self, params: Any, gradients: Any, now: Sequence[Batch]) -> list[float]:
-        """How far gradients are from plain JAX's, of one dense layer that all use."""
+    def _differences(
+        self, params: Any, gradients: Any, current: Sequence[Batch]
+    ) -> list[float]:
+        """Compare gradients with the oracle's, where trainers share a dense layer."""
 
         def roots(ctx: Any, params: Any) -> list[Any]:
             dense = dict.fromkeys(self.trainers, params["dense"])
-            return self._forward(ctx, params["table"], dense, now)
+            return self._forward(ctx, params["table"], dense, current)
 
         _, truth = pullback(roots)(params)
         pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(truth), strict=True)
@@ -281,17 +282,17 @@ def hybrid(
     rate: float = 1.0,
     how: How = "ring",
 ) -> Hybrid:
-    """A main program, a parameter server, and a trainer on each other worker.
+    """Make the scenario's player, with a main program, a server and trainers.
 
     Args:
-        workers: where the program runs, the server, then the trainers.
-        rows: of the first trainer; the next has half, then a third, and so on.
-        epochs: passes over the rows.
-        batch: the rows of a trainer in a step, as long as it has so many.
-        embeddings: rows of the table.
-        width: of an embedding.
-        rate: of gradient descent.
-        how: the way of the all-reduce.
+        workers: the worker of the main program, the server, then the trainers.
+        rows: number of rows of the first trainer; trainer n has 1/n as many.
+        epochs: number of passes over the rows.
+        batch: maximum number of rows of a trainer in a step.
+        embeddings: number of rows of the table.
+        width: width of an embedding.
+        rate: learning rate of gradient descent.
+        how: the route of the all-reduce: "owner", "tree" or "ring".
     """
     if len(workers) < 3:
         raise ScenarioError(

@@ -1,10 +1,10 @@
 """Trains a classifier of handwritten digits, data parallel over devices of one worker.
 
-The worker keeps all parameters. A step is one call of it, which cuts its batch over so
-many of the worker's devices (`jdag.parallel.data_parallel`), one pass and one step of
-an optimizer. Steps take each number of replicas in turn; now and then all of them take
-the gradients of the same parameters and rows, which are held against each other and
-against the oracle's.
+The worker has all parameters. A step is one call, which splits the batch over devices
+of the worker (`jdag.parallel.data_parallel`), one pass and one step of an optimizer.
+Successive steps use different numbers of replicas. Some steps also compute the
+gradients with every number of replicas, and compare these gradients with each other and
+with the oracle's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from jdag.compute.pytrees import static
 from jdag.context.refs import fetch
 from jdag.errors import ScenarioError
 from jdag.parallel import data_parallel
-from jdag.scenario.case import (
+from jdag.scenario.player import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -42,43 +42,41 @@ from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",
-    "replicas": "the numbers of replicas that steps take in turn",
-    "replicas_difference": "max|g - g1| / max|g1|, the worst leaf of all checks; g1 by "
-    "the first number of replicas",
-    "gradient_difference": "the same, against the oracle",
-    "gradient_checks": "steps whose gradients were held against each other",
-    "rows_per_s": "throughput of a step, for each number of replicas, on this host",
-    "wall_time_per_step_ns": "the median of the steps, for each number of replicas",
-    "test_accuracy": "right answers among 360 images kept aside",
+    "replicas": "numbers of replicas, which the steps use in turn",
+    "replicas_difference": "max|g - g1| / max|g1| of the worst leaf; g1 by the first "
+    "number of replicas",
+    "gradient_difference": "the same difference from the oracle's gradients",
+    "gradient_checks": "number of steps whose gradients are compared",
+    "rows_per_s": "throughput on this host, for each number of replicas",
+    "wall_time_per_step_ns": "median time of a step, for each number of replicas",
+    "test_accuracy": "accuracy on 360 test images",
     "first_loss": "mean cross-entropy of the first step, nats",
     "final_loss": "mean cross-entropy over the last epoch, nats",
-    "steps": "steps, one context each",
-    "gradient_bits": "a hash of the gradients that were held against each other",
+    "steps": "number of steps, one context each",
+    "gradient_bits": "hash of the bits of the compared gradients",
     **SENT,
-    "virtual_time_ns": "of the whole training",
-    "wall_time_ns": "of the whole training, on this host's clock",
+    "virtual_time_ns": "virtual time of the training",
+    "wall_time_ns": "time of the training by the clock of this host",
     **LEFT_OVER,
-    "digest": "the digest of the trace",
+    "digest": "digest of the trace",
 }
 
 
 def entropies(params: Mapping[str, Array], rows: tuple[Array, Array]) -> Array:
-    """What one replica computes: the cross-entropy of each of its rows."""
+    """Compute the cross-entropy of each row. Each replica runs this on its rows."""
     x, labels = rows
     scores = logits(params, x)
     return optax.softmax_cross_entropy_with_integer_labels(scores, labels)
 
 
 def loss(params: Mapping[str, Array], x: Array, labels: Array, replicas: int) -> Array:
-    """The mean cross-entropy, the rows over the first so many devices."""
+    """Return the mean cross-entropy, data parallel over `replicas` devices."""
     devices = jax.local_devices()[:replicas]
     return jnp.mean(data_parallel(entropies, params, (x, labels), devices))
 
 
 @dataclass(slots=True)
 class ParallelDigits:
-    """The training, as a scenario plays it."""
-
     worker: str
     images: Images
     replicas: tuple[int, ...]
@@ -97,7 +95,7 @@ class ParallelDigits:
         refs = cluster.make(self.worker, made_last, key, like)
         optimizer = Optimizer(optax.adam(self.learning_rate), refs)
         batches = self._batches(key)
-        check = {len(batches) * place // self.checks for place in range(self.checks)}
+        check = {len(batches) * index // self.checks for index in range(self.checks)}
         checked = _Checked()
         start_ns, losses = cluster.now_ns, []
         times_ns: dict[int, list[int]] = {count: [] for count in self.replicas}
@@ -124,14 +122,14 @@ class ParallelDigits:
         }
 
     def _batches(self, key: Array) -> list[Any]:
-        """The rows of each step, drawn anew in each epoch."""
+        """Return the row numbers of each step. Each epoch shuffles the rows."""
         size = len(self.images.train_x)
-        found: list[Any] = []
+        batches: list[Any] = []
         for epoch in range(self.epochs):
             order = jax.random.permutation(jax.random.fold_in(key, epoch), size)
-            whole = np.asarray(order)[: size // self.batch * self.batch]
-            found.extend(whole.reshape(-1, self.batch))
-        return found
+            used = np.asarray(order)[: size // self.batch * self.batch]
+            batches.extend(used.reshape(-1, self.batch))
+        return batches
 
     def _forward(self, ctx: Any, params: Any, rows: Any, count: int) -> Any:
         x, labels = self.images.train_x[rows], self.images.train_y[rows]
@@ -140,30 +138,29 @@ class ParallelDigits:
     def _step(
         self, cluster: Cluster, refs: Any, optimizer: Optimizer, rows: Any, count: int
     ) -> float:
-        """One context: forward, backward, the optimizer's step; return the loss."""
+        """Run one step in a context. Returns the loss."""
         with cluster.context() as ctx:
-            found = self._forward(ctx, refs, rows, count)
-            ctx.backward(found)
+            value = self._forward(ctx, refs, rows, count)
+            ctx.backward(value)
             optimizer.step(ctx)
-            return float(found.fetch())
+            return float(value.fetch())
 
     def _gradients(self, cluster: Cluster, run: Run, refs: Any, rows: Any) -> list[Any]:
-        """The gradients by each number of replicas, and last the oracle's."""
-        found = []
+        """Compute gradients with each number of replicas, and last by the oracle."""
+        gradients = []
         for count in self.replicas:
             with cluster.context() as ctx:
                 ctx.backward(self._forward(ctx, refs, rows, count))
-                found.append(fetch(ctx.gradient(refs)))
+                gradients.append(fetch(ctx.gradient(refs)))
                 run.draw(ctx.graph())
 
         def roots(ctx: Any, params: Any) -> list[Any]:
             return [self._forward(ctx, params, rows, self.replicas[0])]
 
         _, truth = pullback(roots)(fetch(refs))
-        return [*found, truth]
+        return [*gradients, truth]
 
     def _accuracy(self, params: Any) -> float:
-        """Right answers on the images kept aside."""
         scores = logits(params, jnp.asarray(self.images.test_x))
         return float(jnp.mean(jnp.argmax(scores, axis=-1) == self.images.test_y))
 
@@ -177,7 +174,7 @@ class ParallelDigits:
         all_ns = cluster.now_ns - start_ns
         if run.virtual:
             return {**time_of(run, all_ns), "digest": cluster.trace.digest}
-        # The first step of each compiles.
+        # The first step with each number of replicas includes compilation.
         each_ns = {
             str(count): int(np.median(times[1:] or times))
             for count, times in times_ns.items()
@@ -193,35 +190,34 @@ class ParallelDigits:
 
 @dataclass(slots=True)
 class _Checked:
-    """What came of the gradients that were compared."""
+    """Compares gradients of some steps, and collects the results."""
 
-    apart: list[float] = field(default_factory=list)
+    from_first: list[float] = field(default_factory=list)
     from_truth: list[float] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
     def add(self, gradients: Sequence[Any]) -> None:
-        """Compare those of all numbers of replicas; the last are the oracle's."""
-        *found, truth = [jax.tree.leaves(one) for one in gradients]
-        self.apart.append(worst([_difference(one, found[0]) for one in found]))
-        self.from_truth.append(worst([_difference(one, truth) for one in found]))
-        self.digests.append(bits([leaf for one in found for leaf in one]))
+        """Compare the gradients of one step, as `_gradients` returned them."""
+        *leaves, truth = map(jax.tree.leaves, gradients)
+        self.from_first.append(worst([_difference(g, leaves[0]) for g in leaves]))
+        self.from_truth.append(worst([_difference(g, truth) for g in leaves]))
+        self.digests.append(bits([leaf for g in leaves for leaf in g]))
 
     @property
     def figures(self) -> Figures:
-        """The worst of all."""
         return {
-            "replicas_difference": worst(self.apart),
+            "replicas_difference": worst(self.from_first),
             "gradient_difference": worst(self.from_truth),
-            "gradient_checks": len(self.apart),
+            "gradient_checks": len(self.from_first),
             "gradient_bits": digest_of(self.digests),
         }
 
 
-def _difference(one: Sequence[Any], other: Sequence[Any]) -> float:
-    return worst([difference(*pair) for pair in zip(one, other, strict=True)])
+def _difference(leaves: Sequence[Any], truth: Sequence[Any]) -> float:
+    return worst([difference(*pair) for pair in zip(leaves, truth, strict=True)])
 
 
-def data_parallel_digits(  # noqa: PLR0913 - each is a setting of its own, by keyword.
+def data_parallel_digits(  # noqa: PLR0913 - each is a separate keyword setting.
     workers: Sequence[str],
     *,
     folder: Path,
@@ -233,24 +229,24 @@ def data_parallel_digits(  # noqa: PLR0913 - each is a setting of its own, by ke
     learning_rate: float = 0.003,
     checks: int = 8,
 ) -> ParallelDigits:
-    """A program on the first worker, and all that it trains on the last.
+    """Make the scenario's player. Its program trains on the last worker.
 
     Args:
-        workers: where the program runs, and who trains.
-        folder: where the scenario is.
-        data: the file of digits, from there.
-        replicas: the numbers of devices that steps take in turn.
-        epochs: passes over the images to train on.
-        batch: images in a step.
-        hidden: the width of the hidden layer.
-        learning_rate: of Adam.
-        checks: steps whose gradients are held against each other.
+        workers: the worker of the program, then the worker that trains.
+        folder: the folder of the scenario.
+        data: path of the file of digits, relative to `folder`.
+        replicas: numbers of devices, which alternate from step to step.
+        epochs: number of passes over the training images.
+        batch: number of images in a step.
+        hidden: width of the hidden layer.
+        learning_rate: learning rate of Adam.
+        checks: number of steps whose gradients are compared.
     """
     counts, most = tuple(replicas), len(jax.local_devices())
     if not counts or min(counts) < 1 or max(counts) > most:
         raise ScenarioError(
-            f"settings.replicas = {list(counts)!r}: allowed are integers from 1 to the "
-            f"devices of a worker, here {most}; host_devices = N asks for N of the CPU"
+            f"settings.replicas = {list(counts)!r}: expected integers from 1 to the "
+            f"devices of a worker, here {most}; host_devices = N makes N CPU devices"
         )
     images = load(folder / data)
     return ParallelDigits(

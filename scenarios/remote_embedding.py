@@ -1,10 +1,10 @@
 """A recurrent net whose embedding and decoder are remote, as in PyTorch's rpc/rnn.
 
-The parameter server keeps the table of embeddings and the decoder, the trainer the
-recurrent cell between them. Sequences count in steps of 1 to 4, modulo the number of
-tokens, and are read in windows, one context each. The hidden state is carried over from
-window to window, gradients are not (truncated backpropagation through time). Without
-that state, nothing tells the step of a sequence where a window begins.
+The parameter server has the table of embeddings and the decoder; the trainer has the
+recurrent cell between them. Each sequence counts in steps of 1 to 4, modulo the number
+of tokens, and is read in windows, one context each. The hidden state is carried from
+window to window, but gradients are not (truncated backpropagation through time). So
+the net must carry the step of each sequence in this state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ import jdag
 from jdag.scenario import Figures, Run, Training
 
 FIGURES: Mapping[str, str] = {
-    "accuracy": "next tokens that are right, over the last 10 windows",
+    "accuracy": "accuracy of the next tokens over the last 10 windows",
     "first_loss": "mean cross-entropy of the first window, nats",
     "final_loss": "mean cross-entropy of the last window, nats",
 }
@@ -28,12 +28,12 @@ TOKENS, STEPS = 12, 4
 
 
 def embedded(table: Array, tokens: Array) -> Array:
-    """The embeddings (width) of tokens (sequences, length)."""
+    """Look up embeddings: (sequences, length) to (sequences, length, width)."""
     return table[tokens]
 
 
 def recurrent(cell: Mapping[str, Array], hidden: Array, inputs: Array) -> Any:
-    """A gated recurrent unit: (its outputs, one for each input; its hidden state)."""
+    """Run a gated recurrent unit. Returns (outputs, hidden state)."""
 
     def step(hidden: Array, x: Array) -> tuple[Array, Array]:
         gates = jax.nn.sigmoid(x @ cell["x_gates"] + hidden @ cell["h_gates"])
@@ -47,20 +47,20 @@ def recurrent(cell: Mapping[str, Array], hidden: Array, inputs: Array) -> Any:
 
 
 def loss(decoder: Array, outputs: Array, targets: Array) -> tuple[Array, Array]:
-    """(The mean cross-entropy of the next tokens, how many of them are right)."""
+    """Return the mean cross-entropy and the accuracy of the next tokens."""
     scores = outputs @ decoder
     each = optax.softmax_cross_entropy_with_integer_labels(scores, targets)
     return jnp.mean(each), jnp.mean(jnp.argmax(scores, axis=-1) == targets)
 
 
 def made(width: int) -> dict[str, Any]:
-    """The parameters."""
+    """Return the initial parameters."""
     draw = np.random.default_rng(0).standard_normal
     gates, new = (width, 2 * width), (width, width)
     shapes = {"x_gates": gates, "h_gates": gates, "x_new": new, "h_new": new}
     return {
         "table": jnp.asarray(draw((TOKENS, width))),
-        "cell": {name: jnp.asarray(0.2 * draw(of)) for name, of in shapes.items()},
+        "cell": {name: jnp.asarray(0.2 * draw(shapes[name])) for name in shapes},
         "decoder": jnp.asarray(0.2 * draw((width, TOKENS))),
     }
 
@@ -68,14 +68,14 @@ def made(width: int) -> dict[str, Any]:
 @jax.jit
 @jax.grad
 def plain(params: Any, hidden: Array, tokens: Array) -> Array:
-    """The whole of a window, on one machine: its gradients are the truth."""
+    """Compute the gradient of a window's loss by plain JAX."""
     inputs = embedded(params["table"], tokens[:, :-1])
     outputs, _ = recurrent(params["cell"], hidden, inputs)
     return loss(params["decoder"], outputs, tokens[:, 1:])[0]
 
 
 def counted(windows: int, length: int) -> Any:
-    """A sequence for each begin and step: (windows, sequences, length + 1 tokens)."""
+    """Return the tokens of all windows: (windows, sequences, length + 1)."""
     begin, step = np.divmod(np.arange(TOKENS * STEPS), STEPS)
     places = np.arange(length + 1) + length * np.arange(windows)[:, None, None]
     return (begin[:, None] + (step[:, None] + 1) * places) % TOKENS
@@ -90,15 +90,15 @@ def remote_embedding(
     rate: float = 0.03,
     check_every: int = 15,
 ) -> Training:
-    """A trainer and a parameter server.
+    """Make the scenario's player, with a trainer and a parameter server.
 
     Args:
         workers: the trainer, then the server.
-        windows: how many each sequence is read in, one step each.
-        length: of a window, in tokens.
-        width: of an embedding and of the hidden state.
-        rate: of Adam.
-        check_every: of how many windows one is held against plain JAX.
+        windows: number of windows of each sequence, with one step each.
+        length: number of tokens of a window.
+        width: width of an embedding and of the hidden state.
+        rate: learning rate of Adam.
+        check_every: number of windows from one comparison with plain JAX to the next.
     """
     trainer, server = workers
 
@@ -121,16 +121,18 @@ def remote_embedding(
         for number, tokens in enumerate(counted(windows, length)):
             begun_ns = cluster.now_ns
             with cluster.context() as ctx:
-                found, (right, new) = program(ctx, params, hidden, tokens)
-                ctx.backward(found)
+                value, (right, new) = program(ctx, params, hidden, tokens)
+                ctx.backward(value)
                 if number % check_every == 0:
                     truth = plain(*jdag.fetch((params, hidden)), tokens)
                     checks.append((jdag.fetch(ctx.gradient(params)), truth))
                     run.draw(ctx.graph())
                 optimizer.step(ctx)
-                losses.append(float(found.fetch()))
+                losses.append(float(value.fetch()))
                 rights.append(float(right.fetch()))
-                hidden = cluster.keep(new)  # The former one goes with its last ref.
+                hidden = cluster.keep(
+                    new
+                )  # The old state is dropped with its last ref.
             run.keep(cluster, (begun_ns, cluster.now_ns))
             run.progress(number + 1, windows, loss=losses[-1], accuracy=rights[-1])
         figures = {

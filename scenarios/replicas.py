@@ -1,8 +1,8 @@
-"""Replicas on workers: one set of parameters, used by all, whose gradients add up.
+"""Replicas of one set of parameters on workers; their gradients are summed.
 
-The owner of the parameters replicates them; each other worker computes the loss of rows
-of its own, no two of them as many. It is played once for each way in which copies go
-out and gradients come back: straight from the owner, in a tree, around a ring.
+The owner sends a copy of the parameters to each other worker, which computes the loss
+of its own rows; the numbers of rows differ. The case runs once for each route of copies
+and gradients: directly from and to the owner, in a tree, and around a ring.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,35 +16,36 @@ from jax import Array
 from jdag.api.cluster import Cluster
 from jdag.collectives.routes import HOW, How
 from jdag.errors import ScenarioError
-from jdag.scenario.case import Case, Figures, Run, digest_of
+from jdag.scenario import Case, Figures, Run
+from jdag.scenario.player import digest_of
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the passes ended",
-    "error": "the class of the first error, if there was one",
-    "error_message": "what it said",
-    "way": "how parameters go out and gradients come back, one after the other",
+    "error": "class of the first error, if any",
+    "error_message": "message of that error",
+    "way": "routes of parameters and gradients, one case for each",
     "gradient_difference": "max|g - g*| / max|g*|; g* by the oracle",
-    "gradient_bits": "a hash of the gradients, bit by bit",
-    "seeds": "seeds played",
-    "bit_patterns": "different gradients, bit by bit, over the seeds",
-    "arrival_orders": "different orders in which cotangents arrived",
-    "same_bits_as_clean": "whether faults and jitter left the gradient as it was",
-    "virtual_time_ns": "from opening the context to the end of the pass",
-    "wall_time_ns": "from beginning to end, on this host's clock",
+    "gradient_bits": "hash of the bits of the gradients",
+    "seeds": "number of seeds",
+    "bit_patterns": "number of bitwise different gradients over the seeds",
+    "arrival_orders": "number of arrival orders of cotangents over the seeds",
+    "same_bits_as_clean": "whether a run without faults and jitter has the same bits",
+    "virtual_time_ns": "virtual time from opening the context to the end of the pass",
+    "wall_time_ns": "the same by the clock of this host",
     "messages": "protocol messages",
-    "payload_bytes": "bytes of arrays in them",
-    "link_bytes": "bytes of arrays on the link that had most of them",
-    "busiest_bytes": "bytes of arrays that the worker sent that sent most",
-    "resends": "frames that were sent again",
-    "live_contexts": "contexts that some worker holds afterwards",
-    "live_passes": "passes that some worker holds afterwards",
-    "values_left": "values held afterwards that are not leaves",
-    "digest": "the digest of the traces",
+    "payload_bytes": "bytes of the arrays in those messages",
+    "link_bytes": "bytes of arrays on the busiest link",
+    "busiest_bytes": "bytes of arrays sent by the busiest worker",
+    "resends": "frames sent again",
+    "live_contexts": "contexts that still exist on a worker after the run",
+    "live_passes": "passes that still exist on a worker after the run",
+    "values_left": "values other than leaves that exist after the run",
+    "digest": "digest of the traces",
 }
 
 
 def loss(params: Mapping[str, Array], x: Array, y: Array, rows: Array) -> Array:
-    """A share of the mean square error of all rows: x (some rows, width) to y."""
+    """Return a worker's summed squared error / `rows`, the number of all rows."""
     hidden = jnp.tanh(x @ params["w"] + params["b"])
     return jnp.sum(jnp.square(hidden - y)) / rows
 
@@ -54,16 +55,16 @@ Counts = Mapping[str, Sequence[int]]
 
 
 def counted(cluster: Cluster) -> Counts:
-    """What each worker has sent so far: messages, bytes of arrays, frames again."""
+    """Return each worker's counts so far, in the order of `_COUNTED`."""
     info = cluster.info()
-    return {one: [int(of[name]) for name in _COUNTED] for one, of in info.items()}
+    return {name: [int(counts[k]) for k in _COUNTED] for name, counts in info.items()}
 
 
-def since(before: Counts, now: Counts) -> Figures:
-    """What was sent between two counts."""
+def since(before: Counts, after: Counts) -> Figures:
+    """Return the increase of all counts, and the bytes of the busiest worker."""
     messages, payloads, resends = (
-        [counts[place] - before[one][place] for one, counts in now.items()]
-        for place, _ in enumerate(_COUNTED)
+        [counts[index] - before[worker][index] for worker, counts in after.items()]
+        for index, _ in enumerate(_COUNTED)
     )
     return {
         "messages": sum(messages),
@@ -75,45 +76,45 @@ def since(before: Counts, now: Counts) -> Figures:
 
 @dataclass(slots=True)
 class Ways:
-    """A case for each way, as a scenario plays them."""
+    """A player that runs one case for each route."""
 
     cases: Mapping[str, Case]
     figures: Mapping[str, str] = field(default_factory=lambda: FIGURES)
 
     def play(self, run: Run) -> Figures:
-        """Play one after another; graph and timeline are of the last one."""
-        found = {how: _played(case, run) for how, case in self.cases.items()}
-        failed = [one for one in found.values() if one["outcome"] != "finished"]
-        first = next(iter([*failed, *found.values()]))
+        """Run all cases. Graph and timeline are those of the last case."""
+        results = {how: _played(case, run) for how, case in self.cases.items()}
+        failed = [case for case in results.values() if case["outcome"] != "finished"]
+        first = next(iter([*failed, *results.values()]))
         figures = {name: first[name] for name in ("outcome", "error", "error_message")}
         for name in FIGURES:
-            ways = {how: one[name] for how, one in found.items() if name in one}
-            if ways and name not in (*figures, "seeds", "digest"):
-                figures[name] = ways
-        figures["way"] = list(found)
+            by_how = {how: case[name] for how, case in results.items() if name in case}
+            if by_how and name not in (*figures, "seeds", "digest"):
+                figures[name] = by_how
+        figures["way"] = list(results)
         figures["seeds"] = len(run.seeds)
         if run.virtual:
-            figures["digest"] = digest_of([one["digest"] for one in found.values()])
+            figures["digest"] = digest_of([case["digest"] for case in results.values()])
         return figures
 
 
 def _played(case: Case, run: Run) -> Figures:
     none: Counts = dict.fromkeys(run.workers, (0,) * len(_COUNTED))
-    # Of processes the cluster is the one that played the way before.
+    # On processes, the same cluster has run the previous case.
     before = none if run.virtual else counted(run.cluster(run.seeds[0]))
     figures = case.play(run)
     return {**figures, **since(before, figures["counted"])}
 
 
 def _more(cluster: Cluster) -> Figures:
-    found: Figures = {"counted": counted(cluster)}
+    figures: Figures = {"counted": counted(cluster)}
     if cluster.trace is not None:
         links: dict[tuple[str, str], int] = {}
         for record in cluster.trace.of_kind("send"):
             link = record.worker, record.named["destination"]
             links[link] = links.get(link, 0) + record.named["payload_bytes"]
-        found["link_bytes"] = max(links.values())
-    return found
+        figures["link_bytes"] = max(links.values())
+    return figures
 
 
 def replicas(
@@ -123,13 +124,13 @@ def replicas(
     rows: int = 2,
     how: tuple[How, ...] = HOW,
 ) -> Ways:
-    """An owner of the parameters, and a replica on each other worker.
+    """Make the scenario's player. The first worker owns the parameters.
 
     Args:
-        workers: the owner first, then where the replicas are.
-        width: of a row; the parameters are a matrix and a vector.
-        rows: of the first replica; each has one more than the one before.
-        how: the ways to play.
+        workers: the owner, then the workers of the replicas.
+        width: width of a row; the parameters are a matrix and a vector.
+        rows: number of rows of the first replica; each further replica has one more.
+        how: the routes, with one case for each.
     """
     if len(workers) < 2:
         raise ScenarioError(
@@ -143,10 +144,10 @@ def replicas(
         "b": jnp.linspace(0.0, 0.5, width),
     }
 
-    def program(way: How, ctx: Any, params: Any) -> Any:
+    def program(how: How, ctx: Any, params: Any) -> Any:
         losses = []
         for worker, replica, count in zip(
-            others, ctx.replicate(others, params, way), counts, strict=True
+            others, ctx.replicate(others, params, how), counts, strict=True
         ):
             x = jnp.linspace(-1.0, 1.0, count * width).reshape(count, width)
             y = jnp.cos(float(count) * x)
@@ -155,5 +156,8 @@ def replicas(
 
     placement = dict.fromkeys(params, owner)
     return Ways(
-        {way: Case(partial(program, way), params, placement, more=_more) for way in how}
+        {
+            each: Case(partial(program, each), params, placement, more=_more)
+            for each in how
+        }
     )

@@ -1,4 +1,4 @@
-"""Small graphs, each of one shape that a distributed backward pass has to get right."""
+"""Small graphs, each with one shape that a distributed backward pass must handle."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -8,39 +8,39 @@ import jax.numpy as jnp
 from jax import Array
 
 from jdag.engine.functions import program
-from jdag.scenario.case import Case
+from jdag.scenario import Case
 
-# ------------------------------------------------------------------- what is computed
+# ------------------------------------------------------------------------- functions
 
 
 def scale(w: Array, x: Array) -> Array:
-    """One step of a chain: sin(w * x), elementwise."""
+    """Compute sin(w * x), elementwise."""
     return jnp.sin(w * x)
 
 
 def total(x: Array) -> Array:
-    """A scalar."""
+    """Return the sum, a scalar."""
     return jnp.sum(x)
 
 
 def product(x: Array, y: Array) -> Array:
-    """X * y, elementwise."""
+    """Multiply elementwise."""
     return x * y
 
 
 def add(x: Array, y: Array) -> Array:
-    """X + y."""
+    """Add elementwise."""
     return x + y
 
 
 def wave(t: Array, number: Array) -> Array:
-    """Call `number` of the fan-out: sum(sin(1.7 (i+1) t) (1 + 1.7 (i+1) / 1000))."""
+    """Compute sum(sin(f t) (1 + f / 1000)), f = 1.7 (number + 1)."""
     factor = 1.7 * (number + 1)
     return jnp.sum(jnp.sin(factor * t) * (1 + factor / 1000))
 
 
 def add_all(*losses: Array) -> Array:
-    """A sum, left to right."""
+    """Sum from left to right."""
     result = losses[0]
     for loss in losses[1:]:
         result = result + loss
@@ -48,12 +48,12 @@ def add_all(*losses: Array) -> Array:
 
 
 def layer(w: Array, x: Array) -> Array:
-    """A stage of a pipeline."""
+    """Compute a stage of a pipeline."""
     return jnp.tanh(x @ w)
 
 
 def last_layer(w: Array, x: Array) -> Array:
-    """The last stage and its loss."""
+    """Compute the last stage and its loss."""
     return jnp.mean(jnp.square(jnp.tanh(x @ w)))
 
 
@@ -65,7 +65,7 @@ def _vector(number: int, size: int) -> Any:
 
 
 def chain(workers: Sequence[str], *, length: int = 6, size: int = 3) -> Case:
-    """`length` calls one after another, around the workers."""
+    """Return a chain of `length` calls around the workers."""
     names = [f"w{number}" for number in range(length)]
     placement = {name: workers[n % len(workers)] for n, name in enumerate(names)}
 
@@ -80,22 +80,22 @@ def chain(workers: Sequence[str], *, length: int = 6, size: int = 3) -> Case:
 
 
 def diamond(workers: Sequence[str], *, size: int = 3) -> Case:
-    """One value used on two workers; both results are used on a third."""
+    """Return a case with a value used on two workers and joined on a third."""
     left, right = workers[1 % len(workers)], workers[2 % len(workers)]
     join = workers[3 % len(workers)]
 
     def body(ctx: Any, params: Any) -> Any:
         top = ctx.call(workers[0], scale, params["t"], params["t"])
-        one = ctx.call(left, scale, params["l"], top)
-        other = ctx.call(right, scale, params["r"], top)
-        return ctx.call(join, total, ctx.call(join, product, one, other))
+        x = ctx.call(left, scale, params["l"], top)
+        y = ctx.call(right, scale, params["r"], top)
+        return ctx.call(join, total, ctx.call(join, product, x, y))
 
     params = {"t": _vector(0, size), "l": _vector(1, size), "r": _vector(2, size)}
     return Case(body, params, {"t": workers[0], "l": left, "r": right})
 
 
 def fan_out(workers: Sequence[str], *, calls: int = 24, size: int = 3) -> Case:
-    """`calls` parallel calls on one leaf, around all workers but the first."""
+    """Return `calls` parallel calls on one leaf, on all workers except the first."""
     others = workers[1:] or workers
 
     def body(ctx: Any, params: Any) -> Any:
@@ -110,7 +110,7 @@ def fan_out(workers: Sequence[str], *, calls: int = 24, size: int = 3) -> Case:
 
 @program
 def pass_on(ctx: Any, route: Sequence[str], x: Any, y: Any) -> Any:
-    """Add here what came, have the rest of the route do the same, bring it back."""
+    """Add on this worker, then on the rest of the route, and return the result."""
     z = ctx.call(ctx.here, add, x, y)
     if route:
         z = ctx.call(route[0], pass_on, route[1:], ctx.move(route[0], z), y)
@@ -118,7 +118,7 @@ def pass_on(ctx: Any, route: Sequence[str], x: Any, y: Any) -> Any:
 
 
 def three_hops(workers: Sequence[str], *, size: int = 3) -> Case:
-    """A calls b, b calls c, c calls d; each adds, and brings the reply back."""
+    """Return nested programs: a calls b, b calls c, c calls d; each adds."""
 
     def body(ctx: Any, params: Any) -> Any:
         x, y = params["x"], params["y"]
@@ -131,7 +131,7 @@ def three_hops(workers: Sequence[str], *, size: int = 3) -> Case:
 
 @program
 def double_at(ctx: Any, where: str, x: Any) -> Any:
-    """Branch on a fetched value, then have another worker double."""
+    """Branch on a fetched value, then double it on another worker."""
     if float(jnp.sum(x.fetch())) > 0:
         return ctx.call(where, add, x, x)
     return ctx.call(where, product, x, x)
@@ -139,25 +139,25 @@ def double_at(ctx: Any, where: str, x: Any) -> Any:
 
 @program
 def ask_back(ctx: Any, caller: str, w: Any, x: Any) -> Any:
-    """Compute here, then call a program on whoever called."""
+    """Compute on this worker, then call a program on the caller."""
     y = ctx.call(ctx.here, scale, w, x)
     return ctx.call(caller, double_at, ctx.here, y)
 
 
 def back_to_the_caller(workers: Sequence[str], *, size: int = 3) -> Case:
-    """A program on a worker that calls a program on its caller, which branches."""
-    home, other = workers[0], workers[1 % len(workers)]
+    """Return a program that calls a program on its caller, which branches."""
+    home, remote = workers[0], workers[1 % len(workers)]
 
     def body(ctx: Any, params: Any) -> Any:
-        y = ctx.call(other, ask_back, home, params["w"], params["x"])
+        y = ctx.call(remote, ask_back, home, params["w"], params["x"])
         return ctx.call(home, total, ctx.call(home, product, y, params["x"]))
 
     params = {"w": _vector(0, size), "x": _vector(1, size)}
-    return Case(body, params, {"w": other, "x": home})
+    return Case(body, params, {"w": remote, "x": home})
 
 
 def several_roots(workers: Sequence[str], *, size: int = 3) -> Case:
-    """One loss on each worker, all of one leaf; the pass starts from all of them."""
+    """Return one loss on each worker, all of one leaf; all are roots of the pass."""
 
     def body(ctx: Any, params: Any) -> Any:
         losses = []
@@ -182,22 +182,22 @@ def dropped_reply(
     size: int = 3,
     mode: Literal["smart", "fast"] = "smart",
 ) -> Case:
-    """What one worker sends another is used there, and the reply is dropped."""
-    home, other = workers[0], workers[1 % len(workers)]
+    """Return a call on another worker whose result is not used."""
+    home, remote = workers[0], workers[1 % len(workers)]
 
     def body(ctx: Any, params: Any) -> Any:
         value = ctx.call(home, scale, params["w"], params["x"])
-        ctx.call(other, product, value, params["y"])  # Nobody uses what it returns.
+        ctx.call(remote, product, value, params["y"])  # The result is not used.
         return ctx.call(home, total, value)
 
     params = {"w": _vector(0, size), "x": _vector(1, size), "y": _vector(2, size)}
-    return Case(body, params, {"w": home, "x": home, "y": other}, mode=mode)
+    return Case(body, params, {"w": home, "x": home, "y": remote}, mode=mode)
 
 
 def pipeline(
     workers: Sequence[str], *, micro_batches: int = 8, width: int = 4, rows: int = 2
 ) -> Case:
-    """One stage a worker, the loss in the last, and some micro-batches in flight."""
+    """Return a pipeline with one stage for each worker and the loss in the last."""
     stages = len(workers)
 
     def body(ctx: Any, params: Any) -> Any:
@@ -220,7 +220,7 @@ def pipeline(
 def abstract_pipeline(
     workers: Sequence[str], *, micro_batches: int = 64, width: int = 64, rows: int = 8
 ) -> Case:
-    """The pipeline for shapes alone: no array is made."""
+    """Return the same pipeline for abstract values, without arrays."""
     stages = len(workers)
     batch = jax.ShapeDtypeStruct((rows, width), jnp.float32)
 

@@ -1,10 +1,10 @@
 """Trainers that share a classifier of digits, as in PyTorch's rpc/parameter_server.
 
-The net and the states of its optimizer live on the parameter server. Each trainer has a
-share of the images; it has the loss of a batch computed and differentiated on the
-server, and steps the optimizer, whenever it is ready. Which step comes first is a race,
-but none is lost, and each gradient is that of the parameters that its context has read.
-At the first batch no one has stepped yet: those gradients no race can change.
+The net and the states of its optimizer are on the parameter server. Each trainer has a
+share of the images. It calls the loss of a batch on the server, differentiates it, and
+steps the optimizer. Steps of the trainers race, but no step is lost, and each gradient
+is computed at the parameters that its context has read. The gradients of all first
+batches are computed before any step, so they do not depend on the order of steps.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,22 +21,22 @@ from jax import Array
 import jdag
 from digits import load
 from jdag.scenario import Figures, Run, Training
-from jdag.scenario.case import difference, worst
+from jdag.scenario.player import difference, worst
 
 FIGURES: Mapping[str, str] = {
-    "test_accuracy": "right answers among 360 images kept aside",
-    "updates": "steps that the optimizer has counted, of all trainers",
-    "raced_difference": "of gradients after the first step; g* by what they have read",
+    "test_accuracy": "accuracy on 360 test images",
+    "updates": "number of optimizer steps of all trainers",
+    "raced_difference": "gradient difference of later steps; g* at the parameters read",
 }
 
 
 def scores(net: Mapping[str, Array], x: Array) -> Array:
-    """Two dense layers: (rows, 64) to the scores of ten classes."""
+    """Compute both dense layers of the net: (rows, 64) to (rows, 10)."""
     return jax.nn.relu(x @ net["w0"] + net["b0"]) @ net["w1"] + net["b1"]
 
 
 def loss(net: Mapping[str, Array], x: Array, labels: Array) -> Array:
-    """The mean cross-entropy of a batch."""
+    """Return the mean cross-entropy of a batch."""
     each = optax.softmax_cross_entropy_with_integer_labels(scores(net, x), labels)
     return jnp.mean(each)
 
@@ -45,7 +45,7 @@ plain = jax.jit(jax.grad(loss))
 
 
 def made(hidden: int) -> dict[str, Any]:
-    """The parameters."""
+    """Return the initial parameters."""
     draw = np.random.default_rng(0).standard_normal
     return {
         "w0": jnp.asarray(0.1 * draw((64, hidden))),
@@ -58,7 +58,7 @@ def made(hidden: int) -> dict[str, Any]:
 def trained(
     net: Any, optimizer: Any, trainers: Any, data: str, sizes: Any, cluster: Any
 ) -> list[tuple[Any, Any]]:
-    """A trainer: some of its gradients, each with plain JAX's of what it has read."""
+    """Run a trainer. Returns (gradients, plain JAX's gradients) of some steps."""
     (batch, steps, check_every), images = sizes, load(Path(data))
     share = np.arange(trainers.index(cluster.here), len(images.train_x), len(trainers))
     checks = []
@@ -88,17 +88,17 @@ def shared_digits(
     rate: float = 0.01,
     check_every: int = 10,
 ) -> Training:
-    """A parameter server, and a trainer on each other worker.
+    """Make the scenario's player, with a parameter server and trainers.
 
     Args:
-        workers: the server first, then the trainers.
-        folder: where the scenario is.
-        data: the file of digits, from there.
-        hidden: the width of the hidden layer.
-        batch: images of a trainer in a step.
-        steps: of each trainer.
-        rate: of Adam.
-        check_every: of how many batches one is held against plain JAX.
+        workers: the server, then the trainers.
+        folder: the folder of the scenario.
+        data: path of the file of digits, relative to `folder`.
+        hidden: width of the hidden layer.
+        batch: number of images of a trainer in a step.
+        steps: number of steps of each trainer.
+        rate: learning rate of Adam.
+        check_every: number of steps from one comparison with plain JAX to the next.
     """
     server, *trainers = workers
     images, path = load(folder / data), str(folder / data)
@@ -107,17 +107,17 @@ def shared_digits(
         net = cluster.put(server, made(hidden))
         optimizer = jdag.Optimizer(optax.adam(rate), net)
         sizes = batch, steps, check_every
-        one = partial(trained, net, optimizer, tuple(trainers), path, sizes)
-        found = cluster.run(dict.fromkeys(trainers, one)).values()
+        program = partial(trained, net, optimizer, tuple(trainers), path, sizes)
+        checks_of = cluster.run(dict.fromkeys(trainers, program)).values()
         answers = jnp.argmax(scores(jdag.fetch(net), images.test_x), axis=-1)
         counts = jdag.fetch(optimizer.states)["w0"][0].count
-        later = [check for checks in found for check in checks[1:]]
+        later = [check for checks in checks_of for check in checks[1:]]
         raced = jax.tree.leaves(jax.tree.map(difference, *zip(*later, strict=True)))
         figures = {
             "test_accuracy": float(jnp.mean(answers == images.test_y)),
             "updates": int(counts),
             "raced_difference": worst(raced),
         }
-        return figures, [checks[0] for checks in found]
+        return figures, [checks[0] for checks in checks_of]
 
     return Training(train, FIGURES)

@@ -1,19 +1,18 @@
-"""Trainers and a parameter server: gradients do not mix, updates are not lost.
+"""Trainers and a parameter server: gradients do not mix, and no update is lost.
 
-Three questions of one server that keeps the parameters and several trainers, each with
-rows of its own to fit a line through, y = x w, by least squares:
+A server has the parameters of a linear model, y = x w. Each trainer has its own rows
+and fits them by least squares. The training has three parts:
 
-1. Each trainer differentiates x . w, for an x of its own, in a context of its own while
-   all others have theirs open: its gradient is its x.
-2. Each trainer, whenever it is ready, reads the parameters, differentiates and updates
-   them: in which order is a race that the seed decides. Each update counts, and the
-   parameters get near those that the rows were made from.
-3. In rounds, all differentiate at the same parameters, and the main program applies the
-   gradients in the order of the trainers: then no seed changes a bit, and each round is
-   one of gradient descent on all rows, which plain JAX is asked for as well.
+1. All trainers differentiate the scalar product x . w at the same time, each with a
+   different x in a separate context. Each gradient must be the trainer's x.
+2. Each trainer repeatedly reads the parameters, computes a gradient and updates the
+   parameters. The seed determines the order of updates. No update is lost, and the
+   parameters approach the true parameters.
+3. In synchronous rounds, all trainers compute gradients at the same parameters, and
+   the main program applies them in the order of the trainers. Each round equals a step
+   of gradient descent on all rows by plain JAX, and its bits do not depend on the seed.
 
-With `compile = true` the trainers of the second and the third part run plans; the first
-part is about contexts.
+With `compile = true`, parts 2 and 3 use plans; part 1 always uses contexts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.value_and_grad import value_and_grad
 from jdag.errors import ScenarioError
 from jdag.plans.compiling import compile
-from jdag.scenario.case import (
+from jdag.scenario.player import (
     LEFT_OVER,
     SENT,
     Figures,
@@ -48,51 +47,50 @@ from jdag.training.optimizer import Optimizer
 
 FIGURES: Mapping[str, str] = {
     "outcome": "how the training ended",
-    "gradients": "of x . w by each trainer at once: each different element once",
-    "contexts_at_once": "the most contexts that the server held at one time",
-    "updates": "updates of the parameters that count, of all trainers; of one seed",
-    "update_orders": "different parameters that the races of the seeds ended with",
-    "distance": "from the parameters that the rows were made from, the worst seed",
-    "rounds": "rounds in step",
-    "round_patterns": "different parameters, bit by bit, that the rounds ended with",
+    "gradients": "distinct elements of the gradient of x . w, by trainer",
+    "contexts_at_once": "largest number of contexts on the server at one time",
+    "updates": "number of updates of all trainers, first seed",
+    "update_orders": "number of bitwise different parameters after the races",
+    "distance": "relative distance from the true parameters, worst seed",
+    "rounds": "number of synchronous rounds",
+    "round_patterns": "number of bitwise different parameters after the rounds",
     "gradient_difference": "max|w - w*| / max|w*| after the rounds; w* by plain JAX",
-    "gradient_bits": "a hash of the gradients at once, and of what rounds ended with",
-    "seeds": "seeds played",
+    "gradient_bits": "hash of the bits of the results of parts 1 and 3",
+    "seeds": "number of seeds",
     **SENT,
-    "virtual_time_ns": "of all three parts",
-    "wall_time_ns": "from beginning to end, on this host's clock",
+    "virtual_time_ns": "virtual time of all three parts",
+    "wall_time_ns": "the same by the clock of this host",
     **LEFT_OVER,
-    "digest": "the digest of the trace; of several seeds, that of their digests",
+    "digest": "digest of the trace; for several seeds, of their digests",
 }
 
 
 def weighed(w: Array, x: Array) -> Array:
-    """The product x . w: a number."""
+    """Return the scalar product x . w."""
     return jnp.sum(w * x)
 
 
 def loss(w: Array, x: Array, y: Array) -> Array:
-    """Half the mean square of what is missing: x (rows, width), y (rows,)."""
+    """Return half the mean squared error; x is (rows, width), y is (rows,)."""
     return jnp.mean(jnp.square(x @ w - y)) / 2
 
 
 def descended(w: Array, gradient: Array, rate: Array) -> Array:
-    """A step of gradient descent."""
+    """Return the parameters after a step of gradient descent."""
     return w - rate * gradient
 
 
 def one_more(count: Array) -> Array:
-    """The next number."""
     return count + 1
 
 
 def truth(width: int) -> Any:
-    """The parameters that the rows are made from."""
+    """Return the true parameters, from which `Lessons.data` computes y."""
     return jnp.linspace(-1.0, 1.0, width)
 
 
 class Lessons(NamedTuple):
-    """What one trainer has to do: plain data, as it may be in another process."""
+    """The settings of one trainer, which can be sent to its process."""
 
     server: str
     number: int
@@ -103,13 +101,13 @@ class Lessons(NamedTuple):
 
     @property
     def data(self) -> tuple[Any, Any]:
-        """The rows of this trainer, without noise."""
+        """The trainer's rows (x, y), without noise in y."""
         x = jax.random.normal(jax.random.key(self.number), (self.rows, self.width))
         return x, x @ truth(self.width)
 
 
 def _differentiate(server: str, w: Any, x: float, cluster: Cluster) -> Any:
-    """Differentiate x . w; how many contexts the server had then."""
+    """Differentiate x . w. Returns (gradient, number of contexts on the server)."""
     with cluster.context() as ctx:
         product = ctx.call(server, weighed, w, jnp.full(w.shape, x))
         product.fetch()
@@ -119,7 +117,7 @@ def _differentiate(server: str, w: Any, x: float, cluster: Cluster) -> Any:
 
 
 def _train(lessons: Any, w: Any, count: Any, cluster: Cluster) -> None:
-    """Read, differentiate and update, whatever the others do."""
+    """Run a trainer of part 2: update the parameters without waiting for others."""
     lessons = Lessons(*lessons)
     x, y = lessons.data
     for _ in range(lessons.steps):
@@ -130,14 +128,13 @@ def _train(lessons: Any, w: Any, count: Any, cluster: Cluster) -> None:
 
 
 def _loss(ctx: Any, w: Any, server: str, x: Any, y: Any) -> Any:
-    """The loss of some rows, on the server."""
     return ctx.call(server, loss, w, x, y)
 
 
 def _train_by_plan(
     lessons: Any, w: Any, count: Any, optimizer: Any, cluster: Cluster
 ) -> None:
-    """The same as `_train` by one plan, which an optimizer steps."""
+    """Run a trainer of part 2 like `_train`, by a plan that includes the update."""
     lessons = Lessons(*lessons)
     step = compile(_loss, cluster, optimizer)
     for _ in range(lessons.steps):
@@ -146,7 +143,7 @@ def _train_by_plan(
 
 
 def _rounds_by_plan(lessons: Any, w: Any, cluster: Cluster) -> None:
-    """All rounds of one trainer by one plan; the first one applies the sums."""
+    """Run a trainer of part 3 by a plan. Trainer 0 applies the summed gradients."""
     lessons = Lessons(*lessons)
     step = compile(_loss, cluster)
     for _ in range(lessons.steps):
@@ -159,7 +156,7 @@ def _rounds_by_plan(lessons: Any, w: Any, cluster: Cluster) -> None:
 
 
 def _gradient(lessons: Any, w: Any, cluster: Cluster) -> Any:
-    """The gradient at the parameters as they are."""
+    """Run a trainer in a round of part 3. Returns its gradient."""
     lessons = Lessons(*lessons)
     x, y = lessons.data
 
@@ -172,8 +169,6 @@ def _gradient(lessons: Any, w: Any, cluster: Cluster) -> Any:
 
 @dataclass(slots=True)
 class Trainers:
-    """The server and its trainers, as a scenario plays them."""
-
     workers: Sequence[str]
     steps: int
     width: int
@@ -184,11 +179,11 @@ class Trainers:
 
     @property
     def trainers(self) -> Sequence[str]:
-        """Every worker but the first, the server."""
+        """All workers except the first, the server."""
         return self.workers[1:]
 
     def play(self, run: Run) -> Figures:
-        """Play all three parts with each seed; the first one is reported."""
+        """Run all parts with each seed. Most metrics are those of the first seed."""
         raced: list[Any] = []
         stepped: list[Any] = []
         traces = Traces()
@@ -196,19 +191,21 @@ class Trainers:
         for number, seed in enumerate(run.seeds):
             cluster = run.cluster(seed)
             begun_ns = cluster.now_ns
-            found = self._at_once(cluster)
-            part_ns = cluster.now_ns  # All three parts would leave bars of no width.
+            part_1 = self._at_once(cluster)
+            part_ns = (
+                cluster.now_ns
+            )  # The timeline shows only part 1, since the others are too long.
             updates, w = self._race(run, cluster)
             raced.append(w)
             stepped.append(self._in_step(run, cluster))
             traces.add(cluster)
             if not number:
                 run.keep(cluster, (begun_ns, part_ns))
-                first = {**found, "updates": updates, **sent(cluster)}
+                first = {**part_1, "updates": updates, **sent(cluster)}
                 first |= left_over(run, cluster)
                 first |= time_of(run, cluster.now_ns - begun_ns)
-                given = [np.asarray(one) for one in found["gradients"]]
-                first["gradient_bits"] = bits([*given, stepped[0]])
+                gradients = [np.asarray(g) for g in part_1["gradients"]]
+                first["gradient_bits"] = bits([*gradients, stepped[0]])
             run.progress(number + 1, len(run.seeds))
         return {
             "outcome": "finished",
@@ -219,7 +216,7 @@ class Trainers:
             "round_patterns": len(dict.fromkeys(bits([w]) for w in stepped)),
             "gradient_difference": worst([difference(stepped[0], self._descent())]),
             "seeds": len(run.seeds),
-            **{name: one for name, one in traces.figures.items() if name == "digest"},
+            **{name: v for name, v in traces.figures.items() if name == "digest"},
         }
 
     # ----------------------------------------------------------------- the three parts
@@ -230,11 +227,11 @@ class Trainers:
             name: partial(_differentiate, self.workers[0], w, float(number + 1))
             for number, name in enumerate(self.trainers)
         }
-        found = cluster.run(programs).values()
+        results = cluster.run(programs).values()
         cluster.drop(w)
         return {
-            "gradients": [np.unique(gradient).tolist() for gradient, _ in found],
-            "contexts_at_once": max(at_once for _, at_once in found),
+            "gradients": [np.unique(gradient).tolist() for gradient, _ in results],
+            "contexts_at_once": max(at_once for _, at_once in results),
         }
 
     def _race(self, run: Run, cluster: Cluster) -> tuple[int, Any]:
@@ -249,17 +246,17 @@ class Trainers:
             for number, name in enumerate(self.trainers)
         }
         cluster.run(programs)
-        updates, found = int(count.fetch()), w.fetch()
+        updates, params = int(count.fetch()), w.fetch()
         for optimizer in more:
             optimizer.drop()
         cluster.drop([w, count])
-        return updates, found
+        return updates, params
 
     def _in_step(self, run: Run, cluster: Cluster) -> Any:
         w = cluster.put(self.workers[0], jnp.zeros(self.width))
-        one = _rounds_by_plan if run.compile else _gradient
+        function = _rounds_by_plan if run.compile else _gradient
         programs = {
-            name: partial(one, self._lessons(number), w)
+            name: partial(function, self._lessons(number), w)
             for number, name in enumerate(self.trainers)
         }
         if run.compile:
@@ -267,29 +264,28 @@ class Trainers:
         for _ in range(0 if run.compile else self.steps):
             for gradient in cluster.run(programs).values():
                 cluster.update(descended, w, gradient, self.rate)
-        found = w.fetch()
+        params = w.fetch()
         cluster.drop(w)
-        return found
+        return params
 
     def _lessons(self, number: int) -> Lessons:
-        """What one trainer has to do."""
         return Lessons(
             self.workers[0], number, self.width, self.rows, self.steps, self.rate
         )
 
-    # ------------------------------------------------------------------- what is right
+    # -------------------------------------------------------------------- the truth
 
     def _descent(self) -> Any:
-        """The parameters after all rounds, by plain JAX."""
+        """Compute the parameters after all rounds of part 3 by plain JAX."""
         data = [self._lessons(number).data for number, _ in enumerate(self.trainers)]
 
-        def whole(w: Any) -> Any:
+        def total_loss(w: Any) -> Any:
             losses = [loss(w, x, y) for x, y in data]
             return sum(losses[1:], losses[0])
 
         w = jnp.zeros(self.width)
         for _ in range(self.steps):
-            w = w - self.rate * jax.grad(whole)(w)
+            w = w - self.rate * jax.grad(total_loss)(w)
         return w
 
 
@@ -301,14 +297,14 @@ def trainers(
     rows: int = 16,
     rate: float = 0.1,
 ) -> Trainers:
-    """A parameter server, and a trainer on each other worker.
+    """Make the scenario's player, with a parameter server and trainers.
 
     Args:
-        workers: the server first, then the trainers.
-        steps: of each trainer, and rounds in step.
-        width: how many parameters.
-        rows: how many each trainer has.
-        rate: of gradient descent.
+        workers: the server, then the trainers.
+        steps: number of steps of each trainer in part 2, and of rounds in part 3.
+        width: number of parameters.
+        rows: number of rows of each trainer.
+        rate: learning rate of gradient descent.
     """
     if len(workers) < 2:
         raise ScenarioError(

@@ -1,8 +1,9 @@
-"""The published table of bubbles of pipeline schedules, beside one run of ZB-H1.
+"""Recomputes a published table of pipeline bubbles (idle shares), and runs ZB-H1.
 
-Source: Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, and the
-script of its artifact. The interleaved column has all dependencies, of which the script
-leaves out the hand-over from the last rank's chunk to the first rank's next one.
+The table is from Qi, Wan, Huang, Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024,
+and its published script. The interleaved column differs: here it includes all
+dependencies, while the script omits the transfer from the last rank's chunk to the next
+chunk of the first rank.
 """
 
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from jdag import schedules
-from jdag.scenario.case import FIGURES, Case
+from jdag.scenario import Case
+from jdag.scenario.player import FIGURES
 from shapes import pipeline
 
-# p, m, layers; F, I, W and communication in us; the digits of the bubbles of `COLUMNS`.
+# Workers, micro-batches, layers; us of forward, input gradient, weight gradient and
+# communication; decimals of the published bubbles, in the order of `COLUMNS`.
 ROWS = {
     "1.5B, 8 x 24": (8, 24, 24, (18_522, 18_086, 9_337, 601), "2431 1090 1585 1083"),
     "1.5B, 8 x 64": (8, 64, 24, (18_546, 18_097, 9_321, 762), "1240 0461 0674 0444"),
@@ -28,18 +31,20 @@ ROWS = {
 }
 COLUMNS = ("1f1b", "interleaved", "zb_h1", "zb_h2")
 MEANINGS = {
-    "model": "of the published table: size, workers x micro-batches",
-    **dict.fromkeys(COLUMNS, "bubble; in brackets the published one, where it differs"),
-    "cells_as_published": "of 24 cells, those that are the same to four digits",
+    "model": "row of the published table: size, workers x micro-batches",
+    **dict.fromkeys(
+        COLUMNS, "bubble, with the published one in brackets if it differs"
+    ),
+    "cells_as_published": "number of cells, of 24, that agree to four digits",
 }
 
 
 def bubbles(p: int, m: int, layers: int, costs_us: Sequence[int]) -> list[float]:
-    """The bubbles of one row, exact to the ns, in the order of `COLUMNS`."""
+    """Compute the bubbles of one row, in the order of `COLUMNS`."""
     f, i, w, comm = [1_000 * cost for cost in costs_us]
     costs = {"forward": f, "input_grad": i, "weight_grad": w, "comm": comm}
     v = layers // p
-    # A chunk has 1/v of the work; all times are scaled by v, to stay whole.
+    # A chunk has 1/v of the work. All times are multiplied by v to stay integers.
     chunked = schedules.interleaved(stages=p * v, chunks=v, micro_batches=m)
     return [
         schedules.one_f_one_b(stages=p, micro_batches=m).timeline(**costs).bubble,
@@ -50,19 +55,19 @@ def bubbles(p: int, m: int, layers: int, costs_us: Sequence[int]) -> list[float]
 
 
 def table() -> dict[str, Any]:
-    """The figures of the table, by model."""
-    found: dict[str, Any] = {"model": [*ROWS], **{name: {} for name in COLUMNS}}
+    """Return the table, and how many cells equal the published values."""
+    columns: dict[str, Any] = {"model": [*ROWS], **{name: {} for name in COLUMNS}}
     same = 0
     for model, (p, m, layers, costs_us, published) in ROWS.items():
-        of = bubbles(p, m, layers, costs_us)
-        for name, bubble, digits in zip(COLUMNS, of, published.split(), strict=True):
-            said, wanted = f"{bubble:.4f}", f"0.{digits}"
-            same += said == wanted
-            found[name][model] = said if said == wanted else f"{said} ({wanted})"
-    return {**found, "cells_as_published": same}
+        row = bubbles(p, m, layers, costs_us)
+        for name, bubble, digits in zip(COLUMNS, row, published.split(), strict=True):
+            text, expected = f"{bubble:.4f}", f"0.{digits}"
+            same += text == expected
+            columns[name][model] = text if text == expected else f"{text} ({expected})"
+    return {**columns, "cells_as_published": same}
 
 
 def published(workers: Sequence[str], **settings: Any) -> Case:
-    """The pipeline of `shapes`, with the published table beside its figures."""
+    """Return the case `shapes.pipeline`, with the table added to its metrics."""
     case = pipeline(workers, **settings)
     return replace(case, figures={**FIGURES, **MEANINGS}, more=lambda cluster: table())

@@ -34,7 +34,6 @@ settings.load_profile("jdag")
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Groups:
-    """Where tests are spread over processes, it is by groups."""
     return Groups(config, log)
 
 
@@ -78,5 +77,5 @@ def cluster():
 
     with simulate(["a", "b", "c", "d"], seed=0) as made:
         yield made
-        if not (made.state.closed or made._callers):
+        if not (made.state.closed or made._object_frames):
             nothing_is_left(made)

@@ -1,1 +1,1 @@
-"""What users hold: clusters, contexts, refs, leaves, optimizers, checkpoints."""
+"""The public API: clusters, programs, collectives, pipelines, gradients."""

@@ -1,12 +1,13 @@
 """Cotangent hooks in plain JAX, for the oracle.
 
-The oracle runs a program twice. The first run finds which values have hooks, and what
-was computed from what. In the second run each such value passes an identity with a vjp
-of its own, which is given the complete cotangent and applies the hooks that this run
-attached. The cotangent of its second argument, a zero, is what they made of it.
+The oracle runs a program twice. The first run records which values have hooks, and
+which calls compute these values. In the second run each value with hooks passes through
+an identity with a custom vjp, which applies the hooks of this run to the complete
+cotangent. The identity has a second argument, a zero, whose cotangent is the result of
+the hooks.
 
-Invariant: a hook is applied once, if the roots depend on its value; also where JAX
-knows the cotangent to be zero and would skip it.
+Invariant: if the roots depend on a value, each of its hooks is applied once, even if
+JAX knows that the cotangent is zero and would skip the vjp.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from jdag.compute.hooks import hooked, seen
 from jdag.engine.protocol import Hook, Key
 from jdag.runtime.failures import remote_error
 
-_Placed = tuple[Hook, str]  # A hook, and the worker of what it hooks.
+_Placed = tuple[Hook, str]  # A hook, and the worker of its value.
 
 
 def _applied(hook: Hook, worker: str, cotangent: Any) -> Any:
@@ -29,11 +30,11 @@ def _applied(hook: Hook, worker: str, cotangent: Any) -> Any:
 
 
 class CotangentHooks:
-    """The hooks of one run of a program, by hooked value.
+    """The hooks of one run of a program, stored by the key of the value.
 
     Args:
-        zeros: for each value that has hooks a zero like it, which is differentiated by.
-            None: this is the first run.
+        zeros: for each value with hooks, zeros of its shape and dtype. The second run
+            is differentiated by these zeros. None in the first run.
     """
 
     def __init__(self, zeros: dict[Key, Any] | None = None) -> None:
@@ -42,25 +43,23 @@ class CotangentHooks:
         self._calls: list[tuple[tuple[Key, ...], tuple[Key, ...]]] = []
 
     def attach(self, key: Key, worker: str, hook: Hook) -> None:
-        """Attach a hook; hooks of one value keep program order."""
+        """Attach a hook to a value. Hooks of one value are applied in program order."""
         attached = [*self._hooks.get(key, []), (hook, worker)]
-        self._hooks[key] = sorted(attached, key=lambda one: one[0].path)
+        self._hooks[key] = sorted(attached, key=lambda placed: placed[0].path)
 
     def called(self, inputs: Sequence[Key], outputs: Sequence[Key]) -> None:
-        """Record a call: its tracked arguments and its tracked results."""
         if inputs and outputs:
             self._calls.append((tuple(inputs), tuple(outputs)))
 
     def reached(self, roots: Sequence[Key]) -> list[Key]:
-        """Return hooked values that the roots depend on, sibling results included."""
-        found = dict.fromkeys(roots)
+        """Return the hooked values of all calls that the roots depend on."""
+        reached = dict.fromkeys(roots)
         for inputs, outputs in reversed(self._calls):
-            if any(key in found for key in outputs):
-                found.update(dict.fromkeys((*outputs, *inputs)))
-        return [key for key in self._hooks if key in found]
+            if any(key in reached for key in outputs):
+                reached.update(dict.fromkeys((*outputs, *inputs)))
+        return [key for key in self._hooks if key in reached]
 
-    def on(self, key: Key, value: Any) -> Any:
-        """Return the value; if it has hooks, its cotangent goes through them."""
+    def hooked(self, key: Key, value: Any) -> Any:
         if key not in self._zeros:
             return value
 
@@ -75,12 +74,11 @@ class CotangentHooks:
         return tapped(value, self._zeros[key])
 
     def show(self, gradients: dict[Key, Any]) -> None:
-        """Call gradient hooks with the gradients, in program order."""
-        shown = [
+        calls = [
             (hook, worker, gradient)
             for key, gradient in gradients.items()
             for hook, worker in self._hooks[key]
             if not hook.replaces
         ]
-        for hook, worker, gradient in sorted(shown, key=lambda one: one[0].path):
+        for hook, worker, gradient in sorted(calls, key=lambda call: call[0].path):
             _applied(hook, worker, gradient)

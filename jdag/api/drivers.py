@@ -1,7 +1,4 @@
-"""Clusters by the driver that runs them: in virtual time, on processes, on hosts.
-
-Under `jdag replay` a script's own process repeats what its workers have journaled.
-"""
+"""Makes clusters: simulated, of new processes, of running workers, or replayed."""
 
 import os
 import sys
@@ -61,10 +58,12 @@ from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
 from jdag.training.recovery import Recovery
 
-REPLAY = "JDAG_REPLAY"  # The folder of the journals that a script repeats.
-REPLAYED = "JDAG_REPLAYED"  # A file that is written once all of them are repeated.
+# Variables of `jdag replay`: the folder of the journals that the script replays, and a
+# file that is written after all of them were replayed.
+REPLAY = "JDAG_REPLAY"
+REPLAYED = "JDAG_REPLAYED"
 
-_VARIABLES = 'texts by name, such as {"JAX_LOG_COMPILES": "1"}'
+_VARIABLES = 'a mapping from names to strings, such as {"JAX_LOG_COMPILES": "1"}'
 _VARIABLE = Annotated[str, where(lambda text: "\0" not in text, _VARIABLES)]
 
 
@@ -95,72 +94,68 @@ class ConnectSettings(_FileOf, frozen=True, kw_only=True):
 
 @takes(SimSettings)
 def simulate(settings: SimSettings) -> Cluster:  # noqa: D417 - of its fields.
-    """Make a cluster in virtual time, in this process; a context manager.
+    """Make a simulated cluster in this process, in virtual time; a context manager.
 
-    The same program with the same settings and seed does the same, event by event.
-    The first function that `launch` would refuse is a `jdag.errors.PortabilityWarning`.
+    The same program with the same settings and seed repeats every event. A
+    `jdag.errors.PortabilityWarning` is given for the first function that `launch` would
+    refuse.
 
     Args:
-        workers: their names, all different; their order numbers them.
-        seed: the one source of chance: of jitter, faults, and schedules.
-        home: the worker where the main program runs; the first if None.
-        values: "real", where JAX computes, or "abstract", where only shapes are known
-            and a thousand workers fit on a laptop.
+        workers: the names of the workers, all different; their order numbers them.
+        seed: the seed of all random choices: jitter, faults, and order of jobs.
+        home: the worker that runs the main program; None: the first.
+        values: "real": JAX computes; or "abstract": only shapes and dtypes are
+            computed, so that a laptop can simulate a thousand workers.
         nesting_max: how deep programs may call each other.
-        recover: keep what `Cluster.recover` needs after the loss of a worker.
+        recover: keep the data that `Cluster.recover` needs after a loss of a worker.
         schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
-        network: how long messages take; None: no time.
-        faults: a list of `jdag.sim.Drop`, `Crash` and their like.
-        devices: how long computing takes, of all workers or by worker; None: no time.
-        policy: the name of the order in which ready jobs run: "path" or
-            "backward_first".
+        network: the transfer times of messages; None: zero.
+        faults: a list of faults, such as `jdag.sim.Drop` and `jdag.sim.Crash`.
+        devices: a `jdag.sim.DeviceModel` of compute times for all workers, or a mapping
+            from workers to such models; None: zero.
+        policy: the order in which ready jobs run: "path" or "backward_first".
         link: the timeouts of links; None: derived from latencies.
-        detect_ns: the delay until a worker learns that a peer has given it up.
-        events_max: the limit for events of the whole run.
-        trace: whether a trace is kept.
-        chooser: makes all choices; None: by `seed` and `policy`.
+        detect_ns: the delay in ns until a worker is notified that a peer considers it
+            lost.
+        events_max: the maximum number of events of the run.
+        trace: whether to record a trace.
+        chooser: an object that makes all choices; None: they follow from `seed` and
+            `policy`.
 
     Raises:
-        ScenarioError: names a setting that is unusable, its value and what is allowed.
+        ScenarioError: a setting is unusable; the error names the setting, its value
+            and the allowed values.
     """
     return recoverable(simulated(settings), settings.recover)
 
 
 def recoverable(cluster: Cluster, recover: bool) -> Cluster:
-    """Return the cluster, from now on with a log if that is wanted."""
     if recover:
         Recovery(cluster)
     return cluster
 
 
-def simulated(made: SimSettings) -> Cluster:
-    """Make a cluster in virtual time of checked settings."""
-    shared = ClusterState(made, made.values == "abstract")
-    shared.driver = Simulation(made, partial(run_program, shared), warn_unportable)
-    return Cluster(shared, shared.driver.port)
+def simulated(settings: SimSettings) -> Cluster:
+    state = ClusterState(settings, settings.values == "abstract")
+    state.driver = Simulation(settings, partial(run_program, state), warn_unportable)
+    return Cluster(state, state.driver.port)
 
 
-def _node(state: ClusterState | None, allow: Sequence[str], place: SessionInfo) -> Node:
-    """Make the node of this process; without a state for its programs make one."""
-    state = state or ClusterState(place.settings, False)
+def _node(state: ClusterState | None, allow: Sequence[str], info: SessionInfo) -> Node:
+    """Make the node of this process. If `state` is None, a new state is made."""
+    state = state or ClusterState(info.settings, False)
     state.driver = node = Node(
-        place,
-        run_program=partial(run_program, state),
-        functions=FunctionDecoder(allow),
+        info, run_program=partial(run_program, state), functions=FunctionDecoder(allow)
     )
     return node
 
 
 def member(options: WorkerOptions) -> MakeNode:
-    """Return the node factory of a worker process with these options."""
     return partial(_node, None, options.allow)
 
 
 def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOptions:
-    """Return options for a worker process of this host, to compute as this one does.
-
-    `settings` are the other fields of `WorkerOptions`.
-    """
+    """Return a worker process's options on this host; `settings` are further fields."""
     return WorkerOptions(
         worker=name,
         node=f"{member.__module__}:{member.__name__}",
@@ -175,165 +170,157 @@ def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOpti
 
 
 @takes(LaunchSettings)
-def launch(asked: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
+def launch(settings: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
     """Make a cluster of processes; a context manager that ends them.
 
-    The caller is the first worker; each other is a process of its own, which computes
-    with the settings of JAX, the cores and the environment of this one. They are on
-    this host, or where Ray places them: `on="ray"`, the extra `jdag[ray]`.
+    This process is the first worker; each other worker is a new process with this
+    process's JAX configuration, cores and environment. The processes run on this host,
+    or with `on="ray"` where Ray places them (the extra `jdag[ray]`).
 
     Args:
-        workers: their names, all different; the first is this process.
-        device: where the others compute: "cpu", "gpu" or "gpu:1", which several may
-            share: memory of it is taken as needed, by this process too unless it has
-            computed before. None: as JAX chooses.
-        allow: modules, or packages, whose functions and programs the others may run by
-            name, beside those of a script with a guard (`if __name__ == "__main__":`).
-            Other functions travel compiled (`jax.export`), programs not at all.
-        deadline_s: a worker that gives no sign of life for so many seconds is lost.
-        env: variables of the environment for the others, beside those of this process.
-        logs: a folder for their output; None: a temporary one, kept if one died.
+        workers: the names of the workers, all different; the first is this process.
+        device: the device of the other workers: "cpu", "gpu" or "gpu:1"; None: JAX's
+            default. Workers may share a GPU: they allocate its memory as needed, and so
+            does this process unless it has computed before.
+        allow: modules or packages whose functions and programs workers may import by
+            name. Those of a script with a guard (`if __name__ == "__main__":`) are
+            always allowed. Other functions are sent compiled (`jax.export`); other
+            programs are refused.
+        env: environment variables for the other workers, added to those of this
+            process.
+        logs: a folder for the workers' output; None: a temporary one, which is kept if
+            a worker died.
         nesting_max: how deep programs may call each other.
-        on: "ray": each is a Ray actor, with TLS between them. If one is lost, Ray
-            starts it again, and it joins again, without its leaves.
-        ready_s: how many seconds they may take until they are ready.
-        recover: keep what `Cluster.recover` needs after the loss of a worker.
-        resources: with Ray, what it reserves for each, `{"CPU": 1, "GPU": 1}`, or such
-            a table by worker, or a placement group of Ray. None: one CPU.
+        on: "ray": each worker is a Ray actor, with TLS between workers. Ray restarts a
+            lost worker, which then joins again without its leaves.
+        ready_s: the time limit in seconds for the workers' start.
+        recover: keep the data that `Cluster.recover` needs after a loss of a worker.
+        resources: with Ray, the resources of each worker, such as `{"CPU": 1, "GPU":
+            1}`, or such a mapping by worker, or a placement group. None: one CPU.
         schedule: the order of the work of pipelines, such as `jdag.schedules.zb_h1`.
-        trace: whether each worker records what it does; `cluster.trace` collects that
-            as one trace, in the time of this process. Its settings have the error of
-            each worker's clock, and whose part is missing, such as that of a lost one.
-        events_max: how many events of its trace each worker keeps; then it says so in a
-            warning, and records no more.
-        journal: a new folder, where each worker writes the order of what its engine
-            handles, without values. `jdag replay FOLDER -- python script.py` repeats
-            the run from it, in one process.
-        journal_bytes: how long the journal of each worker may be; then it ends with a
-            warning, and what is there can be replayed.
-        value_bytes_max: the largest array that leaves the worker it is on, in bytes.
+        Session options: see `SessionSettings`.
 
     Raises:
-        JdagError: an argument is unusable, or a worker does not start: why, and the
-            last lines that it printed. Nothing is left running then.
+        JdagError: an argument is unusable, or a worker does not start; the error has
+            the reason and the last lines of the worker's output. No process is left
+            running.
     """
     refuse_import("jdag.launch")
     refuse_unusable("jdag.launch")
-    return _launched(asked)
+    return _launched(settings)
 
 
-def _launched(asked: LaunchSettings) -> Cluster:
-    names = tuple(asked.workers)
+launch.__doc__ = (launch.__doc__ or "").replace(
+    "Session options: see `SessionSettings`.",
+    (SessionSettings.__doc__ or "").partition("Args:\n")[2].strip(),
+)
+
+
+def _launched(launch: LaunchSettings) -> Cluster:
+    names = tuple(launch.workers)
     if (folder := os.environ.get(REPLAY)) is not None:
-        state = ClusterState(asked, False)
-        return recoverable(_replayed(state, Path(folder)), asked.recover)
-    settings = part(SessionSettings, asked)
-    if asked.journal is not None:
-        folder = os.path.abspath(asked.journal)
+        state = ClusterState(launch, False)
+        return recoverable(_replayed(state, Path(folder)), launch.recover)
+    settings = part(SessionSettings, launch)
+    if launch.journal is not None:
+        folder = os.path.abspath(launch.journal)
         if any(Path(folder).glob(f"*{SUFFIX}")):
-            allowed = "a new folder, or an empty one: this one has journals of a run"
-            raise ScenarioError(unusable("journal", asked.journal, allowed))
+            allowed = "a new or an empty folder; this one contains journals of a run"
+            raise ScenarioError(unusable("journal", launch.journal, allowed))
         settings = replace(settings, journal=folder)
-    elif asked.journal_bytes != JOURNAL_BYTES_MAX:
-        allowed = "a number beside journal=, a folder"
-        raise ScenarioError(unusable("journal_bytes", asked.journal_bytes, allowed))
-    share_gpu(asked.device)
+    elif launch.journal_bytes != JOURNAL_BYTES_MAX:
+        allowed = "a number together with journal=, which names a folder"
+        raise ScenarioError(unusable("journal_bytes", launch.journal_bytes, allowed))
+    share_gpu(launch.device)
     with ExitStack() as stack:
         token, script = fresh_secret(), main_script()
-        allow = (*asked.allow, *(() if script is None else (MAIN,)))
-        options = [
-            worker_options(
-                name,
-                asked.device,
-                allow=allow,
-                token=token,
-                script=script,
-            )
-            for name in names[1:]
-        ]
-        started, tls = _started(asked, names[0], options)
-        stack.callback(started.close)
+        allow = (*launch.allow, *(() if script is None else (MAIN,)))
+        fixed = {"allow": allow, "token": token, "script": script}
+        options = [worker_options(name, launch.device, **fixed) for name in names[1:]]
+        processes, tls = _start(launch, names[0], options)
+        stack.callback(processes.close)
         state = ClusterState(settings, False)
         plan = SessionPlan(
             main=names[0],
             settings=settings,
-            controls=started.addresses,
+            controls=processes.addresses,
             handshake=ours(),
             make_node=partial(_node, state, allow),
             token=token,
             allow=allow,
             program=program_name(),
-            rejoin=asked.on is not None,
-            watched=asked.on is None,
+            rejoin=launch.on is not None,
+            watched=launch.on is None,
             tls=tls,
         )
-        return recoverable(_joined(stack, plan, state, started), asked.recover)
+        return recoverable(_joined(stack, plan, state, processes), launch.recover)
 
 
-def _started(
-    asked: LaunchSettings, main: str, options: Sequence[WorkerOptions]
+def _start(
+    launch: LaunchSettings, main: str, options: Sequence[WorkerOptions]
 ) -> tuple[Any, Tls | None]:
-    """Start worker processes here or on Ray; return them, and main's TLS."""
     settings: dict[str, Any]
-    settings = {"env": asked.env, "logs": asked.logs, "ready_s": asked.ready_s}
-    if asked.on is None:
-        if asked.resources is not None:
-            said = unusable("resources", asked.resources, 'None without on="ray"')
-            raise ScenarioError(said)
-        here = [replace(one, once=True) for one in options]
-        return Launch(here, **settings), None
+    settings = {"env": launch.env, "logs": launch.logs, "ready_s": launch.ready_s}
+    if launch.on is None:
+        if launch.resources is not None:
+            allowed = 'None without on="ray"'
+            raise ScenarioError(unusable("resources", launch.resources, allowed))
+        options = [replace(worker, once=True) for worker in options]
+        return Launch(options, **settings), None
     from jdag.processes.launch.on_ray import RayLaunch  # noqa: PLC0415 - imports Ray.
 
-    # The cores are of another host.
-    there = [replace(one, cores=()) for one in options]
-    started = RayLaunch(main, there, resources=asked.resources, **settings)
-    return started, started.tls
+    # Numbers of this host's cores mean nothing on another host.
+    options = [replace(worker, cores=()) for worker in options]
+    processes = RayLaunch(main, options, resources=launch.resources, **settings)
+    return processes, processes.tls
 
 
 @takes(ConnectSettings)
-def connect(asked: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
-    """Join the running workers of a cluster's file; a context manager that leaves them.
+def connect(settings: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
+    """Attach the running workers of a cluster file; a context manager.
 
-    Waits for those that are not reached yet, for the `ready_s` of the file in all.
+    Waits for workers that cannot be reached yet, up to the `ready_s` of the file.
+    Leaving detaches the workers, which keep running.
 
     Args:
-        path: the file, which `jdag up` and `jdag worker` take as well.
+        path: the cluster file, which `jdag up` and `jdag worker` also take.
         name: the worker of the file that this process is.
         recover: as for `launch`.
         trace: as for `launch`.
         events_max: as for `launch`.
 
     Raises:
-        JdagError: the file is unusable, or has no such worker; a worker is not reached,
-            refuses, or differs in versions or configuration: both are named.
+        JdagError: the file is unusable or does not name that worker; or a worker cannot
+            be reached, refuses to join, or runs with different versions of packages or
+            a different configuration.
     """
     refuse_import("jdag.connect")
     refuse_unusable("jdag.connect")
-    path, name = asked.path, asked.name
+    path, name = settings.path, settings.name
     file = load_cluster_file(Path(path))
-    mine = file.worker(name)
+    main = file.worker(name)
     tls = None if file.tls_files is None else load_tls(*file.tls_files)
-    settings = part(SessionSettings, file, asked, workers=file.names)
-    state = ClusterState(settings, False)
-    others = {key: one for key, one in file.workers.items() if key != name}
-    for one in others.values():
-        share_gpu(one.device if is_here(one.control.host) else "cpu")
+    session = part(SessionSettings, file, settings, workers=file.names)
+    state = ClusterState(session, False)
+    peers = {key: worker for key, worker in file.workers.items() if key != name}
+    for worker in peers.values():
+        share_gpu(worker.device if is_here(worker.control.host) else "cpu")
     plan = SessionPlan(
         main=name,
-        settings=settings,
-        controls={key: one.control for key, one in others.items()},
+        settings=session,
+        controls={key: worker.control for key, worker in peers.items()},
         handshake=ours(),
-        make_node=partial(_node, state, mine.allow),
+        make_node=partial(_node, state, main.allow),
         token=file.token,
-        allow=tuple(mine.allow),
+        allow=tuple(main.allow),
         ready_s=file.ready_s,
-        control=mine.control,
+        control=main.control,
         rejoin=True,
         tls=tls,
     )
     with ExitStack() as stack:
         try:
-            return recoverable(_joined(stack, plan, state, None), asked.recover)
+            return recoverable(_joined(stack, plan, state, None), settings.recover)
         except JoinError as error:
             if not error.absent:
                 raise
@@ -342,47 +329,42 @@ def connect(asked: ConnectSettings) -> Cluster:  # noqa: D417 - of its fields.
 
 
 def _joined(
-    stack: ExitStack, plan: SessionPlan, state: ClusterState, started: Any
+    stack: ExitStack, plan: SessionPlan, state: ClusterState, processes: Any
 ) -> Cluster:
-    """Begin a session; unwind the stack when it ends or fails."""
+    """Begin a session. When it ends, or cannot begin, the stack is unwound."""
     undo: list[Callable[[], None]] = []
-    stack.callback(lambda: [each() for each in undo])  # After all else has ended.
+    stack.callback(lambda: [action() for action in undo])  # After the session.
     session = stack.enter_context(Session(plan))
     node: Any = state.driver
     undo.append(node.guard_signals())
     if plan.watched:
-        started.on_death(session.lost)
-        session.restart = started.restart
-    node.session, node.launch, node.rejoined = session, started, session.rejoined
+        processes.on_death(session.lost)
+        session.restart = processes.restart
+    node.session, node.launch, node.rejoined = session, processes, session.rejoined
     node.sample_clocks()
-    state.close = stack.pop_all().close  # Leaves the session, and stops the processes.
+    state.close = stack.pop_all().close  # Ends the session, then the processes.
     return Cluster(state, node.port)
 
 
 def _replayed(state: ClusterState, folder: Path) -> Cluster:
-    """Return a cluster that repeats the run of these journals.
-
-    Raises:
-        ScenarioError: they are not of this program, or of other workers.
-    """
-    # What ends the script by an error of its journals is the user's mistake.
-    sys.excepthook = partial(_in_one_line, sys.excepthook, state)
+    # An error of the journals ends the script: print it without a traceback.
+    sys.excepthook = partial(_print_journal_errors, sys.excepthook, state)
     journals = read_journals(folder, state.workers, program_name())
 
-    def say(inputs: int) -> None:
+    def report(inputs: int) -> None:
         text = f"as in {folder}: {inputs:,} events of {len(state.workers)} workers"
-        text += "; there the journals end, at journal_bytes\n" * driver.is_cut or "\n"
+        text += "; the journals end here, at journal_bytes\n" * driver.is_cut or "\n"
         sys.stderr.write(text)
         if (path := os.environ.get(REPLAYED)) is not None:
             Path(path).write_text(text)
 
     run = partial(run_program, state)
-    state.driver = driver = Replaying(state.workers, journals, run, say)
+    state.driver = driver = Replaying(state.workers, journals, run, report)
     return Cluster(state, driver.port)
 
 
-def _in_one_line(
-    otherwise: Any,
+def _print_journal_errors(
+    former_hook: Any,
     state: ClusterState,
     kind: type[BaseException],
     error: BaseException,
@@ -394,4 +376,4 @@ def _in_one_line(
     if isinstance(error, ReplayError | ScenarioError):
         sys.stderr.write(f"jdag: {' '.join(str(error).split())}\n")
         raise SystemExit(1 if isinstance(error, ReplayError) else 2)
-    otherwise(kind, error, trace)
+    former_hook(kind, error, trace)

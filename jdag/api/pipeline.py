@@ -1,11 +1,11 @@
-"""A pipeline of stages over micro-batches, written as the calls of one program.
+"""A pipeline of stages over micro-batches, as the calls of one program.
 
 Inputs:  the function of each stage and a loss; parameters by stage; micro-batches.
-Outputs: the loss of each micro-batch, whose backward passes are the pipeline's; and
-    what the loss function returns beside it.
-Invariants: the call of stage s for micro-batch m is marked so (`ctx.tag`); the loss is
-    part of the last stage. Calls come by micro-batch, so gradients have the same bits
-    whatever the schedule.
+Outputs: refs to the loss of each micro-batch, the roots of the backward pass; and the
+    metrics of the loss function.
+Invariants: the call of stage s for micro-batch m is tagged with s and m (`ctx.tag`);
+    the loss is part of the last stage. Calls are ordered by micro-batch, so gradients
+    have the same bits under every schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,27 @@ from jdag.errors import JdagError, kind_of, unusable
 def pipeline(
     stages: Sequence[Callable[..., Any]], loss: Callable[..., Any]
 ) -> "Pipeline":
-    """Return a pipeline of stages that run one after the other.
+    """Return a pipeline of stages; each stage takes the output of the stage before.
 
     Call it in a context: `losses = pipe(ctx, params, inputs, targets)`, or `losses,
-    metrics = pipe(...)` if the loss has some, then `ctx.backward(*losses)`. Under a
-    schedule (`jdag.simulate(..., schedule=)`) the work is done in its order, on its
-    workers; else on those of the parameters.
+    metrics = pipe(...)` if the loss has metrics; then `ctx.backward(*losses)`. Under a
+    schedule (`jdag.simulate(..., schedule=)`) the schedule determines the order and the
+    workers. Without a schedule, a stage runs on the worker of its parameters.
 
     Args:
-        stages: the functions `(params, x) -> x`; that of stage s is at index s.
-        loss: `(x, target) -> scalar` of what the last stage gives; or `-> (scalar,
-            metrics)`, a pytree that is returned and not differentiated.
+        stages: the functions `(params, x) -> x` of the stages, in order.
+        loss: a function `(x, target) -> scalar` of the last stage's output, or `(x,
+            target) -> (scalar, metrics)`, where `metrics` is a pytree that is not
+            differentiated.
 
     Raises:
-        JdagError: no stages, or one that is no function.
+        JdagError: `stages` is empty, or a stage or the loss is not a function.
     """
     return Pipeline(stages, loss)
 
 
 class Pipeline:
-    """The calls of all stages for all micro-batches; `jdag.pipeline` makes one."""
+    """A pipeline of stages over micro-batches. `jdag.pipeline` returns it."""
 
     def __init__(
         self, stages: Sequence[Callable[..., Any]], loss: Callable[..., Any]
@@ -61,42 +62,43 @@ class Pipeline:
         inputs: Sequence[Any],
         targets: Sequence[Any],
     ) -> Any:
-        """Call all stages for all micro-batches; return a ref to each one's loss.
+        """Call all stages for all micro-batches; return a list of refs to the losses.
 
-        Of a loss with metrics it returns two lists: of the losses, and of the metrics.
+        If the loss function returns metrics, this returns two lists: losses, metrics.
 
         Args:
             ctx: an open context.
-            params: for each stage a pytree of refs, on the worker that has the stage.
-            inputs: for each micro-batch what the first stage gets.
-            targets: for each micro-batch what the loss gets.
+            params: for each stage a pytree of refs, on the worker of the stage.
+            inputs: for each micro-batch the input of the first stage.
+            targets: for each micro-batch the target of the loss.
 
         Raises:
-            JdagError: another number of params than of stages, or of targets than of
-                inputs; a stage without refs; a loss function that returns neither; or
-                as `ctx.call` does.
-            ScheduleError: the schedule has another number of stages, or fewer micro-
-                batches.
+            JdagError: the numbers of params and stages, or of targets and inputs,
+                differ; a stage has no refs; or the loss function's result has another
+                structure. Also the errors of `ctx.call`.
+            ScheduleError: the schedule has a different number of stages, or fewer
+                micro-batches.
         """
         self._check(ctx, params, inputs, targets)
-        workers = [self._worker(ctx, s, of) for s, of in enumerate(params)]
+        workers = [self._worker(ctx, s, tree) for s, tree in enumerate(params)]
         losses: list[Any] = []
         metrics: list[Any] = []
-        for micro_batch, given in enumerate(inputs):
-            x, target = given, targets[micro_batch]
+        pairs = zip(inputs, targets, strict=True)
+        for micro_batch, (x_in, target) in enumerate(pairs):
+            x = x_in
             for stage, fn in enumerate(self.stages):
-                to, of = workers[stage], params[stage]
+                worker, tree = workers[stage], params[stage]
                 with ctx.tag(stage=stage, micro_batch=micro_batch):
                     if stage + 1 < len(self.stages):
-                        x = ctx.call(to, fn, of, x)
+                        x = ctx.call(worker, fn, tree, x)
                     else:
-                        x = ctx.call(to, last_stage, fn, self.loss, of, x, target)
+                        x = ctx.call(worker, last_stage, fn, self.loss, tree, x, target)
             has_metrics = isinstance(x, tuple) and len(x) == 2
             loss, *rest = x if has_metrics else (x,)
             if not is_ref(loss):
                 kind = f"{kind_of(x)} of {len(x)}" if type(x) is tuple else kind_of(x)
                 raise JdagError(
-                    f"{name_of(self.loss)} returned {kind}: allowed is a "
+                    f"{name_of(self.loss)} returned {kind}: expected a "
                     "loss, or (loss, metrics), where the loss is one array"
                 )
             losses.append(loss)
@@ -104,35 +106,34 @@ class Pipeline:
         return (losses, metrics) if metrics else losses
 
     def _check(self, ctx: Context, params: Any, inputs: Any, targets: Any) -> None:
-        for name, given, count, of in (
+        for name, values, count, unit in (
             ("params", params, len(self.stages), "stages"),
             ("inputs", inputs, len(targets), "targets"),
         ):
-            if len(given) != count:
+            if len(values) != count:
                 raise JdagError(
-                    f"{name} are {len(given)}: allowed is one for each of {count} {of}"
+                    f"{name} are {len(values)}: expected one for each of {count} {unit}"
                 )
         schedule = ctx.state.schedule
         if schedule is None:
             return
-        for name, here, there, few in (
+        for name, count, scheduled, may_be_fewer in (
             ("stages", len(self.stages), schedule.stages, False),
             ("micro-batches", len(inputs), schedule.micro_batches, True),
         ):
-            if here > there or (here < there and not few):
+            if count > scheduled or (count < scheduled and not may_be_fewer):
                 raise JdagError(
-                    f"the pipeline has {here} {name}, and the schedule {there}"
+                    f"the pipeline has {count} {name}, but the schedule has {scheduled}"
                 )
 
     def _worker(self, ctx: Context, stage: int, params: Any) -> str:
-        """The worker of a stage: that of the schedule, or else of its first ref."""
         if ctx.state.schedule is not None:
             return ctx.state.schedule.worker(stage)
         refs = [ref for ref in flatten_refs(params, is_ref)[0] if is_ref(ref)]
         if not refs:
             raise JdagError(
-                f"params[{stage}] is {kind_of(params)} without refs, so no worker has "
-                f"stage {stage}: put them by cluster.put"
+                f"params[{stage}] is {kind_of(params)} without refs, so the worker of "
+                f"stage {stage} is unknown: make leaves by cluster.put"
             )
         worker: str = refs[0].worker
         return worker
@@ -145,5 +146,4 @@ class Pipeline:
 def last_stage(
     fn: Callable[..., Any], loss: Callable[..., Any], params: Any, x: Any, target: Any
 ) -> Any:
-    """The last stage and the loss, as one call."""
     return loss(fn(params, x), target)

@@ -1,4 +1,4 @@
-"""`value_and_grad` of a program over a cluster, in the manner of JAX's."""
+"""`value_and_grad` of a program over a cluster, like `jax.value_and_grad`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,34 +32,34 @@ def value_and_grad(
     has_aux: bool = False,
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """Return a function that gives a program's value and gradients over a cluster.
+    """Return a function that computes a program's value and gradients over a cluster.
 
     Each call is one context with one backward pass.
 
     Args:
         program: takes a context first, then arguments; returns a ref to its loss, an
             inexact value of size 1, or with `has_aux` (loss, pytree of refs and data).
-        cluster: where it runs.
-        argnums: which arguments after the context to differentiate by: pytrees of
-            leaves, or of inexact arrays, which are put at home meanwhile. Statics in
-            them (functions, as in modules; strings, bools) stay as they are, and so do
-            Python numbers inside a pytree.
-        has_aux: whether the program returns more than its loss.
-        allow_int: whether there may be arrays without gradients among them: integers,
-            bools, PRNG keys; so for sparse arrays, which have indices.
+        cluster: the cluster to use.
+        argnums: the arguments after the context to differentiate by: pytrees of leaves,
+            or of inexact arrays, which are put on this worker during the call. Statics
+            in them (functions, as in modules; strings, bools), and Python numbers
+            inside a pytree, are passed unchanged.
+        has_aux: whether the program returns (loss, aux).
+        allow_int: allow arrays without gradients in these arguments: integers, bools,
+            PRNG keys, such as the indices of sparse arrays.
 
     Returns:
-        A function of the arguments after the context that gives (value, gradients), or
-        ((value, aux), gradients), all arrays here. Gradients have the structure of the
-        arguments: zeros where the loss does not depend on a leaf, and for untracked
-        leaves, as `jax.grad` has them for what goes through `jax.lax.stop_gradient`;
-        None for statics and numbers; and with `allow_int` zeros of dtype float0, as in
-        JAX, for what has no gradient.
+        A function of the arguments after the context that returns (value, gradients),
+        or ((value, aux), gradients), all arrays on this worker. Gradients have the
+        structure of the arguments: zeros for untracked leaves and for leaves on which
+        the loss does not depend, as `jax.grad` and `jax.lax.stop_gradient` do; None for
+        statics and numbers; and with `allow_int` zeros of dtype float0 for arrays
+        without gradients, as in JAX.
 
     Raises:
         RootError: the program returns no loss that can be differentiated.
-        JdagError: an argument to differentiate by is neither a leaf nor inexact; and as
-            `Context.call` and `Context.backward` do.
+        JdagError: an argument to differentiate by is neither a leaf nor inexact. Also
+            the errors of `Context.call` and `Context.backward`.
     """
     check_program("jdag.value_and_grad", program, cluster)
 
@@ -68,9 +68,9 @@ def value_and_grad(
         with ExitStack() as stack:
             bound, _ = leaves_of(cluster, args, numbers, allow_int, stack)
             ctx = stack.enter_context(cluster.context())
-            loss, aux, found = run_pass(ctx, program, args, bound, has_aux)
-            wanted = [bound[number] for number in numbers]
-            (value, aux), trees = fetched((loss, aux), found, wanted)
+            loss, aux, gradients = run_pass(ctx, program, args, bound, has_aux)
+            params = [bound[number] for number in numbers]
+            (value, aux), trees = fetched((loss, aux), gradients, params)
         value = (value, aux) if has_aux else value
         return value, trees[0] if isinstance(argnums, int) else trees
 
@@ -78,11 +78,10 @@ def value_and_grad(
 
 
 def check_program(what: str, program: object, cluster: object) -> None:
-    """Raise JdagError unless this is a function and a cluster on which to run it."""
     if not callable(program):
         raise JdagError(f"{what} takes a function of a context, not {program!r}")
     if not isinstance(cluster, Cluster):
-        raise JdagError(f"{what} takes a cluster second, not {cluster!r}")
+        raise JdagError(f"{what} takes a cluster as second argument, not {cluster!r}")
 
 
 def leaves_of(
@@ -92,12 +91,10 @@ def leaves_of(
     allow_int: bool,
     stack: ExitStack,
 ) -> tuple[dict[int, Any], list[Ref]]:
-    """Return arguments by number, with a leaf for each array, and the leaves made here.
+    """Put the arrays in some arguments on this worker, as leaves.
 
-    These, and what is added to them, are dropped when the stack is left.
-
-    Raises:
-        JdagError: something in an argument cannot be differentiated by; names it.
+    Returns these arguments by number, with leaves in place of arrays, and a list of the
+    new leaves. When `stack` is left, all leaves in the list are dropped.
     """
     put: list[Ref] = []
 
@@ -127,15 +124,14 @@ def leaves_of(
 
 
 def check_leaf(ref: Ref, allow_int: bool) -> None:
-    """Raise JdagError unless this is a leaf that can be differentiated by."""
     if ref.leaf is None:
         raise JdagError(
-            f"{ref!r} is no leaf; gradients are those of leaves and of arrays"
+            f"{ref!r} is not a leaf; only leaves and arrays have gradients here"
         )
     if not (ref.aval.inexact or allow_int):
         raise JdagError(
             f"{ref.aval} has no gradient; differentiate by float and complex arrays, "
-            "or allow others among them by allow_int=True"
+            "or set allow_int=True"
         )
 
 
@@ -146,17 +142,16 @@ def run_pass(
     bound: Mapping[int, Any],
     has_aux: bool,
 ) -> tuple[Any, Any, Mapping[Ref, Ref]]:
-    """Run a program, and a pass from its loss if that depends on leaves.
+    """Run a program and, if its loss is tracked, a pass; return loss, aux, gradients.
 
-    `bound` has pytrees of leaves in the place of the arguments of these numbers.
-
-    Returns:
-        Loss, aux, and gradients by leaf.
+    `bound` maps numbers of arguments to the pytrees of leaves that replace them.
     """
     result = program(ctx, *(dict(enumerate(args)) | dict(bound)).values())
     if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
-        what = f"(loss, aux), and this one {repr_of(result)}"
-        raise RootError(f"with has_aux=True a program returns {what}")
+        raise RootError(
+            "with has_aux=True a program must return (loss, aux), but this one "
+            f"{repr_of(result)}"
+        )
     loss, aux = result if has_aux else (result, ())
     checked_roots((loss,), None, of_loss=True)
     if not loss.tracked:
@@ -171,16 +166,16 @@ def fetched(
     trees: Sequence[Any],
     part: Callable[[Any], Any] = lambda gradient: gradient,
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Fetch what a program returned and the gradients of pytrees of leaves, at once.
+    """Fetch a program's result and the gradients of pytrees of leaves, in one request.
 
-    `part` takes a gradient that was fetched, or None, and gives what is returned of it,
-    None for zeros.
+    `part` is applied to each fetched gradient (None if there is none) and returns the
+    value to return. If `part` returns None, zeros are returned for that leaf.
     """
-    others, treedef = flatten(returned, what="what the program returned")
+    leaves, treedef = flatten(returned, what="the result of the program")
     forms = [flatten_refs(tree, is_ref) for tree in trees]
-    wanted = [gradients.get(ref) for refs, _ in forms for ref in refs]
-    values = iter(read_refs([*others, *wanted]))
-    data = unflatten(treedef, [primal_of(next(values)) for _ in others])
+    by_leaf = [gradients.get(ref) for refs, _ in forms for ref in refs]
+    values = iter(read_refs([*leaves, *by_leaf]))
+    data = unflatten(treedef, [primal_of(next(values)) for _ in leaves])
     return data, tuple(
         unflatten(
             form.bare, [gradient_or_zeros(part(next(values)), ref) for ref in refs]
@@ -190,7 +185,6 @@ def fetched(
 
 
 def gradient_or_zeros(gradient: Any, leaf: Any) -> Any:
-    """Return what was fetched of a leaf's gradient, zeros if there is none."""
     if gradient is not None:
         return gradient
     abstract = leaf.holder.state.abstract

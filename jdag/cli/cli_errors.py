@@ -1,4 +1,4 @@
-"""What commands share: exit codes, errors as one line, values of options."""
+"""Exit codes, error messages and option parsing that all commands share."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,57 +11,52 @@ from rich.console import Console
 
 from jdag.errors import JoinError, ScenarioError, named_text, reason, unusable
 
-File = Annotated[Path, typer.Argument(help="The scenario, a TOML file.")]
-_DIGITS_MAX = 1000  # Python reads no more than 4300.
+File = Annotated[Path, typer.Argument(help="TOML file of the scenario.")]
+_DIGITS_MAX = 1000  # `int` accepts up to 4300 digits.
 
 
 class Exit(IntEnum):
-    """Exit codes."""
-
     MET = 0
-    WRONG = 1  # An expectation is not met.
+    WRONG = 1  # An expectation was not met.
     BAD_INPUT = 2
-    STUCK = 3  # A pass was stuck, and nothing expected it.
+    STUCK = 3  # A pass was stuck, which the scenario did not expect.
 
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Turn an error of the user into one line and an exit code, without traceback."""
+    """Print an input error as one line without a traceback. Exit with code 2."""
     try:
         yield
     except ScenarioError as error:
         typer.echo(f"jdag: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(Exit.BAD_INPUT) from None
-    except JoinError as error:  # The last lines of a worker's output are lines.
+    except JoinError as error:  # The message may contain lines of a worker's output.
         typer.echo(f"jdag: {error}", err=True)
         raise typer.Exit(Exit.BAD_INPUT) from None
 
 
 def check_one_of(key: str, value: str | None, *allowed: str) -> None:
-    """Raise ScenarioError if an option has a value that is not one of these."""
     if value not in (None, *allowed):
         raise ScenarioError(unusable(key, value, f"one of {', '.join(allowed)}"))
 
 
 def natural(key: str, text: str, least: int = 0) -> int:
-    """Return the integer that an option's text is; ScenarioError for any other."""
     is_number = text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX
     if not is_number or int(text) < least:
-        allowed = f"an integer >= {least} of at most {_DIGITS_MAX} digits"
+        allowed = f"an integer >= {least} with at most {_DIGITS_MAX} digits"
         raise ScenarioError(unusable(key, text, allowed))
     return int(text)
 
 
 def say(console: Console, line: str) -> None:
-    """Print a line as it is: names in it are no markup, and it is not folded."""
+    """Print a line without markup, highlighting or line breaks."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def no_run(folder: Path, error: Exception) -> ScenarioError:
-    """The error for a folder in which a file is missing, or not as `jdag run` wrote."""
     text = str(error) if isinstance(error, ValueError) else named_text(error)
     if isinstance(error, OSError):
         file = error.filename
         text = f"{file}: " * (file is not None) + reason(error)
-    said = f"a folder that `jdag run` wrote; {text}"
-    return ScenarioError(unusable("folder", str(folder), said))
+    allowed = f"a folder that `jdag run` wrote; {text}"
+    return ScenarioError(unusable("folder", str(folder), allowed))

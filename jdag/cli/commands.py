@@ -1,4 +1,4 @@
-"""The command line: run, check and report scenarios, sweep, explore; workers."""
+"""The command line: its entry point, and `jdag run`, `check` and `report`."""
 
 import json
 import math
@@ -66,8 +66,8 @@ from jdag.settings.toml_files import wrong
 
 _WRITTEN = (RESULT, TRACE, *WRITTEN)
 _FORMATTED = re.compile(r"trace\.(pftrace|csv|goal|\d+\.et)")
-_NARROW = 72  # Below so many columns a table leaves out descriptions.
-_INTERRUPTED = 130  # What a shell makes of Ctrl-C.
+_NARROW = 72  # On narrower consoles, tables have no descriptions.
+_INTERRUPTED = 130  # Exit code of a shell after Ctrl-C.
 
 
 app = typer.Typer(
@@ -76,28 +76,30 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object alone.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print the result as one JSON object.")
+]
 Seed = Annotated[
-    str | None, typer.Option(metavar="N", help="In place of the scenario's.")
+    str | None, typer.Option(metavar="N", help="Override the seed of the scenario.")
 ]
 _Out = Annotated[
     Path | None,
-    typer.Option(help="Folder of the report.  [default: runs/NAME]"),
+    typer.Option(help="Folder for the report.  [default: runs/NAME]"),
 ]
 ShowGraph = Annotated[
-    bool, typer.Option("--graph", help="Print and draw the graph of one context.")
+    bool, typer.Option("--graph", help="Print the graph's size and its picture's path.")
 ]
 _Driver = Annotated[
-    str, typer.Option(help="What runs it: sim (virtual time) or rpc (processes).")
+    str, typer.Option(help="Where to run: sim (virtual time) or rpc (processes).")
 ]
 _Device = Annotated[
     str | None,
-    typer.Option(help="With rpc, where workers compute: cpu, gpu or gpu:1."),
+    typer.Option(help="With --driver rpc, the workers' device: cpu, gpu or gpu:1."),
 ]
 
 
-def _programs_are_silent(is_so: bool) -> AbstractContextManager[Any]:
-    return redirect_stdout(sys.stderr) if is_so else nullcontext()
+def _quiet(is_quiet: bool) -> AbstractContextManager[Any]:
+    return redirect_stdout(sys.stderr) if is_quiet else nullcontext()
 
 
 @app.command()
@@ -112,23 +114,23 @@ def run(
     driver: _Driver = "sim",
     device: _Device = None,
 ) -> None:
-    """Run a scenario, compare it with what it expects, and report.
+    """Run a scenario, check its expectations, and write a report.
 
-    Exit codes: 0 all expectations met; 1 one is not met; 2 bad input; 3 a pass was
-    unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
+    Exit codes: 0 all expectations are met; 1 an expectation is not met; 2 invalid
+    input; 3 a pass was unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
     """
-    with errors_in_one_line(), _programs_are_silent(as_json):
+    with errors_in_one_line(), _quiet(as_json):
         scenario = load(file, seed=None if seed is None else natural("--seed", seed))
         with wrong(scenario.path):
             driving = driver_of(scenario.settings, driver, device=device)
         folder = out or Path("runs") / scenario.settings.name
-        with closing(driving), _staged(folder) as made:
+        with closing(driving), _staged(folder) as staging:
             console = Console(quiet=as_json)
             console.print(f"seed {scenario.settings.seed}", highlight=False)
             console.print(Text(scenario.question, style="italic"))
-            answer = _played(scenario, console, driving)
+            answer = _run(scenario, console, driving)
             result = _result(scenario, answer, driver)
-            _write(made, result, answer)
+            _write(staging, result, answer)
             signals.finish()
     if as_json:
         typer.echo(json.dumps(result, allow_nan=False))
@@ -143,32 +145,23 @@ def run(
 
 @contextmanager
 def _staged(folder: Path) -> Iterator[Path]:
-    """Yield a folder whose content replaces the run in `folder` at the end.
+    """Yield an empty folder. At exit, its files replace the run in `folder`.
 
-    It is made before a long run, so that a folder that cannot be written is known then.
-
-    Raises:
-        ScenarioError: the folder cannot be written, or holds something that is no run.
+    If `folder` is not writable, or has other files and no run, an error is raised at
+    entry, before a long run.
     """
     try:
-        with replacing(folder, _files_of(folder)) as made:
-            yield made
+        traces = [path.name for path in folder.glob("trace.*")]
+        old = [name for name in traces if _FORMATTED.fullmatch(name)]
+        with replacing(folder, [*_WRITTEN, *old]) as staging:
+            yield staging
     except OSError as error:
-        said = "a folder that can be written: a new one, an empty one or that of a run"
-        said += f"; {reason(error)}"
-        raise ScenarioError(unusable("--out", str(folder), said)) from error
+        allowed = "a writable folder that is new, empty or contains a run"
+        allowed += f"; {reason(error)}"
+        raise ScenarioError(unusable("--out", str(folder), allowed)) from error
 
 
-def _files_of(folder: Path) -> list[str]:
-    """Return the names of what `jdag run` and `jdag report` write, and have written."""
-    traces = [path.name for path in folder.glob("trace.*")]
-    return [*_WRITTEN, *[name for name in traces if _FORMATTED.fullmatch(name)]]
-
-
-def _played(
-    scenario: Scenario, console: Console, driving: CaseDriver
-) -> ScenarioResult:
-    """Run, with a progress bar."""
+def _run(scenario: Scenario, console: Console, driving: CaseDriver) -> ScenarioResult:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
@@ -180,8 +173,8 @@ def _played(
         task = bar.add_task(scenario.settings.name, total=None, numbers="")
 
         def show(done: int, total: int, numbers: Mapping[str, float]) -> None:
-            said = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
-            bar.update(task, completed=done, total=total, numbers=said)
+            text = "  ".join(f"{name} {value:.3f}" for name, value in numbers.items())
+            bar.update(task, completed=done, total=total, numbers=text)
 
         return run_scenario(scenario, show, driving)
 
@@ -193,17 +186,19 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
     digest = None
     if driver == "sim":
         digest = answer.figures.get("digest") or answer.cluster.trace.digest
-    own = {
+    facts = {
         "name": scenario.settings.name,
         "question": scenario.question,
         "answer": "met" if answer.met else "not met",
         "outcome": answer.figures.get("outcome"),
         "seed": scenario.settings.seed,
         "workers": list(scenario.settings.names),
-        "expect": [{**one._asdict(), "got": _plain(one.got)} for one in answer.judged],
+        "expect": [
+            {**each._asdict(), "got": _plain(each.got)} for each in answer.judged
+        ],
         "figures": figures,
-        # Figures that are fractions, exactly.
-        "exact": {k: one for k, v in answer.figures.items() if (one := _exact(v))},
+        # Fractions are stored as exact strings.
+        "exact": {k: exact for k, v in answer.figures.items() if (exact := _exact(v))},
         "not_asked": list(answer.not_asked),
         "meaning": {k: text for k, text in meanings.items() if k in figures},
         "driver": driver,
@@ -219,17 +214,17 @@ def _result(scenario: Scenario, answer: ScenarioResult, driver: str) -> dict[str
             "python": ".".join(map(str, sys.version_info[:3])),
         },
     }
-    # Figures also stand at the top, for readers of the file.
-    return {**figures, **own}
+    # Metrics are also top-level keys, so that users find the metrics easily.
+    return {**figures, **facts}
 
 
 def _plain(value: Any) -> Any:
-    """Return a figure for JSON: fractions as floats, nan and inf as text."""
+    """Convert a metric to JSON data: fractions to floats, nan and inf to strings."""
     match value:
         case Mapping():
-            return {key: _plain(one) for key, one in value.items()}
+            return {key: _plain(item) for key, item in value.items()}
         case list() | tuple():
-            return [_plain(one) for one in value]
+            return [_plain(item) for item in value]
         case Fraction():
             return float(value)
         case float() if not math.isfinite(value):
@@ -239,72 +234,69 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Return the exact fractions in a figure as text, such as 3/11."""
     if isinstance(value, Mapping):
-        return {k: str(one) for k, one in value.items() if isinstance(one, Fraction)}
+        return {k: str(v) for k, v in value.items() if isinstance(v, Fraction)}
     return str(value) if isinstance(value, Fraction) else None
 
 
-def _write(made: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
+def _write(folder: Path, result: dict[str, Any], answer: ScenarioResult) -> None:
     text = json.dumps(result, indent=2, allow_nan=False)
-    (made / RESULT).write_text(f"{text}\n", encoding="utf-8")
+    (folder / RESULT).write_text(f"{text}\n", encoding="utf-8")
     trace = answer.cluster.trace
     if trace is not None:
-        trace.write(made / TRACE)
-        write_traces(made, trace, result["workers"], ["perfetto"])
-    render(made, result, trace, answer.drawings, window=answer.window)
+        trace.write(folder / TRACE)
+        write_traces(folder, trace, result["workers"], ["perfetto"])
+    render(folder, result, trace, answer.drawings, window=answer.window)
 
 
 def _print(console: Console, result: Mapping[str, Any], page: Path) -> None:
-    """Print the summary table, the expectations, and the path of the page."""
     table = Table(title=result["name"], title_justify="left", title_style="bold")
     table.add_column("figure", no_wrap=True)
     table.add_column("value", overflow="fold")
     if is_wide := console.width >= _NARROW:
-        table.add_column("what it is", style="dim")
-    apart = [one for one in tables_of(result)[0] if one["by"] != WORKER]
-    shown = [name for one in apart for name in (one["by"], *one["names"])]
+        table.add_column("description", style="dim")
+    by_items = [each for each in tables_of(result)[0] if each["by"] != WORKER]
+    in_tables = [name for each in by_items for name in (each["by"], *each["names"])]
     for name, value in result["figures"].items():
-        if value is None or value == [] or name in ("digest", *shown):
+        if value is None or value == [] or name in ("digest", *in_tables):
             continue
         meaning = [result["meaning"].get(name, "")] if is_wide else []
         table.add_row(name, Text(formatted(name, value)), *meaning)
     console.print(table)
-    for one in apart:
-        _print_table(console, one)
-    for one in result["expect"]:
-        mark = "[green]met[/]" if one["met"] else "[red]not met[/]"
-        # Unrounded: a rounded value might look as if it were met.
-        got = result["exact"].get(one["figure"], one["got"])
-        said = f"{one['figure']}: {one['wanted']}"
-        said += "" if one["met"] else f" (it is {got})"
-        console.print(mark, Text(said), highlight=False, soft_wrap=True)
+    for each in by_items:
+        _print_table(console, each)
+    for expectation in result["expect"]:
+        figure, is_met = expectation["figure"], expectation["met"]
+        mark = "[green]met[/]" if is_met else "[red]not met[/]"
+        # The value is not rounded: a rounded value might seem to meet the expectation.
+        got = result["exact"].get(figure, expectation["got"])
+        text = f"{figure}: {expectation['wanted']}" + f" (it is {got})" * (not is_met)
+        console.print(mark, Text(text), highlight=False, soft_wrap=True)
     if result["digest"] is None:
-        said = "run on processes: time, network and devices are those of this host"
+        text = "ran on processes, with the time, network and devices of this host"
         if result["not_asked"]:
-            said += f"; not asked of it: {', '.join(result['not_asked'])}"
-        say(console, said)
+            text += f"; not checked: {', '.join(result['not_asked'])}"
+        say(console, text)
     digest = [f"digest: {result['digest']}"] * (result["digest"] is not None)
     for line in (*digest, f"report: {spelled(page)}"):
         say(console, line)
 
 
-def _print_table(console: Console, of: Mapping[str, Any]) -> None:
-    """Print the figures that have a value for each element of a list."""
-    table = Table(title=f"by {of['by']}", title_justify="left", title_style="bold")
-    for head in of["heads"]:
+def _print_table(console: Console, data: Mapping[str, Any]) -> None:
+    table = Table(title=f"by {data['by']}", title_justify="left", title_style="bold")
+    for head in data["heads"]:
         table.add_column(head, overflow="fold")
-    for name, values, what in of["rows"]:
-        table.add_row(name, *map(Text, values), *([] if what is None else [what]))
+    for name, values, text in data["rows"]:
+        table.add_row(name, *map(Text, values), *([] if text is None else [text]))
     console.print(table)
-    for names, what in of["said"]:
-        console.print(Text(f"{names}: {what}", style="dim"))
+    for names, text in data["captions"]:
+        console.print(Text(f"{names}: {text}", style="dim"))
 
 
 def _code(answer: ScenarioResult) -> Exit:
     if answer.met:
         return Exit.MET
-    expected = {one.figure: one.wanted for one in answer.judged}
+    expected = {each.figure: each.wanted for each in answer.judged}
     if answer.figures.get("outcome") == "stuck" and expected.get("outcome") != "stuck":
         return Exit.STUCK
     return Exit.WRONG
@@ -312,18 +304,17 @@ def _code(answer: ScenarioResult) -> Exit:
 
 @app.command()
 def check(file: File, seed: Seed = None) -> None:
-    """Run a scenario twice in fresh processes and compare the digests.
+    """Run a scenario in two new processes and compare their digests.
 
-    Exit codes: 0 the two runs are the same; 1 they differ; 2 bad input.
+    Exit codes: 0 the runs are equal; 1 the runs differ; 2 invalid input.
     """
-    with errors_in_one_line(), _programs_are_silent(True):
+    with errors_in_one_line(), _quiet(True):
         load(file, seed=None if seed is None else natural("--seed", seed))
     console = Console()
     digests = []
     for number, hash_seed in enumerate(("1", "2")):
         digests.append(_digest(file, seed, hash_seed))
-        said = f"run {number + 1}: {digests[-1]}"
-        console.print(said, highlight=False, soft_wrap=True)
+        say(console, f"run {number + 1}: {digests[-1]}")
     if digests[0] != digests[1]:
         console.print("[red]the two runs differ[/]")
         raise typer.Exit(Exit.WRONG)
@@ -331,7 +322,6 @@ def check(file: File, seed: Seed = None) -> None:
 
 
 def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
-    """Run in a fresh process and return the digest; pass on its error output."""
     command = [sys.executable, "-m", "jdag", "run", str(file), "--json"]
     command += [] if seed is None else ["--seed", seed]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -353,39 +343,39 @@ def _digest(file: Path, seed: str | None, hash_seed: str) -> str:
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="What `jdag run` wrote.")],
+    folder: Annotated[Path, typer.Argument(help="Folder written by `jdag run`.")],
     trace_format: Annotated[
         list[str] | None,
-        typer.Option(help=f"Write the trace so, too: {', '.join(FORMATS)}."),
+        typer.Option(help=f"Also write the trace as {', '.join(FORMATS)}; repeatable."),
     ] = None,
 ) -> None:
-    """Make the page of a run again, and print its table.
+    """Write the page of a run again, and print its metrics.
 
-    Exit codes: 0; 2 bad input, or a format not for this run: others are written.
+    Exit codes: 0 success; 2 invalid input, or a trace format that cannot represent this
+    run (the other formats are written).
     """
     formats = trace_format or []
     with errors_in_one_line():
         for name in formats:
             check_one_of("--trace-format", name, *FORMATS)
         try:
-            # Other formats that were asked for before are of the same trace.
-            with replacing(folder, WRITTEN) as made:
+            # Keep existing traces in other formats, because they are of the same run.
+            with replacing(folder, WRITTEN) as staging:
                 result = read_result(folder)
                 is_traced = result["digest"] is not None or (folder / TRACE).exists()
                 trace = read_trace(folder / TRACE) if is_traced else None
                 drawings = read_drawings(folder)
                 window = tuple(result["window_ns"])
-                render(made, result, trace, drawings, window=window)
+                render(staging, result, trace, drawings, window=window)
                 if formats and trace is None:
-                    said = f"{spelled(folder)}: this run has no trace to write"
-                    raise ScenarioError(said)
+                    raise ScenarioError(f"{spelled(folder)}: this run has no trace")
                 written, refused = list[str](), list[str]()
                 if trace is not None:
-                    of = made, trace, result["workers"]
-                    written, refused = write_traces(*of, ["perfetto", *formats])
+                    workers, formats = result["workers"], ["perfetto", *formats]
+                    written, refused = write_traces(staging, trace, workers, formats)
         except ScenarioError:
             raise
-        except Exception as error:  # Other programs may have edited the files.
+        except Exception as error:  # The files may have been edited.
             raise no_run(folder, error) from error
     console = Console()
     _print(console, result, folder / PAGE)
@@ -422,29 +412,30 @@ _Version = Annotated[
 
 @app.callback(invoke_without_command=True)
 def _main(context: typer.Context, is_asked: _Version = False) -> None:
-    """Distributed autograd for JAX: run scenarios in virtual time, start workers."""
+    """Distributed autograd for JAX: run scenarios in virtual time, or start workers."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(Exit.BAD_INPUT)
 
 
 def main() -> None:
-    """Run the command that the arguments name; ends by SystemExit."""
+    """Run the command in `sys.argv`. Raises SystemExit or KeyboardInterrupt."""
     command = typer.main.get_command(app)
     try:
         code = command.main(prog_name="jdag", standalone_mode=False)
     except Exception as error:
-        # Errors of the command line itself are one line, too.
-        said = getattr(error, "format_message", None)
-        if said is None:
+        # Errors in the command line arguments are also printed as one line.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
             raise
         context = getattr(error, "ctx", None)
         command_path = context.command_path if context is not None else "jdag"
-        line = " ".join(said().split()).rstrip(".")
-        gone = GONE_SETTINGS.get(getattr(error, "option_name", "").removeprefix("--"))
-        line = line if gone is None else f"{line}: {gone}"
+        line = " ".join(format_message().split()).rstrip(".")
+        option = getattr(error, "option_name", "").removeprefix("--")
+        if option in GONE_SETTINGS:
+            line = f"{line}: {GONE_SETTINGS[option]}"
         typer.echo(f"jdag: {line}; see {command_path} --help", err=True)
         code = Exit.BAD_INPUT
     if code == _INTERRUPTED:
-        raise KeyboardInterrupt  # Typer has turned it into an exit code.
+        raise KeyboardInterrupt  # Typer has converted it to an exit code.
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The commands `jdag explore` and `jdag replay`: a scenario in many orders."""
+"""The commands `jdag explore` and `jdag replay`, which vary the order of events."""
 
 import os
 import shlex
@@ -21,12 +21,12 @@ from jdag.lab.exploration import Report
 from jdag.lab.failures import (
     OTHER_BITS,
     has_other_bits,
+    pick_text,
     read_failure,
     replayed,
     run_failure,
-    said_of,
 )
-from jdag.lab.places import at, check_is_here
+from jdag.lab.places import check_is_here, object_at
 from jdag.lab.strategies import FAULTS
 from jdag.lab.subject import RunResult, Subject
 from jdag.plans.progress import Bar
@@ -36,37 +36,45 @@ from jdag.scenario.program import raising_nothing
 
 BUG = "bug.json"
 
-Runs = Annotated[str, typer.Option(metavar="N", help="At most so many.")]
+Runs = Annotated[str, typer.Option(metavar="N", help="Maximum number of runs.")]
 StrategyName = Annotated[
     str,
-    typer.Option(help="random[:SEED], pct[:DEPTH] or exhaustive[:MAX_RUNS]."),
+    typer.Option(
+        help="Search strategy: random[:SEED], pct[:DEPTH] or exhaustive[:MAX_RUNS]."
+    ),
 ]
 _Values = Annotated[
-    str | None, typer.Option(help="real or abstract.  [default: the scenario's]")
+    str | None,
+    typer.Option(help="Values: real or abstract.  [default: from the scenario]"),
 ]
 _Faults = Annotated[
     list[str] | None,
     typer.Option(
         "--fault",
         metavar="KIND=N",
-        help="At most N of crash, rejoin, drop or duplicate in a run; repeat. "
-        "A delay is no fault: each frame may be late.",
+        help="Allow at most N faults of a kind in each run. Kinds: crash, rejoin, "
+        "drop, duplicate. Repeatable. Delays need no fault: any frame may be late.",
     ),
 ]
-_Out = Annotated[Path, typer.Option(help="Where a run that fails is written.")]
+_Out = Annotated[Path, typer.Option(help="File in which a wrong run is saved.")]
 _Jobs = Annotated[
-    str, typer.Option(metavar="J", help="Processes at once; the report is the same.")
+    str,
+    typer.Option(
+        metavar="J", help="Number of processes. It does not change the report."
+    ),
 ]
 _Resume = Annotated[
     Path | None,
-    typer.Option(help="Folder that keeps the runs; the same call again goes on."),
+    typer.Option(
+        help="Folder that stores finished runs. Repeat the command to continue."
+    ),
 ]
 Coverage = Annotated[
     bool,
     typer.Option(
         "--coverage",
-        help="Print which events came in no run, by role and phase of a context. "
-        "Some cannot come in this program.",
+        help="Print the protocol events that occurred in no run, by role and phase of "
+        "a context. Some may be impossible in this program.",
     ),
 ]
 
@@ -84,26 +92,27 @@ def explore(  # noqa: PLR0913 - options of a command.
     coverage: Coverage = False,
     out: _Out = Path(BUG),
 ) -> None:
-    """Run a scenario's case in many orders of its events, until one is wrong.
+    """Run a scenario in many orders of its events, until a run is wrong.
 
-    Right is what the oracle says, with the same bits in every order, and nothing left.
+    A run is right if its gradients equal those of a reference on one device, if they
+    have the same bits in every order, and if no contexts, passes or values remain.
 
-    Exit codes: 0 all runs are right; 1 one is not; 2 bad input; 130 Ctrl-C.
+    Exit codes: 0 all runs are right; 1 a run is wrong; 2 invalid input; 130 Ctrl-C.
     """
     with errors_in_one_line():
         most, processes = natural("--runs", runs, 1), natural("--jobs", jobs, 1)
         faults = dict(map(_fault, fault or ()))
         check_one_of("--values", values, "real", "abstract")
         check_one_of("--on", on, "ray")
-        wanted = {"values": values, "strategy": strategy, "faults": faults}
-        place = out if out.is_file() else f"{out.parent}/"
-        if out.is_dir() or not os.access(place, os.W_OK):  # Known before the first run.
-            allowed = "a file in a folder that is there and can be written"
+        options = {"values": values, "strategy": strategy, "faults": faults}
+        target = out if out.is_file() else f"{out.parent}/"
+        if out.is_dir() or not os.access(target, os.W_OK):  # Checked early.
+            allowed = "the path of a file in an existing, writable folder"
             raise ScenarioError(unusable("--out", str(out), allowed))
         scenario = load(file)
         with Bar(scenario.settings.name, most) as bar:
-            at: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
-            report = campaign(file, wanted, runs=most, show=bar.show, **at)
+            more: dict[str, Any] = {"jobs": processes, "on": on, "folder": resume}
+            report = campaign(file, options, runs=most, show=bar.show, **more)
         if report.failure is not None:
             with configured(scenario.settings, exact=True):
                 report.failure = report.failure.shrink()
@@ -118,41 +127,41 @@ def explore(  # noqa: PLR0913 - options of a command.
 
 def _lines(report: Report, coverage: bool) -> Iterator[str]:
     yield from filter(None, [report.counts, report.bound])
-    first, *others = report.coverage()
+    first, *rest = report.coverage()
     if coverage:
-        yield from (first, *others)
+        yield from (first, *rest)
     else:
         yield f"{first.removesuffix(', but not:')} (--coverage names the others)"
-    found = report.failure
-    yield "all runs are right" if found is None else f"wrong: {found}"
+    failure = report.failure
+    yield "all runs are right" if failure is None else f"wrong: {failure}"
 
 
 Bug = Annotated[
     Path,
     typer.Argument(
         metavar="BUG|FOLDER",
-        help=f"What jdag explore wrote, such as {BUG}; or the folder of a journal.",
+        help=f"File written by jdag explore, such as {BUG}, or a folder of journals.",
     ),
 ]
 What = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="FILE|MODULE:NAME|-- COMMAND...",
-        help="The scenario or program, if not that explored; the journal's command.",
+        help="Another scenario or program. For journals: the command to run.",
     ),
 ]
 TraceOut = Annotated[
-    Path | None, typer.Option("--trace", help="Write the trace of the run here.")
+    Path | None, typer.Option("--trace", help="File for the trace of the run.")
 ]
 
 
 def _run_again(folder: Path, command: list[str], trace: Path | None) -> int:
-    """Run a command from the journals in a folder; return its exit code."""
-    with errors_in_one_line(), NamedTemporaryFile() as told:
+    with errors_in_one_line(), NamedTemporaryFile() as report:
         if trace is not None:
-            allowed = "only of what jdag explore wrote; a replayed journal has no trace"
+            allowed = "no trace file, since a replay of journals has no trace"
             raise ScenarioError(unusable("--trace", str(trace), allowed))
-        paths = {REPLAY: str(folder.absolute()), REPLAYED: told.name}
+        # `launch` writes to REPLAYED when it has replayed the journals.
+        paths = {REPLAY: str(folder.absolute()), REPLAYED: report.name}
         check_journals(folder)
         if not command:
             allowed = "a command after --, such as python script.py"
@@ -161,96 +170,103 @@ def _run_again(folder: Path, command: list[str], trace: Path | None) -> int:
             env = {**os.environ, **paths}
             code = subprocess.run(command, env=env, check=False).returncode
         except OSError as error:
-            said = f"a command that can be run: {reason(error)}"
-            raise ScenarioError(unusable("COMMAND", command[0], said)) from error
-        if code == 0 and not told.read():
-            said = "a command that launches a cluster as in these journals, and closes"
-            said = f"{said} it; the run of {folder} was not repeated to its end"
-            raise ScenarioError(unusable("COMMAND", shlex.join(command), said))
+            allowed = f"an executable command: {reason(error)}"
+            raise ScenarioError(unusable("COMMAND", command[0], allowed)) from error
+        if code == 0 and not report.read():
+            allowed = "a command that launches the cluster of these journals and closes"
+            allowed += f" it; the run in {folder} was not repeated to its end"
+            raise ScenarioError(unusable("COMMAND", shlex.join(command), allowed))
     return code if code >= 0 else 1
 
 
 def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
-    """Repeat a run that `jdag explore` found wrong, step by step, or one of processes.
+    """Repeat a wrong run of `jdag explore` step by step, or a run from its journals.
 
-    jdag replay FOLDER -- python script.py runs the script again, with what it launches
-    in one process, in the order of the journals of `jdag.launch(..., journal=FOLDER)`.
+    `jdag replay BUG` repeats a wrong run. BUG contains the name of the scenario, or of
+    the module or script of the program. FILE or MODULE:NAME overrides this name. Each
+    line of the output is a step, with a column for each worker. A step that differs
+    from the default order is marked, together with the step that it precedes.
 
-    The file names the scenario, or the program by the module, or the script with a
-    guard, that has it at top level; another one may be given.
+    `jdag replay FOLDER -- python script.py` runs the script again in one process. Its
+    workers handle events in the order of the journals that
+    `jdag.launch(..., journal=FOLDER)` wrote.
 
-    A line is a step, with a lane for each worker. Those that differ from the order of
-    first choices are marked, and say what they come before.
-
-    Exit codes: 0 it is right now; 1 it is wrong as before; 2 bad input, or the run is
-    another one than was saved. Of a journal: that of the command, 1 if an event
-    deviates, 0 if the journal ended before the run, at journal_bytes.
+    Exit codes: 0 the run is now right; 1 the run is still wrong; 2 invalid input, or
+    the run differs from the saved run. For journals: the command's exit code; 1 if an
+    event differs; 0 if a journal ended before the run because of journal_bytes.
     """
     if bug.is_dir():
         raise typer.Exit(_run_again(bug, what or [], trace))
     with errors_in_one_line():
         if len(what or ()) > 1 and bug.exists():
-            allowed = "one scenario or program; only after a journal's folder a command"
+            allowed = "one scenario or program; a command needs a folder of journals"
             raise ScenarioError(unusable("FILE", " ".join(what or ()), allowed))
-        held = read_failure(bug)
-        place = what[0] if what else held["scenario"]
-        program, configuration = _explored(bug, held, place)
-        own = held["property"] and _property(held, place)
-        property = at(own, bug, "property") if own else None
+        saved = read_failure(bug)
+        place = what[0] if what else saved["scenario"]
+        program, configuration = _explored(bug, saved, place)
+        name = saved["property"] and _property(saved, place)
+        property = object_at(name, bug, "property") if name else None
         with configuration:
-            subject = Subject(program, held["workers"], held["values"], held["faults"])
+            limits = saved["values"], saved["faults"]
+            subject = Subject(program, saved["workers"], *limits)
             with raising_nothing(place):
-                played = replayed(held, bug, subject)
+                played = replayed(saved, bug, subject)
             run = played.explored
             assert run is not None
-            is_other = has_other_bits(held, subject, run)
-            with raising_nothing(own, "property"):
-                found = property and run_failure(subject, played, property, held["run"])
-        for line in _timeline(held, played):
+            bits_differ = has_other_bits(saved, subject, run)
+            with raising_nothing(name, "property"):
+                failure = property and run_failure(
+                    subject, played, property, saved["run"]
+                )
+        for line in _timeline(saved, played):
             typer.echo(line)
-        if is_other:
+        if bits_differ:
             typer.echo(OTHER_BITS)
-        said = "it is right" if found is None else f"wrong: {found.why}"
+        verdict = "the run is right" if failure is None else f"wrong: {failure.why}"
         if property is None:
-            said = f"its property is found by no name; it said then: {held['why']}"
-        typer.echo(said)
+            verdict = "the property of the program cannot be imported; it reported: "
+            verdict += saved["why"]
+        typer.echo(verdict)
         if trace is not None:
             try:
                 run.trace.write(trace)
             except OSError as error:
                 raise ScenarioError(f"{trace}: {reason(error)}") from error
-    raise typer.Exit(int(found is not None or property is None))
+    raise typer.Exit(int(failure is not None or property is None))
 
 
 def _explored(
-    bug: Path, held: Mapping[str, Any], place: str
+    bug: Path, saved: Mapping[str, Any], place: str
 ) -> tuple[Any, AbstractContextManager[None]]:
-    """What was explored, and the configuration of JAX that it had."""
     if place.startswith("drawn:"):
-        said = f"a program that a test has drawn: pytest TEST --jdag-replay {bug}"
-        raise ScenarioError(f"{bug} is of {said}")
+        raise ScenarioError(
+            f"{bug} contains a program that a test generated: expected the command "
+            f"pytest TEST --jdag-replay {bug}"
+        )
     if not place:
         raise ScenarioError(
-            f"{bug} does not say where {held['program']} is: name it, as in "
-            f"jdag replay {bug} MODULE:NAME, or SCRIPT.py:NAME; or use jdag.replay"
+            f"{bug} does not contain the import path of {saved['program']}: expected "
+            f"jdag replay {bug} MODULE:NAME or SCRIPT.py:NAME; or use jdag.replay"
         )
     if ":" in place and not Path(place).exists():
-        return at(place, bug), nullcontext()
+        return object_at(place, bug), nullcontext()
     check_is_here(place, f"jdag replay {bug} FILE")
     scenario = load(Path(place))
     return scenario.case, configured(scenario.settings, exact=True)
 
 
-def _property(held: Mapping[str, Any], place: str) -> str:
-    """Where the property is: in the script that is named, if its own is not here."""
-    script, (own, _, name) = place.rpartition(":")[0], held["property"].rpartition(":")
-    is_there = script.endswith(".py") and own.endswith(".py") and not Path(own).exists()
-    return f"{script}:{name}" if is_there else str(held["property"])
+def _property(saved: Mapping[str, Any], place: str) -> str:
+    """Return the property's path, with the script of `place` if its own is missing."""
+    script = place.rpartition(":")[0]
+    source, _, name = saved["property"].rpartition(":")
+    is_script = script.endswith(".py") and source.endswith(".py")
+    has_moved = is_script and not Path(source).exists()
+    return f"{script}:{name}" if has_moved else str(saved["property"])
 
 
-def _timeline(held: Mapping[str, Any], played: RunResult) -> Iterator[str]:
-    """Yield a line for each step of a run, with a lane for each worker."""
-    workers, waited = held["workers"], held["held"]
+def _timeline(saved: Mapping[str, Any], played: RunResult) -> Iterator[str]:
+    """Yield a line for each step of a run, with a column for each worker."""
+    workers, waited = saved["workers"], saved["held"]
     width = len(str(len(played.steps)))
     yield f"  {'':{width}} {' '.join(workers)}"
     for number, step in enumerate(played.steps):
@@ -258,12 +274,12 @@ def _timeline(held: Mapping[str, Any], played: RunResult) -> Iterator[str]:
             ("*" if name == named(step.worker) else ".").center(len(name))
             for name in workers
         ]
-        is_off = played.choices[number] and not waited
-        waits = str(step) in waited
-        said = said_of(step, played.firsts[number]) if is_off else str(step)
-        more = " (waited until nothing else could happen)" if waits else ""
-        mark = ">" if is_off or waits else " "
-        yield f"{mark} {number:{width}} {' '.join(lanes)} {said}{more}"
+        differs = played.choices[number] and not waited
+        has_waited = str(step) in waited
+        text = pick_text(step, played.firsts[number]) if differs else str(step)
+        more = " (delayed until no other event was possible)" if has_waited else ""
+        mark = ">" if differs or has_waited else " "
+        yield f"{mark} {number:{width}} {' '.join(lanes)} {text}{more}"
 
 
 def _fault(text: str) -> tuple[str, int]:

@@ -1,8 +1,8 @@
-"""The commands `jdag worker` and `jdag up`: worker processes started by hand.
+"""The commands `jdag worker` and `jdag up`, which start worker processes.
 
-Both read a cluster's file (`jdag.processes.session.cluster_file`), and make the secret
-beside it that is needed where nothing else keeps strangers out; `jdag.connect` joins
-what they start. Under Slurm, `jdag up --slurm` makes the file too
+Both read a cluster file (`jdag.processes.session.cluster_file`). If the cluster needs a
+token, they create its file in the same folder. `jdag.connect` attaches the workers.
+Under Slurm, `jdag up --slurm` also writes the cluster file
 (`jdag.processes.launch.slurm`).
 """
 
@@ -29,27 +29,27 @@ from jdag.processes.session.cluster_file import (
     load_cluster_file,
 )
 
-# The import path of the node factory; worker processes look it up by name.
+# Import path of the node factory that worker processes use.
 NODE = "jdag.api.drivers:member"
 
-_File = Annotated[
-    Path, typer.Argument(help="The cluster's file, such as cluster.toml.")
-]
-_Name = Annotated[str, typer.Option(help="Which worker of the file this is to be.")]
+_File = Annotated[Path, typer.Argument(help="The cluster file, such as cluster.toml.")]
+_Name = Annotated[str, typer.Option(help="Name of the worker in the file.")]
 _Device = Annotated[
     str | None,
-    typer.Option(help="cpu, gpu, or gpu:N.  [default: the file's, or JAX's choice]"),
+    typer.Option(help="cpu, gpu or gpu:N.  [default: from the file, or JAX's default]"),
 ]
 Only = Annotated[
-    list[str] | None, typer.Option("--only", help="Start this worker alone; repeat.")
+    list[str] | None, typer.Option("--only", help="Start only this worker; repeatable.")
 ]
 Except = Annotated[
     list[str] | None,
-    typer.Option("--except", help="Do not start this one (main's); repeat."),
+    typer.Option(
+        "--except", help="Do not start this worker (for example main); repeatable."
+    ),
 ]
 Logs = Annotated[
     Path | None,
-    typer.Option(help="Folder for what they print.  [default: a temporary one]"),
+    typer.Option(help="Folder for the workers' output.  [default: a temporary one]"),
 ]
 Slurm = Annotated[
     bool, typer.Option("--slurm", help="Write FILE from Slurm's variables first.")
@@ -58,16 +58,16 @@ _Workers = Annotated[
     str | None,
     typer.Option(
         metavar="MAIN,NAME,...",
-        help="With --slurm, the program that connects, and a name for each task."
+        help="With --slurm: names of main and of each task, separated by commas."
         "  [default: main,w0,w1,...]",
     ),
 ]
 
 
 def worker(file: _File, *, name: _Name, device: _Device = None) -> None:
-    """Be one worker of a cluster until stopped (Ctrl-C, SIGTERM).
+    """Run one worker of a cluster until Ctrl-C or SIGTERM stops it.
 
-    Exit codes: 0 it was stopped, and had finished; 2 bad input, or it cannot start.
+    Exit codes: 0 the worker was stopped; 2 invalid input, or the worker cannot start.
     """
     with errors_in_one_line():
         settings = load_cluster_file(file)
@@ -86,11 +86,13 @@ def up(
     slurm: Slurm = False,
     workers: _Workers = None,
 ) -> None:
-    """Start the workers of a cluster that are on this host, and stop them in the end.
+    """Run the workers of a cluster that are on this host.
 
-    With --slurm, start the worker of this task of srun. Ends by Ctrl-C or SIGTERM, or
-    when no worker is left. Exit codes: 0 they were stopped; 1 a worker has died; 2 bad
-    input, or one cannot start.
+    With --slurm, run the worker of this srun task. The command ends on Ctrl-C or
+    SIGTERM, or when no worker is alive.
+
+    Exit codes: 0 the workers were stopped; 1 a worker has died; 2 invalid input, or a
+    worker cannot start.
     """
     console = Console()
     deaths: list[str] = []
@@ -99,13 +101,13 @@ def up(
         if slurm:
             if only or leaving:
                 key, names = ("--only", only) if only else ("--except", leaving)
-                allowed = "without --slurm, where srun says how many tasks there are"
+                allowed = "no such option with --slurm, since srun starts each worker"
                 raise ScenarioError(unusable(key, ",".join(names or ()), allowed))
             only = [
                 write_cluster_file(file, os.environ, workers and workers.split(","))
             ]
         elif workers is not None:
-            allowed = "only with --slurm; a file names its workers itself"
+            allowed = "no such option without --slurm, since the file has the names"
             raise ScenarioError(unusable("--workers", workers, allowed))
         settings = load_cluster_file(file)
         settings.make_token()
@@ -128,20 +130,16 @@ def up(
 
 
 def chosen(settings: ClusterSettings, only: list[str], leaving: list[str]) -> list[str]:
-    """Return the workers of this host that are to be started.
-
-    Raises:
-        ScenarioError: one that is named is not in the file, or none is left.
-    """
     for name in (*only, *leaving):
         settings.worker(name)
     names = [
         name
-        for name, one in settings.workers.items()
-        if (name in only if only else is_here(one.control.host)) and name not in leaving
+        for name, each in settings.workers.items()
+        if (name in only if only else is_here(each.control.host))
+        and name not in leaving
     ]
     if not names:
-        allowed = "a file with a worker whose address is this host's, and not excepted"
+        allowed = "a file with a worker on this host that --except does not exclude"
         raise ScenarioError(unusable("file", str(settings.path), allowed))
     return names
 
@@ -149,28 +147,23 @@ def chosen(settings: ClusterSettings, only: list[str], leaving: list[str]) -> li
 def options_of(
     settings: ClusterSettings, name: str, device: str | None
 ) -> WorkerOptions:
-    """Return the options of a worker process of a cluster's file.
-
-    Raises:
-        ScenarioError: the file has no such worker, or what it names is not usable; or
-            the device is none.
-    """
+    """Return the options of a worker process. `device` overrides the file's device."""
     if device is not None and not is_device(device):
         raise ScenarioError(unusable("--device", device, DEVICES))
-    own = settings.worker(name)
+    entry = settings.worker(name)
     return WorkerOptions(
         worker=name,
         node=NODE,
-        control=str(own.control),
+        control=str(entry.control),
         data=settings.listener(name),
         token=settings.token,
-        allow=tuple(own.allow),
-        device=device or own.device,
-        # Modules that it allows may lie beside the file.
+        allow=tuple(entry.allow),
+        device=device or entry.device,
+        # Allowed modules may be in the folder of the cluster file.
         path=(str(settings.path.resolve().parent), *sys.path),
         pythonpath=os.environ.get("PYTHONPATH"),
         tls=settings.tls_files,
-        hosts={key: one.control.host for key, one in settings.workers.items()},
+        hosts={key: each.control.host for key, each in settings.workers.items()},
     )
 
 
@@ -180,8 +173,8 @@ def _print(console: Console, settings: ClusterSettings, launch: Launch) -> None:
         table.add_column(column, no_wrap=True)
     table.add_column("output", overflow="fold")
     for name, address in launch.addresses.items():
-        device = settings.worker(name).device or "JAX's choice"
+        device = settings.worker(name).device or "JAX's default"
         row = (name, str(address), device, str(launch.pids[name]))
         table.add_row(*map(Text, row), Text(str(launch.log_of(name))))
     console.print(table)
-    console.print("Ctrl-C stops them", highlight=False)
+    console.print("press Ctrl-C to stop the workers", highlight=False)

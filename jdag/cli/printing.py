@@ -1,4 +1,4 @@
-"""What `jdag run` prints when it is asked for: functions, and the graph."""
+"""Output of the options `--functions` and `--graph` of `jdag run`."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,24 +18,24 @@ from jdag.scenario.scenario_schema import devices_of
 from jdag.sim.devices import FREE_DEVICE
 
 Functions = Annotated[
-    bool, typer.Option("--functions", help="Print names and costs of functions.")
+    bool,
+    typer.Option("--functions", help="Print the names and costs of all functions."),
 ]
 
 
 def print_functions(console: Console, scenario: Scenario, cluster: Any) -> None:
-    """Print what ran in virtual time: name, workers, and the cost that it had."""
-    ran = getattr(cluster.driver, "functions", None)
-    if ran is None:
-        console.print("functions: a run on processes has no costs")
+    functions = getattr(cluster.driver, "functions", None)
+    if functions is None:
+        console.print("functions: only runs in virtual time have costs")
         return
     table = Table(title="functions", title_justify="left", title_style="bold")
     for column in ("function", "workers", "cost in ns"):
         table.add_column(column, overflow="fold")
     models = devices_of(scenario.settings) or {}
     rows: dict[tuple[str, str], list[str]] = {}
-    for worker, name, typed in ran:
+    for worker, name, typed in functions:
         model = models.get(worker, FREE_DEVICE)
-        costs = [str([*model.functions[one]]) for one in model.entries(name, typed)]
+        costs = [str([*model.functions[key]]) for key in model.entries(name, typed)]
         cost = costs[0] if costs else "none: 0" if model.is_free(name) else "default"
         rows.setdefault((typed, cost), []).append(worker)
     for (typed, cost), workers in rows.items():
@@ -44,9 +44,8 @@ def print_functions(console: Console, scenario: Scenario, cluster: Any) -> None:
 
 
 def print_graph(console: Console, drawings: Any, folder: Path) -> None:
-    """Print the size of each worker's part of the graph, and the picture's path."""
     if drawings is None:
-        console.print("graph: this program shows none")
+        console.print("graph: this program did not report its graph")
         return
     table = Table(title="graph", title_justify="left", title_style="bold")
     table.add_column("worker")

@@ -1,4 +1,4 @@
-"""The command `jdag what-if`: a recorded run with other links and devices."""
+"""The command `jdag what-if`: the time of a recorded run with changed hardware."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +18,9 @@ from jdag.report.result import RESULT, TRACE, read_result
 from jdag.runtime.trace import read_trace
 from jdag.sim.network import LinkModel, Network
 
-Folder = Annotated[Path, typer.Argument(help="What `jdag run` wrote.")]
+Folder = Annotated[Path, typer.Argument(help="Folder written by `jdag run`.")]
 _Change = Annotated[
-    str | None, typer.Option(metavar="xF|N", help="A factor, such as x2, or a value.")
+    str | None, typer.Option(metavar="xF|N", help="A factor such as x2, or a value.")
 ]
 
 
@@ -31,20 +31,20 @@ def what_if(
     latency: _Change = None,
     compute: _Change = None,
 ) -> None:
-    """Tell how long a run would have taken with other links and devices.
+    """Compute the time of a recorded run with other links or devices.
 
-    `--bandwidth` is in bytes/s, `--latency` in ns, of all links; `--compute` is a
-    factor of the times of all jobs. The run followed a schedule, with a control lane
-    that is free and immediate. Told is the part that its report shows.
+    `--bandwidth` (bytes/s) and `--latency` (ns) apply to all links. `--compute` scales
+    the times of all jobs. The run must follow a schedule, with control_lane = true. The
+    result is for the time window of the run's report.
 
-    Exit codes: 0; 2 bad input, or a run whose order depends on time: says why.
+    Exit codes: 0 success; 2 invalid input, or the order of the run depends on time.
     """
     with errors_in_one_line():
         try:
             with reading(folder):
                 trace, window = read_trace(folder / TRACE), None
                 result = folder / RESULT
-                if result.exists():  # Else a trace alone, as a program wrote.
+                if result.exists():  # The folder may contain only a trace.
                     first_ns, last_ns = read_result(folder)["window_ns"]
                     window = first_ns, last_ns
                 run = retime(trace, window)
@@ -63,12 +63,10 @@ def _changed(network: Network, bandwidth: str | None, latency: str | None) -> Ne
         rate = model.bandwidth_bytes_per_s
         if bandwidth is not None:
             if rate is None and bandwidth.startswith("x"):
-                allowed = "bytes/s, as the links of this run have no bound"
+                allowed = "a number of bytes/s, since this run has unlimited bandwidth"
                 raise ScenarioError(unusable("--bandwidth", bandwidth, allowed))
-            model = replace(
-                model,
-                bandwidth_bytes_per_s=_value("--bandwidth", bandwidth, rate or 0, 1),
-            )
+            rate = _value("--bandwidth", bandwidth, rate or 0, 1)
+            model = replace(model, bandwidth_bytes_per_s=rate)
         if latency is not None:
             ns = _value("--latency", latency, model.latency_ns, 0)
             model = replace(model, latency_ns=ns)
@@ -78,9 +76,9 @@ def _changed(network: Network, bandwidth: str | None, latency: str | None) -> Ne
     return replace(network, default=changed(network.default), links=links)
 
 
-def _value(key: str, text: str, now: int, least: int) -> int:
+def _value(key: str, text: str, recorded: int, least: int) -> int:
     if text.startswith("x"):
-        return max(round(_factor(key, text) * now), least)
+        return max(round(_factor(key, text) * recorded), least)
     value = value_of(text)
     if type(value) is not int or value < least:
         allowed = f"a factor such as x2, or an integer >= {least}"
@@ -102,8 +100,8 @@ def _print(run: Retimed, paths: list[Any]) -> None:
     console = Console()
     before, after = (path.makespan_ns for path in paths)
     ratio = f"{after / before:.3f}" if before else "-"
-    table = Table(title="what the jobs waited for")
-    for column in ("", "as it ran", "what if"):
+    table = Table(title="critical path")
+    for column in ("", "recorded", "what if"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("makespan", *(formatted("makespan_ns", n) for n in (before, after)))
     for name in ("by_kind", "by_worker", "by_link"):
@@ -116,4 +114,4 @@ def _print(run: Retimed, paths: list[Any]) -> None:
             ]
             table.add_row(key, *cells)
     console.print(table)
-    say(console, f"what if / as it ran: {ratio}")
+    say(console, f"what if / recorded: {ratio}")

@@ -1,10 +1,13 @@
-"""The folder of a run: replaced as a whole or not at all, and only what jdag writes.
+"""The folder of a run: either all of its files are replaced or none is replaced.
 
-It has a hidden folder `.jdag` in it, with a lock, which the system frees when its
-holder dies. New files are written to `new` there. `commit.json` beside them commits
-them: it has the names that are replaced, and whether there is a new file of each; the
-next writer moves them into place. Invariants: no other name is moved, written or
-removed; links are replaced or removed, never followed.
+The folder contains a hidden folder `.jdag` with a lock file, which the system unlocks
+when its holder dies. New files are written to `.jdag/new`. Then `.jdag/commit.json` is
+created, which commits them: it maps the name of each replaced file to whether a new
+file exists. The new files are then moved into place by this writer or, if it was
+killed, by the next writer.
+
+Invariants: no other file is moved, written or removed. Symbolic links are replaced or
+removed, not followed.
 """
 
 import os
@@ -18,79 +21,75 @@ import msgspec
 
 from jdag.errors import reason
 from jdag.processes.launch import signals
-from jdag.training.checkpoint_file import is_mine
+from jdag.training.checkpoint_file import try_lock
 
-_ABANDONED_MAX = 10  # Attempts: files may appear while others are removed.
-_OWN, _LOCK, _NEW, _COMMIT = ".jdag", "lock", "new", "commit.json"
+_ABANDONED_MAX = 10  # Attempts, as another thread may add files.
+_HIDDEN, _LOCK, _NEW, _COMMIT = ".jdag", "lock", "new", "commit.json"
 
 
 class FolderError(OSError):
-    """Why a folder cannot be used; the caller adds its name."""
+    """The reason why a folder cannot be used. Callers add the name of the folder."""
 
 
 @contextmanager
 def replacing(folder: Path, names: Collection[str]) -> Iterator[Path]:
-    """An empty folder, whose files replace at the end those of these names in `folder`.
+    """Yield an empty folder. At exit, its files replace those in `folder`.
 
-    Args:
-        folder: it is made if it is not there. If something is raised, all stays as is.
-        names: of the files that go if there is no new one; others may be written too.
-
-    Raises:
-        FolderError: it has something else in it and no run, or is in use.
-        OSError: it cannot be written.
+    After an exception, `folder` is unchanged. An old file whose name is in `names` is
+    removed if there is no new one. Raises FolderError if the folder is in use, or has
+    other files and no run. Raises OSError if the folder cannot be written.
     """
     try:
         folder = Path(os.path.realpath(folder))
     except ValueError as error:
         raise FolderError(reason(error)) from error
-    absent = [one for one in (folder, *folder.parents) if not one.exists()]
-    own = folder / _OWN
-    inside = os.listdir(own) if own.is_dir() else []
-    if own.is_symlink() or (inside and _LOCK not in inside):
-        _refuse([_OWN])
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    hidden = folder / _HIDDEN
+    inside = os.listdir(hidden) if hidden.is_dir() else []
+    if hidden.is_symlink() or (inside and _LOCK not in inside):
+        _refuse([_HIDDEN])
     if not inside and not absent:
-        _refuse([name for name in os.listdir(folder) if name != _OWN])
-    own.mkdir(parents=True, exist_ok=True)
+        _refuse([name for name in os.listdir(folder) if name != _HIDDEN])
+    hidden.mkdir(parents=True, exist_ok=True)
     undo = partial(_abandon, folder, absent)
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    with os.fdopen(os.open(own / _LOCK, flags, 0o666), "r+b") as lock:
-        if not is_mine(lock, own / _LOCK):
-            raise FolderError("it is in use: another process writes it")
+    with os.fdopen(os.open(hidden / _LOCK, flags, 0o666), "r+b") as lock:
+        if not try_lock(lock, hidden / _LOCK):
+            raise FolderError("another process is writing to this folder")
         try:
             _settle(folder)
-            new = own / _NEW
+            new = hidden / _NEW
             new.mkdir()
             signals.undo.append(undo)
             yield new
             written = os.listdir(new)
             commit = {name: name in written for name in (*names, *written)}
-            ours = [folder / name for name in commit]
-            _refuse([one.name for one in ours if one.is_dir() and not one.is_symlink()])
+            paths = [folder / name for name in commit]
+            _refuse([p.name for p in paths if p.is_dir() and not p.is_symlink()])
             (new / _COMMIT).write_bytes(msgspec.json.encode(commit))
-            os.rename(new / _COMMIT, own / _COMMIT)
+            os.rename(new / _COMMIT, hidden / _COMMIT)
         finally:
-            with suppress(ValueError):  # A command that finishes forgets it.
+            with suppress(ValueError):  # `signals.finish` may have removed it already.
                 signals.undo.remove(undo)
             _leave(folder, absent)
 
 
-def _refuse(others: Collection[str]) -> None:
-    if others:
-        raise FolderError(f"it has {min(others)!r} in it, which jdag did not write")
+def _refuse(names: Collection[str]) -> None:
+    if names:
+        raise FolderError(f"the folder contains {min(names)!r}, which is not from jdag")
 
 
 def _leave(folder: Path, absent: Collection[Path]) -> None:
     _settle(folder)
-    if os.listdir(folder) == [_OWN]:  # Nothing was written in it.
-        (folder / _OWN / _LOCK).unlink()
-        with suppress(OSError):  # Another process has begun to use it.
-            for one in (folder / _OWN, *absent):
-                one.rmdir()
+    if os.listdir(folder) == [_HIDDEN]:  # No file was written.
+        (folder / _HIDDEN / _LOCK).unlink()
+        with suppress(OSError):  # Another process has started to use the folder.
+            for path in (folder / _HIDDEN, *absent):
+                path.rmdir()
 
 
 def _abandon(folder: Path, absent: Collection[Path]) -> None:
-    """Remove new files that are not committed, while another thread writes them."""
+    """Remove uncommitted new files, even while another thread writes to them."""
     for _ in range(_ABANDONED_MAX):
         with suppress(OSError):
             return _leave(folder, absent)
@@ -98,41 +97,38 @@ def _abandon(folder: Path, absent: Collection[Path]) -> None:
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Read a run; first finish what a killed writer has committed.
+    """Finish the commit of a killed writer, then yield to code that reads the run.
 
-    Raises:
-        FolderError: another process has replaced files meanwhile, or does so now.
-        OSError: it cannot be read.
+    Raises FolderError at exit if another process has replaced files meanwhile.
     """
-    commit = folder / _OWN / _COMMIT
+    commit = folder / _HIDDEN / _COMMIT
     if commit.exists():
         with replacing(folder, ()):
             pass
     before = _stamps(folder)
     yield
     if commit.exists() or _stamps(folder) != before:
-        raise FolderError("another process has changed it meanwhile")
+        raise FolderError("another process changed the folder while it was read")
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return what of each file changes when another takes its place."""
-    files = {one.name: one.lstat() for one in folder.iterdir() if one.name != _OWN}
-    return {name: (one.st_ino, one.st_mtime_ns) for name, one in files.items()}
+    files = {
+        path.name: path.lstat() for path in folder.iterdir() if path.name != _HIDDEN
+    }
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in files.items()}
 
 
 def _settle(folder: Path) -> None:
-    """Finish a replacement that was committed, as often as it takes; remove another."""
-    commit, new = folder / _OWN / _COMMIT, folder / _OWN / _NEW
+    """Finish a committed replacement and remove uncommitted files. Idempotent."""
+    commit, new = folder / _HIDDEN / _COMMIT, folder / _HIDDEN / _NEW
     if commit.exists():
         try:
             names = msgspec.json.decode(commit.read_bytes(), type=dict[str, bool])
-            if any(
-                Path(name).name != name or name in ("", "..", _OWN) for name in names
-            ):
-                raise ValueError("it names other folders")
+            for name in names:
+                if Path(name).name != name or name in ("", "..", _HIDDEN):
+                    raise ValueError(f"{name!r} is not a file name")
         except (ValueError, RecursionError) as error:
-            said = f"{commit} is not as jdag wrote it: {error}"
-            raise FolderError(said) from error
+            raise FolderError(f"{commit} was changed: {error}") from error
         for name, is_new in names.items():
             if not is_new:
                 (folder / name).unlink(missing_ok=True)

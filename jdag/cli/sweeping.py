@@ -1,4 +1,4 @@
-"""The command `jdag sweep`: a scenario with each combination of some settings."""
+"""The command `jdag sweep`: runs of a scenario with all combinations of settings."""
 
 import sys
 from collections import Counter
@@ -22,36 +22,40 @@ from jdag.scenario import Scenario, load
 from jdag.settings.toml_files import value_in
 
 PARQUET = "sweep.parquet"
-FAILED = ("stuck", "failed")  # Outcomes of runs that an error ended.
+FAILED = ("stuck", "failed")  # Outcomes of runs that ended with an error.
 
 Set = Annotated[
     list[str],
     typer.Option(
-        "--set", metavar="KEY=VALUE,...", help="Values of a key of the file; repeat."
+        "--set",
+        metavar="KEY=VALUE,...",
+        help="Values of a setting in the file; repeatable.",
     ),
 ]
 _Jobs = Annotated[
     int | None,
-    typer.Option(min=1, help="Processes at once.  [default: one for each core]"),
+    typer.Option(min=1, help="Number of processes.  [default: number of cores]"),
 ]
 On = Annotated[
-    str | None, typer.Option(metavar="ray", help="Run on the nodes of Ray: jdag[ray].")
+    str | None,
+    typer.Option(metavar="ray", help="Run on the nodes of Ray; needs jdag[ray]."),
 ]
 _Out = Annotated[
-    Path | None, typer.Option(help="Folder of the table.  [default: runs/NAME-sweep]")
+    Path | None, typer.Option(help="Folder for the table.  [default: runs/NAME-sweep]")
 ]
 Parquet = Annotated[
-    bool, typer.Option("--parquet", help=f"Write {PARQUET} as well: jdag[sweep].")
+    bool, typer.Option("--parquet", help=f"Also write {PARQUET}; needs jdag[sweep].")
 ]
 Retime = Annotated[
     bool,
     typer.Option(
-        "--retime", help="Re-time runs that differ in links and devices alone."
+        "--retime",
+        help="Compute the times of runs that differ only in links and devices.",
     ),
 ]
 Plot = Annotated[
     list[str] | None,
-    typer.Option(help="Draw this figure over the first setting; repeat."),
+    typer.Option(help="Plot this metric over the first setting; repeatable."),
 ]
 
 
@@ -66,11 +70,13 @@ def sweep(
     plot: Plot = None,
     retime: Retime = False,
 ) -> None:
-    """Run a scenario with each combination of values, and write a table of the runs.
+    """Run a scenario with all combinations of values, and write a table of the runs.
 
-    A second call with the same folder, file and values runs what is missing. Exit
-    codes: 0 all expectations met in all runs; 1 one is not met; 2 bad input; 3 a pass
-    was unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
+    A repeated call with the same folder, file and values runs only the combinations
+    that are missing.
+
+    Exit codes: 0 all expectations of all runs are met; 1 an expectation is not met; 2
+    invalid input; 3 a pass was unexpectedly stuck; 130 Ctrl-C; 143 SIGTERM.
     """
     console = Console(file=sys.stdout)
     with errors_in_one_line(), redirect_stdout(sys.stderr):
@@ -93,20 +99,20 @@ def sweep(
                 file, values, jobs=jobs, on=on, out=folder, retime=retime, show=show
             )
             bar.update(task, completed=len(rows), total=len(rows))
-        made = [folder / SWEEP_TABLE]
+        written = [folder / SWEEP_TABLE]
         try:
             if parquet:
-                made.append(folder / PARQUET)
-                write_parquet(made[-1], rows)
+                written.append(folder / PARQUET)
+                write_parquet(written[-1], rows)
             for name in plot or ():
-                made.append(folder / f"{name}.png")
-                _draw(made[-1], name, values, rows, scenario.settings.name)
+                written.append(folder / f"{name}.png")
+                _draw(written[-1], name, values, rows, scenario.settings.name)
         except OSError as error:
-            allowed = f"a folder that can be written; {reason(error)}"
+            allowed = f"a writable folder; {reason(error)}"
             raise ScenarioError(unusable("--out", str(folder), allowed)) from error
     kinds = Counter([row["expectations"] for row in rows])
     counts = [f"{count} {kind}" for kind, count in sorted(kinds.items())]
-    for line in (f"{len(rows)} runs: {', '.join(counts)}", *map(spelled, made)):
+    for line in (f"{len(rows)} runs: {', '.join(counts)}", *map(spelled, written)):
         say(console, line)
     failed = Exit.STUCK if kinds["stuck"] else Exit.WRONG
     met = kinds["met"] + kinds[RETIMED]
@@ -114,20 +120,20 @@ def sweep(
 
 
 def _values_of(settings: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the values of each key, from texts such as `seed=1,2`."""
+    """Parse options such as `seed=1,2`; return the values of each key."""
     values: dict[str, list[Any]] = {}
     for text in settings:
         key, _, listed = text.partition("=")
         parts = _parts_of(listed)
         if key in values or not all(parts):
-            allowed = "a key and its values, such as seed=1,2, each key once"
+            allowed = "a key with its values, such as seed=1,2, and each key only once"
             raise ScenarioError(unusable("--set", text, allowed))
         values[key] = [value_of(part) for part in parts]
     return values
 
 
 def _parts_of(text: str) -> list[str]:
-    """Split at commas that are neither in brackets nor in quotes."""
+    """Split a text at commas that are neither in brackets nor in quotes."""
     parts: list[str] = []
     for piece in text.split(","):
         last = parts[-1] if parts else ""
@@ -140,7 +146,7 @@ def _parts_of(text: str) -> list[str]:
 
 
 def value_of(text: str) -> Any:
-    """Return a value as TOML has it; a name needs no quotes, and 1e3 is an integer."""
+    """Parse a TOML value. Strings may lack quotes, and 1e3 is an integer."""
     try:
         value = value_in(text)
     except ValueError:
@@ -151,11 +157,9 @@ def value_of(text: str) -> Any:
 
 
 def _refuse_unknown(name: str, scenario: Scenario) -> None:
-    known = [*scenario.player.figures, "peak_activation_bytes", "makespan_ns"]
-    if not any(
-        [name == each or name in (f"{each}_min", f"{each}_max") for each in known]
-    ):
-        allowed = f"one of the figures {', '.join(known)}{meant(name, known)}"
+    figures = [*scenario.player.figures, "peak_activation_bytes", "makespan_ns"]
+    if not {name, name.removesuffix("_min"), name.removesuffix("_max")} & {*figures}:
+        allowed = f"one of the metrics {', '.join(figures)}{meant(name, figures)}"
         raise ScenarioError(unusable("--plot", name, allowed))
 
 
@@ -166,22 +170,19 @@ def _draw(
     rows: Sequence[Row],
     name: str,
 ) -> None:
-    """Draw a figure over the first setting that has several values."""
     several = [key.split(",")[0] for key, each in values.items() if len(each) > 1]
-    x, *others = several or [key.split(",")[0] for key in values][:1]
+    x, *line_keys = several or [key.split(",")[0] for key in values][:1]
     lines: dict[str, list[tuple[Any, float]]] = {}
     failed: dict[str, list[tuple[Any, float]]] = {}
     for row in rows:
         value: Any = row.get(figure)
         if type(value) in (int, float) and isfinite(value):
-            said, to = ", ".join([str(row[key]) for key in others]), lines
+            label, points = ", ".join([str(row[key]) for key in line_keys]), lines
             if row["expectations"] != "met" and row.get("outcome") in FAILED:
-                said, to = row["outcome"], failed
-            to.setdefault(said, []).append((row[x], value))
+                label, points = row["outcome"], failed
+            points.setdefault(label, []).append((row[x], value))
     if not lines and not failed:
-        allowed = "a figure that is a number in some run"
+        allowed = "a metric that is a number in at least one run"
         raise ScenarioError(unusable("--plot", figure, allowed))
-    title = f"{name}: {figure}"
-    draw_lines(
-        path, lines, failed, title=title, x=x, y=figure, named=",\n".join(others)
-    )
+    title, legend = f"{name}: {figure}", ",\n".join(line_keys)
+    draw_lines(path, lines, failed, title=title, x=x, y=figure, named=legend)

@@ -1,4 +1,4 @@
-"""Oracle version of replicas over workers: plain JAX without routes."""
+"""The oracle's version of `jdag.collectives.replicas`: plain JAX without routes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +21,6 @@ from jdag.compute.pytrees import unflatten
 def replicate(
     ctx: Any, workers: Sequence[str], tree: Any, how: How, check: Check
 ) -> tuple[Any, ...]:
-    """Return the pytree once per worker; `how` is only checked."""
     workers = checked_workers("ctx.replicate", workers, how, check)
     refs, form = refs_of("ctx.replicate", tree)
     return tuple([unflatten(form, ctx.move(worker, refs)) for worker in workers])
@@ -30,7 +29,6 @@ def replicate(
 def all_reduce(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
-    """Return the sum of all pytrees for each worker; `how` is only checked."""
     checked_trees("ctx.all_reduce", trees, how, check)
     lists, forms = equals_of("ctx.all_reduce", trees)
     both = zip(trees, forms, strict=True)
@@ -40,7 +38,6 @@ def all_reduce(
 def all_gather(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the pytrees of all workers for each of them; `how` is only checked."""
     workers = checked_trees("ctx.all_gather", trees, how, check)
     for tree in trees.values():
         refs_of("ctx.all_gather", tree)
@@ -50,11 +47,12 @@ def all_gather(
 def reduce_scatter(
     ctx: Any, trees: Mapping[str, Any], how: How, check: Check
 ) -> dict[str, Any]:
-    """Return, for each worker, the sum of its shares; `how` is only checked."""
     shares = shares_of("ctx.reduce_scatter", trees, how, check)
-    found = [equals_of("ctx.reduce_scatter", few) for few in shares]
-    both = zip(trees, found, strict=True)
-    return {worker: _total(ctx, worker, of[0], of[1][0]) for worker, of in both}
+    sums = {}
+    for worker, equals in zip(trees, shares, strict=True):
+        lists, forms = equals_of("ctx.reduce_scatter", equals)
+        sums[worker] = _total(ctx, worker, lists, forms[0])
+    return sums
 
 
 def _total(ctx: Any, worker: str, lists: Sequence[Any], form: Any) -> Any:
@@ -62,9 +60,8 @@ def _total(ctx: Any, worker: str, lists: Sequence[Any], form: Any) -> Any:
     return unflatten(form, [ctx.call(worker, left_sum, *column) for column in columns])
 
 
-all_to_all = replicas.all_to_all  # It has no routes.
+all_to_all = replicas.all_to_all  # An all-to-all has no routes.
 
 
 def left_sum(*arrays: jax.Array) -> Any:
-    """Return the sum of the arrays, from left to right."""
     return sum(arrays[1:], arrays[0])

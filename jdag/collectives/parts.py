@@ -17,8 +17,7 @@ from jdag.parallel import movement
 
 @remote
 def copies(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-    """Return `count` copies of the arrays; cotangents of copies are added in order."""
-    # One call per array, so that no array's cotangent waits for another's.
+    # One call per array, so that no cotangent waits for that of another array.
     each = [movement.repeat_arrays([array], count) for array in arrays]
     return tuple(zip(*each, strict=True))
 
@@ -33,7 +32,7 @@ def added(count: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 @remote
 def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]:
-    """Split arrays into `count` nearly equal parts, each with one vector per dtype."""
+    """Split arrays into `count` nearly equal parts. A part has a vector per dtype."""
     vectors = []
     for dtype in dict.fromkeys(array.dtype for array in arrays):
         flat = [jnp.ravel(array) for array in arrays if array.dtype == dtype]
@@ -47,11 +46,9 @@ def divided(count: int, *arrays: jax.Array) -> tuple[tuple[jax.Array, ...], ...]
 def joined(
     form: tuple[tuple[int, tuple[int, ...]], ...], *parts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Inverse of `divided`.
+    """Join parts, one after the other, into arrays: the inverse of `divided`.
 
-    Args:
-        form: for each array, the index of its dtype and its shape.
-        parts: the vectors of all parts, part by part.
+    For each array, `form` contains the index of its dtype, and its shape.
     """
     kinds = 1 + max(kind for kind, _ in form)
     rest = []

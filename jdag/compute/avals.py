@@ -22,12 +22,12 @@ KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"
 
 @dataclass(frozen=True, slots=True)
 class Aval:
-    """An abstract value: `shape`, `dtype` (numpy's, or a key type of JAX), `weak`.
+    """An abstract value: shape, dtype (numpy's, or a PRNG key type) and weak type.
 
-    A weak value came from a Python scalar and gives way in JAX's dtype promotion.
-    `device` names the device of its worker that holds a ref's value, None for the
-    default; equality ignores it. `nbytes` are those of the values; for keys, of their
-    key data.
+    A weakly typed value came from a Python scalar; JAX's dtype promotion prefers the
+    dtype of the other operand. `device` names the worker's device that holds the value
+    of a ref; None is the default device. Equality ignores `device`. `nbytes` is the
+    size of the array in bytes; for PRNG keys, the size of the key data.
     """
 
     shape: tuple[int, ...]
@@ -47,29 +47,25 @@ class Aval:
 
     @property
     def size(self) -> int:
-        """Number of elements; a key is one element."""
+        """The number of elements. A PRNG key counts as one element."""
         return math.prod(self.shape)
 
     @property
     def inexact(self) -> bool:
-        """Whether it can carry a cotangent: float or complex, bfloat16 included."""
         return is_inexact(self.dtype)
 
     @property
     def strong(self) -> "Aval":
-        """The same without the weak type."""
         if not self.weak:
             return self
         return intern_aval(self.shape, self.dtype, False).on(self.device)
 
     def on(self, device: str | None) -> "Aval":
-        """The same on another device of its worker."""
         if device == self.device:
             return self
         return intern_aval(self.shape, self.dtype, self.weak, device)
 
     def struct(self) -> jax.ShapeDtypeStruct:
-        """The `jax.ShapeDtypeStruct` of this."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak)
 
     def __str__(self) -> str:
@@ -79,7 +75,6 @@ class Aval:
 
 @lru_cache(maxsize=1024)
 def is_inexact(dtype: Any) -> bool:
-    """Tell whether a dtype is float or complex; PRNG keys are not."""
     return bool(jnp.issubdtype(dtype, np.inexact))
 
 
@@ -87,49 +82,43 @@ def is_inexact(dtype: Any) -> bool:
 def intern_aval(
     shape: tuple[int, ...], dtype: Any, weak: bool, device: str | None = None
 ) -> Aval:
-    """Return one shared object per abstract value (cached).
-
-    Cache keys then compare by identity, in a tenth of the time.
-    """
+    """Return one shared object per abstract value: identical objects compare faster."""
     return Aval(shape, dtype, weak, device)
 
 
 @lru_cache(maxsize=1024)
 def _dtype_in_jax(dtype: Any, configured: Configuration) -> Any:
-    """Return the dtype that JAX gives to numpy arrays of a dtype."""
     return jax.typeof(np.empty((), dtype)).dtype
 
 
 @lru_cache(maxsize=64)
 def dtype_of(name: str) -> Any:
-    """Return the dtype of this name: numpy's, or a key type of JAX."""
     if name not in KEYS:
         return jnp.dtype(name)
     return jax.eval_shape(lambda: jax.random.key(0, impl=KEYS[name])).dtype
 
 
 def aval_from(kind: ArrayType) -> Aval:
-    """Return the abstract value of an `ArrayType`."""
     return intern_aval(kind.shape, dtype_of(kind.dtype), kind.weak).on(kind.device)
 
 
 def aval_of(value: Any) -> Aval:
-    """Return the abstract value of an array or scalar, as JAX would take it now.
+    """Return the abstract value of an array or scalar under JAX's current settings.
 
-    Takes JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
-    `jax.ShapeDtypeStruct`, an `Aval` (returned as it is) and a `Dual` (that of its
+    Accepts JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
+    `jax.ShapeDtypeStruct`, `Aval` (returned unchanged) and `Dual` (the type of its
     primal). With x64 off, 64-bit numpy values get the 32-bit types that JAX gives them.
     """
     if isinstance(value, Aval):
         return value
     try:
-        known = value.aval
-        return intern_aval(value.shape, value.dtype, known.weak_type)
+        aval = value.aval
+        return intern_aval(value.shape, value.dtype, aval.weak_type)
     except AttributeError:
-        return _other_aval(value)
+        return _aval_of_non_array(value)
 
 
-def _other_aval(value: Any) -> Aval:
+def _aval_of_non_array(value: Any) -> Aval:
     if isinstance(value, jax.ShapeDtypeStruct):
         return intern_aval(value.shape, value.dtype, value.weak_type)
     if isinstance(value, Dual):
@@ -139,37 +128,35 @@ def _other_aval(value: Any) -> Aval:
         if type(value) is np.ndarray:
             dtype = _dtype_in_jax(value.dtype, configuration())
             return intern_aval(value.shape, dtype, False)
-        known = jax.typeof(value)
+        aval = jax.typeof(value)
     except OverflowError as error:
         raise JdagError(
-            f"{value} is too large for the integers of JAX, which have "
-            f"{64 if config.jax_enable_x64 else 32} bits here; pass it as a float, "
-            "or as jdag.static(value), part of the function"
+            f"{value} is too large for an integer of JAX, which has "
+            f"{64 if config.jax_enable_x64 else 32} bits under the current settings; "
+            "pass a float, or make it a constant of the function: jdag.static(value)"
         ) from error
-    except (TypeError, ValueError, RecursionError) as error:  # Of masked arrays; lists.
+    # JAX raises one of these for masked arrays and lists, for example.
+    except (TypeError, ValueError, RecursionError) as error:
         dtype = getattr(value, "dtype", None)
-        of_dtype = "" if dtype is None else f" of dtype {dtype}"
+        suffix = "" if dtype is None else f" of dtype {dtype}"
         raise JdagError(
-            f"{kind_of(value)}{of_dtype} is no array: arrays are JAX or numpy arrays "
-            "of numbers, bools or PRNG keys, and Python int, float or complex"
+            f"{kind_of(value)}{suffix} is not an array: expected a JAX or numpy array "
+            "of numbers, bools or PRNG keys, or a Python int, float or complex"
         ) from error
-    return intern_aval(known.shape, known.dtype, known.weak_type)
+    return intern_aval(aval.shape, aval.dtype, aval.weak_type)
 
 
 def is_deleted(value: Any) -> bool:
-    """Tell whether a value is a JAX array whose buffer was deleted or donated."""
     if value.__class__ is Dual:
         return any(map(is_deleted, value.keeps))
     return is_array_type(value.__class__) and value.is_deleted()
 
 
-def is_there(value: Any) -> bool:
-    """Tell whether a value is a JAX array (not a tracer) that was not deleted."""
+def is_live(value: Any) -> bool:
     return is_array_type(value.__class__) and not value.is_deleted()
 
 
-def all_there(values: Sequence[Any]) -> bool:
-    """Tell whether `is_there` holds of all values."""
+def are_live(values: Sequence[Any]) -> bool:
     return are_arrays(values) and not any([value.is_deleted() for value in values])
 
 
@@ -178,15 +165,15 @@ def frozen(value: Any) -> Any:
     if not isinstance(value, _NUMPY):
         if is_deleted(value):
             raise JdagError(
-                f"{aval_of(value)} was deleted, or donated to a jitted function; an "
-                "array must exist when it is passed, and as long as it is "
-                "used: pass a copy (jnp.copy) where the original is to be donated"
+                f"{aval_of(value)} was deleted, or donated to a jitted function; jdag "
+                "needs an array from the call until its last use: pass a copy "
+                "(jnp.copy) if the original is to be donated"
             )
         return value
-    if value.dtype.kind not in "biufcV":  # V: bfloat16 and similar types.
+    if value.dtype.kind not in "biufcV":  # V: bfloat16 and similar dtypes.
         raise JdagError(
-            f"a numpy array of dtype {value.dtype} cannot be computed with; "
-            "dtypes are bool, integers, floats and complex"
+            f"JAX cannot compute with a numpy array of dtype {value.dtype}; "
+            "supported dtypes are bool, integers, floats and complex"
         )
     if isinstance(value, np.ndarray) and (
         value.flags.writeable or value.base is not None

@@ -1,8 +1,8 @@
-"""Residuals that leave one compiled segment for a later one.
+"""Residuals passed from one compiled segment to a later one.
 
-A `Bundle` has residuals as few arrays. Those that the segment was given, or returns,
-are held by reference, since jit would copy them. Small arrays are packed, one array for
-each dtype, and unpacked inside the jit of the later segment.
+A `Bundle` stores residuals as few arrays. Residuals that are inputs or outputs of the
+segment are held by reference, since jit would copy them. Small arrays are packed, one
+array for each dtype, and unpacked inside the jit of the later segment.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ import numpy as np
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.tracing import Residuals, Traced
 
-PACKED_BYTES_MAX = 1 << 14  # Above, a copy costs more than one more output of jit.
+PACKED_BYTES_MAX = 1 << 14  # A larger copy costs more than another output of jit.
 LAYOUTS_MAX = 4096
 
 Places = tuple[int, ...]
@@ -26,13 +26,14 @@ Places = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """Where a bundle has its residuals; equal ones are one object (`layout`).
+    """Positions of residuals in a bundle. `layout` returns equal ones as one object.
 
     Attributes:
-        residuals: for each its trace, and the places of args, outputs and rest among
-            the values: arrays that are not packed, then the parts of packed ones.
-        packs: the types of the parts of each packed array; these arrays come last.
-        alone: places of the arrays that nothing else holds.
+        residuals: for each call its trace, and the positions of its arguments, outputs
+            and other arrays. Positions count the arrays that are not packed, then the
+            parts of packed arrays.
+        packs: the types of the parts of each packed array. Packed arrays come last.
+        alone: the positions of the arrays that only the bundle holds.
     """
 
     residuals: tuple[tuple[Traced, tuple[Places, ...]], ...]
@@ -40,20 +41,21 @@ class Layout:
     alone: Places = ()
 
     def unpacked(self, arrays: Sequence[Any]) -> list[Residuals]:
-        """Return the residuals in a bundle of these arrays."""
         plain = len(arrays) - len(self.packs)
         values = list(arrays[:plain])
-        for packed, parts in zip(arrays[plain:], self.packs, strict=True):
+        for packed, avals in zip(arrays[plain:], self.packs, strict=True):
             end = 0
-            for aval in parts:
+            for aval in avals:
                 start, end = end, end + aval.size
                 part = jax.lax.slice_in_dim(packed, start, end)
                 values.append(part.reshape(aval.shape))
-        found = []
+        unpacked = []
         for traced, places in self.residuals:
-            args, outputs, rest = [tuple([values[i] for i in at]) for at in places]
-            found.append(Residuals(traced, args, outputs, rest, False))
-        return found
+            args, outputs, rest = [
+                tuple([values[i] for i in part_places]) for part_places in places
+            ]
+            unpacked.append(Residuals(traced, args, outputs, rest, False))
+        return unpacked
 
 
 layout = lru_cache(maxsize=LAYOUTS_MAX)(Layout)
@@ -61,80 +63,72 @@ layout = lru_cache(maxsize=LAYOUTS_MAX)(Layout)
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Bundle:
-    """Residuals for one later segment, which uses them up.
-
-    `keeps` holds every array that this keeps alive, arguments included.
-    """
+    """Residuals for one later segment. `keeps` also lists arrays that are arguments."""
 
     layout: Layout
     keeps: tuple[Any, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that this keeps alive."""
         return sum([aval_of(array).nbytes for array in self.keeps])
 
     def residuals(self) -> list[Residuals]:
-        """Return the residuals of each call."""
         return self.layout.unpacked(self.keeps)
 
 
 def bundled(residuals: Sequence[Residuals]) -> Bundle:
-    """Return residuals as a bundle, with every array as it is."""
     packing = Packing(())
     where, _, places = packing.packed(residuals, packs=False)
-    return Bundle(layout(where), tuple([packing.made[place] for place in places]))
+    return Bundle(layout(where), tuple([packing.leaving[place] for place in places]))
 
 
 class Packing:
-    """The arrays that leave a segment while it is traced; each leaves once."""
+    """Collects the arrays that a segment returns, each once, during its trace."""
 
-    def __init__(self, given: Sequence[Any]) -> None:
-        self.made: list[Any] = []
-        self._count = len(given)
-        self._places = {id(array): place for place, array in enumerate(given)}
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self.leaving: list[Any] = []
+        self._count = len(inputs)
+        self._places = {id(array): place for place, array in enumerate(inputs)}
 
     def place(self, array: Any) -> int:
-        """Return the place of an array: among those given, then those made."""
         place = self._places.get(id(array))
         if place is None:
-            place = self._places[id(array)] = self._count + len(self.made)
-            self.made.append(array)
+            place = self._places[id(array)] = self._count + len(self.leaving)
+            self.leaving.append(array)
         return place
 
     def packed(
         self, residuals: Sequence[Residuals], packs: bool = True
     ) -> tuple[Any, Any, Places]:
-        """Return two fields of the residuals' layout, and the places of its arrays."""
-        held = [(one.args, one.outputs, one.rest) for one in residuals]
-        arrays = {id(one): one for parts in held for part in parts for one in part}
+        """Return `residuals` and `packs` for a `Layout`, and the arrays' positions."""
+        held = [(each.args, each.outputs, each.rest) for each in residuals]
+        arrays = {id(array): array for parts in held for array in chain(*parts)}
         plain: list[Any] = []
         small: dict[Any, list[Any]] = {}
         for name, array in arrays.items():
             new = packs and name not in self._places
             kind = _packed_as(array) if new else None
-            same = plain if kind is None else small.setdefault(kind, [])
-            same.append(array)
-        few = [same for same in small.values() if len(same) > 1]
-        plain += [same[0] for same in small.values() if len(same) == 1]
-        index = {id(one): at for at, one in enumerate(chain(plain, *few))}
-        where = [
+            group = plain if kind is None else small.setdefault(kind, [])
+            group.append(array)
+        packed = [group for group in small.values() if len(group) > 1]
+        plain += [group[0] for group in small.values() if len(group) == 1]
+        index = {id(array): n for n, array in enumerate(chain(plain, *packed))}
+        locations = [
             (
-                one.traced,
+                each.traced,
                 tuple([tuple([index[id(a)] for a in part]) for part in parts]),
             )
-            for one, parts in zip(residuals, held, strict=True)
+            for each, parts in zip(residuals, held, strict=True)
         ]
-        types = [tuple(map(aval_of, same)) for same in few]
+        types = [tuple(map(aval_of, group)) for group in packed]
         leaving = [
             *plain,
-            *[jnp.concatenate([one.ravel() for one in same]) for same in few],
+            *[jnp.concatenate([array.ravel() for array in group]) for group in packed],
         ]
-        return tuple(where), tuple(types), tuple(map(self.place, leaving))
+        return tuple(locations), tuple(types), tuple(map(self.place, leaving))
 
 
 def _packed_as(array: Any) -> Any:
-    """The dtype of an array that is packed; None for others."""
     aval = aval_of(array)
     plain = isinstance(aval.dtype, np.dtype) and aval.dtype != jax.dtypes.float0
     is_packed = plain and not aval.weak and aval.nbytes <= PACKED_BYTES_MAX

@@ -1,4 +1,4 @@
-"""What a call runs: a function, or a callable pytree passed as its own argument."""
+"""Functions of calls. A callable pytree also becomes an argument of its call."""
 
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -47,38 +47,34 @@ def _is_node(value: Any) -> bool:
 
 
 def refuse_mutable(fn: Any) -> Any:
-    """Return `fn`; JdagError if its state could change without changing `key_of`.
+    """Return `fn`; raise JdagError if its state could change while its key does not.
 
-    Code that runs as Python each time (programs, unjitted functions) may hold anything.
+    Programs and unjitted functions run as Python in each call and may hold any object.
     """
-    if (
-        not callable(fn)
-        or type(fn) is FunctionType
-        or is_program(fn)
-        or is_unjitted(fn)
-    ):
+    runs_as_python = is_program(fn) or is_unjitted(fn)
+    if not callable(fn) or type(fn) is FunctionType or runs_as_python:
         return fn
-    waiting, seen = [fn], {}
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
+    pending, seen = [fn], {}
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
             continue
-        seen[id(one)] = one
-        parts = _covered(one)
+        seen[id(value)] = value
+        parts = _keyed_parts(value)
         if parts is None:
             raise JdagError(
-                f"{name_of(fn)} reads {kind_of(one)}, which could change between two "
-                "calls without notice, as it is neither a pytree nor hashable by value "
-                "(by its own __eq__ and __hash__, and those of what it holds): make it "
-                "a pytree (jax.tree_util.register_dataclass, equinox.Module), not in a "
-                "partial, or pass what it reads as arguments"
+                f"{name_of(fn)} reads {kind_of(value)}, which could change between two "
+                "calls without notice: it is neither a pytree nor hashable by value "
+                "(with its own __eq__ and __hash__, also of its fields). Make it a "
+                "pytree (jax.tree_util.register_dataclass, equinox.Module) outside of "
+                "any partial, or pass the values that it reads as arguments"
             )
-        waiting.extend(parts)
+        pending.extend(parts)
     return fn
 
 
-def _covered(value: Any) -> Iterable[Any] | None:
-    """The objects that a value's key covers; None if it can change unnoticed."""
+def _keyed_parts(value: Any) -> Iterable[Any] | None:
+    """Return the parts of a value that its key includes; None if others can change."""
     kind: Any = type(value)
     if isinstance(value, _FIXED) or hasattr(kind, KEYED):
         return ()
@@ -90,7 +86,7 @@ def _covered(value: Any) -> Iterable[Any] | None:
         return None if kind in MUTABLE else (owner,)
     if kind in MUTABLE or isinstance(value, tuple):
         return value.values() if kind is dict else () if kind is np.ndarray else value
-    # Functions in C, and objects of JAX and optax: jax.jit, arrays, optax.MultiSteps.
+    # Functions in C; objects of JAX and optax (jitted functions, arrays, MultiSteps).
     in_c = callable(value) and isinstance(kind.__call__, WrapperDescriptorType)
     if in_c or kind.__module__.partition(".")[0] in ("jax", "jaxlib", "optax"):
         return [value.__wrapped__] if hasattr(value, "__wrapped__") else ()
@@ -98,6 +94,6 @@ def _covered(value: Any) -> Iterable[Any] | None:
         return () if kind is object else None
     try:
         hash(value)
-    except TypeError:  # A module in a partial: its arrays have no hash.
+    except TypeError:  # A module in a partial has no hash, since arrays have none.
         return () if _is_node(value) else None
     return [getattr(value, name) for name in getattr(kind, "__dataclass_fields__", ())]

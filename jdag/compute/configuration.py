@@ -1,7 +1,7 @@
 """The JAX settings on which the results of functions depend.
 
-Every JAX setting counts unless it is listed in `LEFT_OUT`. Unknown settings, of other
-versions of JAX, are compared, so that a mismatch is refused.
+Every JAX setting counts unless it is listed in `LEFT_OUT`. Unknown settings (from other
+versions of JAX) are compared too, so that a mismatch is refused.
 """
 
 import re
@@ -16,20 +16,20 @@ from jax._src.config import State, bool_state, config_ext, trace_context
 
 from jdag.compute.fingerprint import Once
 
-# One of jdag's own among JAX's settings: so it is compared between processes, passed to
-# those that are launched, fixed per cluster, and part of every key of compiled code.
+# jdag's own setting is a JAX setting. So it is compared between processes, passed to
+# launched processes, fixed per cluster, and part of every key of compiled code.
 SUMS_IN_FLOAT32 = bool_state(
     "jdag_sums_in_float32",
     False,
     "Whether jdag sums cotangents of fewer than 32 bits in float32. Each sum of up to "
-    "eight is then rounded to their dtype.",
+    "eight addends is then rounded once, to their dtype.",
     include_in_jit_key=True,
     include_in_trace_context=True,
 )
 
-# Patterns of names of settings that do not change results, by reason.
+# Patterns of the names of settings that do not change results, by reason.
 LEFT_OUT: Mapping[str, tuple[str, ...]] = {
-    "where it is computed, and on how many devices": (
+    "choice and number of devices": (
         "jax_platforms?(_name)?",
         "jax_default_device",
         "jax_(cuda|rocm|oneapi)_visible_devices",
@@ -38,16 +38,14 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "(jax_mock_gpu_topology|mock_num_gpu_processes)",
         "jax_sort_devices_by_process_index",
     ),
-    "when it is computed: this process waits for its results": (
-        "jax_cpu_enable_async_dispatch",
-    ),
-    "JAX's own processes, not jdag's": (
+    "time of execution: jdag waits for results": ("jax_cpu_enable_async_dispatch",),
+    "processes of JAX's own runtime": (
         "jax_cpu_get_(global|local)_topology_timeout_minutes",
         "jax_(cross_host|force_dcn|share_binary|distributed|mtls)_.*",
         "jax_enable_(preemption_service|recoverability)",
         "jax_check_proxy_envs",
     ),
-    "caches of what was compiled": (
+    "caches of compiled code": (
         "jax_(enable_)?compilation_cache.*",
         "jax_persistent_cache_.*",
         "jax_raise_persistent_cache_errors",
@@ -71,11 +69,11 @@ LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "jax_pallas_(enable_debug_checks|poison_buffers)",
         "jax_raise_on_ppermute_sort_diff|jax_experimental_unsafe_xla_runtime_errors",
     ),
-    "how programs are written to files": ("jax2tf_.*|jax_(export|serialization)_.*",),
+    "formats of exported programs": ("jax2tf_.*|jax_(export|serialization)_.*",),
 }
 
-# Checked in each call, in addition to JAX's trace context.
-ALSO = (
+# Settings read in each call, in addition to JAX's trace context.
+WATCHED_NAMES = (
     "jax_default_prng_impl",
     "jax_disable_most_optimizations",
     "jax_optimization_level",
@@ -86,17 +84,18 @@ ALSO = (
 def sum_in_float32(on: bool = True) -> None:
     """Sum cotangents of bfloat16 and float16 in float32, in this process from now on.
 
-    Sums of up to eight, of which more are made (see `jdag.engine.addends`), are rounded
-    once each. Without, each addition is rounded, as in `jax.grad`. Clusters that exist
-    refuse to go on; workers that are launched later get the setting, and others have
-    to be started with the environment variable JDAG_SUMS_IN_FLOAT32=1.
+    Each sum of up to eight addends is rounded once (larger sums are trees of these, see
+    `jdag.engine.addends`). Without the setting each addition is rounded, as in
+    `jax.grad`.
+
+    Call it before making a cluster: existing clusters refuse further work. Workers
+    launched later get the setting; start other workers with the environment variable
+    JDAG_SUMS_IN_FLOAT32=1.
     """
     jax.config.update("jdag_sums_in_float32", on)
 
 
 class Configuration(Once):
-    """Settings of JAX, by name; equal if all of them are."""
-
     def __init__(self, settings: tuple[tuple[str, Any], ...]) -> None:
         super().__init__(settings)
         self.settings = settings
@@ -104,50 +103,50 @@ class Configuration(Once):
 
 @lru_cache(maxsize=1)
 def compared() -> tuple[str, ...]:
-    """The names of the compared settings, in order."""
-    left_out = re.compile("|".join(f"(?:{one})" for one in sum(LEFT_OUT.values(), ())))
+    left_out = re.compile("|".join(f"(?:{p})" for p in sum(LEFT_OUT.values(), ())))
     names: Mapping[str, Any] = jax.config.values
     return tuple(sorted(name for name in names if not left_out.fullmatch(name)))
 
 
 _holders: Mapping[str, Any] = jax.config._value_holders
 _ALL = tuple((name, _holders[name]) for name in compared())
-_WATCHED = tuple(_holders[name] for name in ALSO)
+_WATCHED = tuple(_holders[name] for name in WATCHED_NAMES)
 _value = attrgetter("value")
-_STATES = tuple([one for one in _holders.values() if isinstance(one, State)])
-# The last one, with its watched values.
+_STATES = tuple([state for state in _holders.values() if isinstance(state, State)])
+# The last configuration, with the watched values under which it was read.
 _last: list[tuple[Any, Configuration]] = [((), Configuration(()))]
 
 
 def configuration() -> Configuration:
-    """Return the current settings, in this thread.
+    """Return the current settings of this thread.
 
-    Reading all of them takes too long for every call, so they are read again only when
-    JAX's trace context or one of `ALSO` has changed; the rest is set once per process.
+    Reading all settings takes too long for every call, so they are read again only when
+    JAX's trace context or one of `WATCHED_NAMES` has changed. The other settings are
+    set once per process.
     """
     watched = (trace_context(), *map(_value, _WATCHED))
-    then, last = _last[0]
-    if then == watched:
+    last_watched, last = _last[0]
+    if last_watched == watched:
         return last
-    found = Configuration(tuple([(name, one.value) for name, one in _ALL]))
-    if last == found:
-        found = last  # The same object compares faster.
-    _last[:] = [(watched, found)]
-    return found
+    current = Configuration(tuple([(name, holder.value) for name, holder in _ALL]))
+    if last == current:
+        current = last  # Identical objects compare faster.
+    _last[:] = [(watched, current)]
+    return current
 
 
-def carried() -> Callable[..., Any]:
-    """Return a function that calls another one, under the settings of this thread.
+def with_local_settings() -> Callable[..., Any]:
+    """Return a function that calls its argument under this thread's settings.
 
-    Context managers of JAX count for one thread; what a cluster starts on other threads
-    computes under those that it was made in.
+    JAX's context managers affect only one thread, so a cluster uses the returned
+    function on its other threads.
     """
-    own = [(state, state.get_local()) for state in _STATES]
-    own = [(state, value) for state, value in own if value is not config_ext.unset]
+    local = [(state, state.get_local()) for state in _STATES]
+    local = [(state, value) for state, value in local if value is not config_ext.unset]
 
     def call(fn: Callable[..., Any], *args: Any) -> Any:
         with ExitStack() as stack:
-            for state, value in own:
+            for state, value in local:
                 stack.enter_context(state(value))
             return fn(*args)
 

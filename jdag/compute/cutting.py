@@ -1,23 +1,24 @@
-"""The graph of a plan is cut at transfers into segments: jobs of one worker.
+"""Cutting a plan's graph at transfers into segments. Each is a job of one worker.
 
-The level of a node is the highest of its inputs and its forward, plus 1 for an input
-from another worker; sources have level 0. Of the nodes of one worker and level, those
-that depend on each other are in one segment, so forward and backward are if nothing
-crosses between them. With them are those that wait for the same segments of other
-workers, and for which the same nodes wait there: what fans out and comes together is
-one segment, and micro-batches of a pipeline are several. Sums of gradients join one of
-these only if all addends come from it; a call that reads one, as norms do, is a level
-above. Updates have segments of their own, so has what runs as Python, with levels of
-its own, and long segments are split in program order.
-Under a schedule each action is a segment, with levels of its own too: a call or (half
-of) its vjp, and the sums and seeds that nothing else reads. So what depends on actions
-is not merged over micro-batches, which would have an action wait for a later one.
+The level of a node is the maximum over its inputs, plus 1 for an input from another
+worker; sources have level 0. Nodes of one worker and level form one segment if they
+depend on each other, so a forward and its backward share a segment if no transfer lies
+between them. A segment also collects independent nodes with the same segments of other
+workers before and after them: a fan-out that is joined again is one segment, and the
+micro-batches of a pipeline are several.
 
-Segments are convex. Levels never fall along a path, so on a path between two nodes of a
-segment they are all equal: nothing crosses on it, it stays on the worker, and in the
-part whose nodes depend on each other. It passes no update and no sum, since nothing
-there reads what one makes. Places in the program rise along a path, so it stays in one
-part of a split. For the same reasons a segment depends only on earlier ones.
+- A sum of gradients joins a segment only if all its addends come from it. A call that
+  reads a sum, such as a norm, is one level higher.
+- Updates have separate segments; unjitted functions have separate segments and levels.
+- Long segments are split in program order.
+- Under a schedule each action (a call, its vjp, or half of its vjp) is a segment on a
+  separate level, with the sums and seeds that only this action reads. Actions are not
+  merged over micro-batches, since an action would then wait for a later micro-batch.
+
+Segments are convex. Levels never fall along a path, so a path between two nodes of a
+segment stays on its level and worker. It contains no update and no sum, since no node
+of this level reads their results; and program order rises along it, so a split cuts it
+at most once. For the same reasons a segment depends only on earlier ones.
 """
 
 from collections import defaultdict
@@ -32,20 +33,20 @@ from jdag.engine.messages import Outgoing, Prepare, Segment, Slotted
 from jdag.engine.names import ContextId, LeafId, Worker
 from jdag.engine.segments import NodeKind, SegmentNode, Slots
 
-NODES_MAX = 256  # Of a segment, which bounds the time to compile it.
+NODES_MAX = 256  # Nodes per segment. The maximum bounds the compile time.
 PYTHON = (-1,)
-# Of nodes: update, level, worker, and what they are apart for: an action of a schedule
-# (stage, micro-batch, kind), PYTHON, or nothing.
+# Update flag, level, worker and separation key of a node. The key is an action of a
+# schedule (stage, micro-batch, kind), PYTHON, or empty.
 _Group = tuple[bool, int, Worker, tuple[int, ...]]
-Wanted = dict[int, dict[Worker, None]]  # By value, the workers that read it.
+Readers = dict[int, dict[Worker, None]]  # For each value, the workers that read it.
 
 
 @dataclass(eq=False)
 class Piece:
-    """A segment; `nodes` are places in the graph. Without nodes it sends leaves.
+    """A segment. `nodes` are graph indices; a segment without nodes sends leaves.
 
-    It reads values and residuals of others; `taken` and `given` are its bundles of
-    residuals, by slot.
+    `reads` are the values and residuals that the nodes read. `bundles_in` and
+    `bundles_out` list the residuals of each bundle, by slot.
     """
 
     worker: Worker
@@ -53,25 +54,22 @@ class Piece:
     update: bool
     nodes: tuple[int, ...]
     reads: tuple[int, ...]
-    taken: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    given: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    bundles_in: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    bundles_out: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     segment: Segment = field(init=False)
 
 
 class _Edge(NamedTuple):
-    """Slots that one segment, by index, makes or sends for another."""
-
     source: int
     target: int
     slots: Slots
 
 
 class CutPlan(NamedTuple):
-    """The parts of a plan, ready for `jdag.engine.protocol.Planned`, and all segments.
+    """The parts of a plan for `jdag.engine.protocol.Planned`, and all segments.
 
-    Of `inputs`, each worker gets these slots with a step. Each of `pieces` depends on
-    earlier ones alone. `nbytes` are those of each slot: of residuals the bytes that are
-    no arguments or outputs of calls.
+    `inputs` lists the slots that the caller of a step sends to each worker. `nbytes`
+    gives the bytes of each slot; for a bundle, without arguments and outputs of calls.
     """
 
     parts: tuple[tuple[Worker, Prepare], ...]
@@ -93,248 +91,261 @@ def cut_graph(
 ) -> CutPlan:
     """Cut a graph into segments.
 
-    Args:
-        graph: calls, and what differentiation added; it is not changed.
-        plan: the plan's id.
-        caller: the worker that has the inputs and gets the results.
-        results: the values that a step returns.
-        stages: leaves that a step updates, and the values, made by updates there.
-        exact: whether segments run node by node.
-        nodes_max: the most nodes of a segment.
+    `caller` provides the inputs and receives the `results` of a step. `stages` are the
+    leaves that a step updates, with their new values. If `exact`, segments run node by
+    node.
     """
     pieces = _pieces(graph, nodes_max, exact)
-    wanted: Wanted = {}
-    ends = [(piece.worker, piece.reads) for piece in pieces]
-    for worker, reads in (*ends, (caller, results)):
+    readers: Readers = {}
+    all_reads = [(piece.worker, piece.reads) for piece in pieces]
+    for worker, reads in (*all_reads, (caller, results)):
         for value in reads:
-            wanted.setdefault(value, {})[worker] = None
-    held: dict[tuple[Worker, str], list[int]] = defaultdict(list)
-    leaving: dict[Worker, list[int]] = defaultdict(list)
-    for value in sorted([value for value in wanted if value >= 0]):
-        home, _, _, source, _ = graph.values[value]
-        if source == "leaf" and [*wanted[value]] != [home]:
-            leaving[home].append(value)
-        for worker in (home,) if source == "leaf" else wanted[value] if source else ():
-            held[worker, source].append(value)
-    pieces[:0] = [Piece(at, 0, False, (), tuple(few)) for at, few in leaving.items()]
+            readers.setdefault(value, {})[worker] = None
+    sources, sent_leaves = _sources(graph, readers)
+    pieces[:0] = sent_leaves
     _bundle(graph, pieces)
-    made = dict.fromkeys([*wanted, *[value for _, value in stages]])
+    used = dict.fromkeys([*readers, *[value for _, value in stages]])
     for piece in pieces:
-        piece.segment = _segment(graph, piece, made, wanted, exact)
+        piece.segment = _segment(graph, piece, used, readers, exact)
     parts = []
-    workers = [*[piece.worker for piece in pieces], *[worker for worker, _ in held]]
+    workers = [*[piece.worker for piece in pieces], *[worker for worker, _ in sources]]
     for worker in dict.fromkeys(workers):
-        mine = [piece for piece in pieces if piece.worker == worker]
-        staged = [Slotted(*one) for one in stages if one[0].worker == worker]
-        leaves = [(graph.values[v].leaf, v) for v in held.get((worker, "leaf"), ())]
+        local = [piece for piece in pieces if piece.worker == worker]
+        staged = [Slotted(leaf, slot) for leaf, slot in stages if leaf.worker == worker]
+        slots = sources.get((worker, "leaf"), ())
+        leaf_reads = [(graph.values[slot].leaf, slot) for slot in slots]
         part = Prepare(
             plan,
             0,
-            tuple([piece.segment for piece in mine]),
-            tuple(held.get((worker, "constant"), ())),
-            tuple([Slotted(leaf, value) for leaf, value in leaves if leaf]),
+            tuple([piece.segment for piece in local]),
+            tuple(sources.get((worker, "constant"), ())),
+            tuple([Slotted(leaf, slot) for leaf, slot in leaf_reads if leaf]),
             tuple(staged),
-            tuple([index for index, piece in enumerate(mine) if piece.update]),
-            bool(staged) or not all([_is_awaited(piece, wanted) for piece in mine]),
+            tuple([index for index, piece in enumerate(local) if piece.update]),
+            bool(staged) or not all([_is_awaited(piece, readers) for piece in local]),
         )
         link(part.segments)
         parts.append((worker, part))
-    inputs = [(to, tuple(few)) for (to, kind), few in held.items() if kind == "input"]
+    inputs = [
+        (worker, tuple(values))
+        for (worker, source), values in sources.items()
+        if source == "input"
+    ]
     nbytes = [value.aval.nbytes for value in graph.values]
-    for _, names in sorted([one for piece in pieces for one in piece.given.items()]):
+    bundles = chain(*[piece.bundles_out.items() for piece in pieces])
+    for _, names in sorted(bundles):
         nbytes.append(sum([graph.nodes[~name].pair.residual_bytes for name in names]))
     edges = _edges(pieces)
     return CutPlan(tuple(parts), tuple(inputs), tuple(pieces), edges, tuple(nbytes))
 
 
+def _sources(
+    graph: DataflowGraph, readers: Readers
+) -> tuple[dict[tuple[Worker, str], list[int]], list[Piece]]:
+    sources: dict[tuple[Worker, str], list[int]] = defaultdict(list)
+    sent: dict[Worker, list[int]] = defaultdict(list)
+    for value in sorted([value for value in readers if value >= 0]):
+        home, _, _, source, _ = graph.values[value]
+        if source == "leaf" and [*readers[value]] != [home]:
+            sent[home].append(value)
+        for worker in (home,) if source == "leaf" else readers[value] if source else ():
+            sources[worker, source].append(value)
+    pieces = [Piece(worker, 0, False, (), tuple(few)) for worker, few in sent.items()]
+    return sources, pieces
+
+
 def _pieces(graph: DataflowGraph, nodes_max: int, exact: bool) -> list[Piece]:
-    """The segments with nodes, in order, without their bundles."""
     levels: dict[int, tuple[int, tuple[int, ...], NodeKind | None]] = {}
     groups: dict[_Group, list[int]] = defaultdict(list)
-    apart = _apart(graph, exact)
-    # The nodes of each action that come before the call or vjp, which has its level.
-    before: dict[tuple[int, ...], list[int]] = {of: [] for of in apart if len(of) > 1}
+    separations = _separations(graph, exact)
+    # Sums and seeds of each action; they join the group of its call or vjp.
+    before: dict[tuple[int, ...], list[int]]
+    before = {action: [] for action in separations if len(action) > 1}
     after = NodeKind.SUM, NodeKind.FORWARD
     for place, node in enumerate(graph.nodes):
-        own, level = apart[place], 0
+        separation, level = separations[place], 0
         for name in chain(*node.inputs):
-            at, of, kind = levels.get(name, (0, own, None))
-            rises = (name >= 0 and graph.crosses(name, node.worker)) or own != of
+            source_level, source, kind = levels.get(name, (0, separation, None))
+            rises = name >= 0 and graph.crosses(name, node.worker)
+            rises = rises or separation != source or separation == PYTHON
             after_sum = kind is NodeKind.SUM and node.kind in after and not node.update
-            rises = rises or own == PYTHON or after_sum
-            level = max(level, at + rises)
-        known = level, own, node.kind
-        levels.update(dict.fromkeys((~place, *node.outputs), known))
-        if own in before and not node.action:
-            before[own].append(place)
+            level = max(level, source_level + (rises or after_sum))
+        names = (~place, *node.outputs)
+        levels.update(dict.fromkeys(names, (level, separation, node.kind)))
+        if separation in before and not node.action:
+            before[separation].append(place)
             continue
-        groups[node.update, level, node.worker, own] += [*before.get(own, ()), place]
+        group = groups[node.update, level, node.worker, separation]
+        group += [*before.get(separation, ()), place]
     pieces = []
-    for (update, level, worker, _), places in _sets(graph, groups):
+    for (update, level, worker, _), places in _node_sets(graph, groups):
         for start in range(0, len(places), nodes_max):
             part = tuple(places[start : start + nodes_max])
-            made = {name for at in part for name in (~at, *graph.nodes[at].outputs)}
-            read = chain(*[few for at in part for few in graph.nodes[at].inputs])
-            reads = tuple([name for name in dict.fromkeys(read) if name not in made])
+            nodes = [graph.nodes[place] for place in part]
+            outputs = {*chain(*[node.outputs for node in nodes]), *[~n for n in part]}
+            read = dict.fromkeys(chain(*[few for node in nodes for few in node.inputs]))
+            reads = tuple([name for name in read if name not in outputs])
             pieces.append(Piece(worker, level, update, part, reads))
     return pieces
 
 
-def _apart(graph: DataflowGraph, exact: bool) -> list[tuple[int, ...]]:
-    """Of each node what it is apart for."""
-    found: list[tuple[int, ...]] = [()] * len(graph.nodes)
+def _separations(graph: DataflowGraph, exact: bool) -> list[tuple[int, ...]]:
+    """Return a key per node; nodes with different keys are in separate segments."""
+    separations: list[tuple[int, ...]] = [()] * len(graph.nodes)
     readers: dict[int, dict[tuple[Worker, tuple[int, ...]], None]] = defaultdict(dict)
     for place, node in reversed([*enumerate(graph.nodes)]):
         if node.tag is not None:
             kind = "FBIW".index(node.action)
-            found[place] = (node.tag.stage, node.tag.micro_batch, kind)
+            separations[place] = (node.tag.stage, node.tag.micro_batch, kind)
         elif node.kind in (NodeKind.SUM, NodeKind.FILL):
-            few = readers[node.outputs[0]]
-            if len(few) == 1 and (only := next(iter(few)))[0] == node.worker:
-                found[place] = only[1] if len(only[1]) > 1 else ()
-        # What runs as Python would make its segment run node by node.
+            node_readers = readers[node.outputs[0]]
+            if len(node_readers) == 1:
+                ((worker, action),) = node_readers
+                if worker == node.worker and len(action) > 1:
+                    separations[place] = action
+        # An unjitted function would make its whole segment run node by node.
         elif not exact and node.pair is not None and node.pair.pair.source.unjitted:
-            found[place] = PYTHON
+            separations[place] = PYTHON
         for name in chain(*node.inputs):
-            readers[name][node.worker, found[place]] = None
-    return found
+            readers[name][node.worker, separations[place]] = None
+    return separations
 
 
-def _sets(
+def _node_sets(
     graph: DataflowGraph, groups: Mapping[_Group, list[int]]
 ) -> Iterator[tuple[_Group, list[int]]]:
     """Yield the nodes of each segment, in an order in which segments can run."""
-    home = {name: at for at, node in enumerate(graph.nodes) for name in node.outputs}
-    home.update({~at: at for at in range(len(graph.nodes))})
+    home = {name: n for n, node in enumerate(graph.nodes) for name in node.outputs}
+    home.update({~place: place for place in range(len(graph.nodes))})
     reads = [[home[n] for n in chain(*o.inputs) if n in home] for o in graph.nodes]
     sums = [node.kind is NodeKind.SUM for node in graph.nodes]
     group_of = {place: key for key, places in groups.items() for place in places}
-    above = list(range(len(graph.nodes)))  # Towards the first node of its part.
+    parents = list(range(len(graph.nodes)))  # A union-find of dependent nodes.
 
-    def part(place: int) -> int:
-        while above[place] != place:
-            above[place] = place = above[above[place]]
+    def root(place: int) -> int:
+        while parents[place] != place:
+            parents[place] = place = parents[parents[place]]
         return place
 
-    def is_far(at: int, place: int) -> bool:
-        one, other = group_of[at], group_of[place]
-        acts = len(one[3]) > 1 or len(other[3]) > 1
-        return one[2] != other[2] or (acts and one[3] != other[3])
+    def is_far(source: int, place: int) -> bool:
+        *_, source_worker, source_key = group_of[source]
+        *_, worker, key = group_of[place]
+        has_action = len(source_key) > 1 or len(key) > 1
+        return source_worker != worker or (has_action and source_key != key)
 
     after: dict[int, dict[int, None]] = defaultdict(dict)
-    for place, near in enumerate(reads):
-        joined = [at for at in near if group_of[at] == group_of[place]]
-        for at in joined if not sums[place] else ():
-            one, other = sorted((part(at), part(place)))
-            above[other] = one
-    for place, near in enumerate(reads):
-        for at in near:
-            if is_far(at, place):
-                after[part(at)][part(place)] = None
-    made: dict[int, int] = {}  # By node, the number of its set.
+    for place, inputs in enumerate(reads):
+        joined = [n for n in inputs if group_of[n] == group_of[place]]
+        for source in joined if not sums[place] else ():
+            first, second = sorted((root(source), root(place)))
+            parents[second] = first
+    for place, inputs in enumerate(reads):
+        for source in inputs:
+            if is_far(source, place):
+                after[root(source)][root(place)] = None
+    set_of: dict[int, int] = {}  # By node, the number of its set.
     for key, places in sorted(groups.items()):
         if len(key[3]) > 1:
-            made.update(dict.fromkeys(places, len(made)))
+            set_of.update(dict.fromkeys(places, len(set_of)))
             yield key, places
             continue
         sets: dict[Any, list[int]] = defaultdict(list)
         before: dict[int, dict[int, None]] = defaultdict(dict)
         for place in places:
-            far = [made[at] for at in reads[place] if is_far(at, place)]
-            before[part(place)].update(dict.fromkeys(far))
+            far = [set_of[n] for n in reads[place] if is_far(n, place)]
+            before[root(place)].update(dict.fromkeys(far))
         for place in [place for place in places if not sums[place]]:
-            ends = before[part(place)], after[part(place)]
+            ends = before[root(place)], after[root(place)]
             sets[key[0] or tuple([tuple(sorted(end)) for end in ends])].append(place)
-        for few in sets.values():
-            made.update(dict.fromkeys(few, len(made)))
-        numbers = {made[few[0]]: few for few in sets.values()}
+        for nodes in sets.values():
+            set_of.update(dict.fromkeys(nodes, len(set_of)))
+        numbers = {set_of[nodes[0]]: nodes for nodes in sets.values()}
         for place in [place for place in places if sums[place]]:
-            near = sorted({made[at] for at in reads[place]})
-            here = [number for number in near if number in numbers]
-            few = numbers[here[0]] if len(here) == 1 else sets["sums", *near]
-            few.append(place)
-        for few in sets.values():
-            made.update(dict.fromkeys(few, made.get(few[0], len(made))))
-            yield key, sorted(few)
+            sources = sorted({set_of[n] for n in reads[place]})
+            local = [number for number in sources if number in numbers]
+            nodes = numbers[local[0]] if len(local) == 1 else sets["sums", *sources]
+            nodes.append(place)
+        for nodes in sets.values():
+            set_of.update(dict.fromkeys(nodes, set_of.get(nodes[0], len(set_of))))
+            yield key, sorted(nodes)
 
 
 def _bundle(graph: DataflowGraph, pieces: Sequence[Piece]) -> None:
-    """Give pieces their bundles, one for each two of them; slots follow the values."""
+    """Make a bundle for each pair of connected segments, in a slot after all values."""
     home = {~place: piece for piece in pieces for place in piece.nodes}
     slots: dict[tuple[int, int], int] = {}
-    for taker in pieces:
-        for name in [name for name in taker.reads if name < 0]:
-            between = (id(home[name]), id(taker))
-            slot = slots.setdefault(between, len(graph.values) + len(slots))
-            home[name].given[slot].append(name)
-            taker.taken[slot].append(name)
+    for reader in pieces:
+        for name in [name for name in reader.reads if name < 0]:
+            ends = (id(home[name]), id(reader))
+            slot = slots.setdefault(ends, len(graph.values) + len(slots))
+            home[name].bundles_out[slot].append(name)
+            reader.bundles_in[slot].append(name)
 
 
 def _segment(
     graph: DataflowGraph,
     piece: Piece,
-    made: Container[int],
-    wanted: Wanted,
+    used: Container[int],
+    readers: Readers,
     exact: bool,
 ) -> Segment:
     nodes = [graph.nodes[place] for place in piece.nodes]
     arrays = [name for name in piece.reads if name >= 0]
-    names = [*arrays, *chain(*piece.taken.values())]
-    read = {*chain(*[few for node in nodes for few in node.inputs])}
-    read.update(chain(*piece.given.values()))
+    names = [*arrays, *chain(*piece.bundles_in.values())]
+    read = {*chain(*[inputs for node in nodes for inputs in node.inputs])}
+    read.update(chain(*piece.bundles_out.values()))
     for place, node in zip(piece.nodes, nodes, strict=True):
         names += [*node.outputs, *[~place] * (~place in read)]
     number = {name: index for index, name in enumerate(names)}
 
-    def at(few: Sequence[int]) -> tuple[int, ...]:
-        return tuple([number[name] for name in few])
+    def numbers_of(names: Sequence[int]) -> tuple[int, ...]:
+        return tuple([number[name] for name in names])
 
     pairs = {id(node.pair): node.pair for node in nodes if node.pair is not None}
-    index = {key: at for at, key in enumerate(pairs)}
+    pair_index = {key: index for index, key in enumerate(pairs)}
     inner = []
     for place, node in zip(piece.nodes, nodes, strict=True):
-        inputs, keeps = tuple(map(at, node.inputs)), node.keeps or ~place in read
-        of = index.get(id(node.pair), 0)
-        inner.append(SegmentNode(node.kind, of, inputs, keeps, node.weights))
-    makes = [value for node in nodes for value in node.outputs if value in made]
+        keeps = node.keeps or ~place in read
+        inputs = tuple(map(numbers_of, node.inputs))
+        pair = pair_index.get(id(node.pair), 0)
+        inner.append(SegmentNode(node.kind, pair, inputs, keeps, node.weights))
+    outputs = [value for node in nodes for value in node.outputs if value in used]
     hops: dict[Worker, list[int]] = defaultdict(list)
-    for value in makes if nodes else piece.reads:
-        for to in wanted.get(value, ()):
-            if to != piece.worker:
-                hops[to].append(value)
+    for value in outputs if nodes else piece.reads:
+        for worker in readers.get(value, ()):
+            if worker != piece.worker:
+                hops[worker].append(value)
     function = SegmentFunction(
         tuple(pairs.values()),
         tuple([graph.aval(value, piece.worker) for value in arrays]),
-        tuple(map(len, piece.taken.values())),
+        tuple(map(len, piece.bundles_in.values())),
         tuple(inner),
-        at(makes),
-        tuple(map(at, piece.given.values())),
+        numbers_of(outputs),
+        tuple(map(numbers_of, piece.bundles_out.values())),
         tuple([(node.name or node.kind.value, node.site) for node in nodes]),
         exact,
     )
-    going = tuple([Outgoing(to, tuple(few)) for to, few in hops.items()])
-    acts: list[Any] = [(node.tag, node.action) for node in nodes if node.action]
-    (act,) = acts or [(None, "")]  # A segment is one action at most.
-    ends = (*arrays, *piece.taken), (*makes, *piece.given)
-    return Segment(function, *ends, going, *act)
+    sends = tuple([Outgoing(worker, tuple(slots)) for worker, slots in hops.items()])
+    actions: list[Any] = [(node.tag, node.action) for node in nodes if node.action]
+    (action,) = actions or [(None, "")]  # A segment has at most one action.
+    ends = (*arrays, *piece.bundles_in), (*outputs, *piece.bundles_out)
+    return Segment(function, *ends, sends, *action)
 
 
-def _is_awaited(piece: Piece, wanted: Wanted) -> bool:
-    """Whether a segment or the caller waits for what this segment makes."""
-    used = [slot for slot in piece.segment.makes if slot in wanted]
-    return bool(used or piece.segment.hops)
+def _is_awaited(piece: Piece, readers: Readers) -> bool:
+    return bool(piece.segment.hops) or any([n in readers for n in piece.segment.makes])
 
 
 def _edges(pieces: Sequence[Piece]) -> tuple[_Edge, ...]:
     home: dict[int, int] = {}
     for index, piece in enumerate(pieces):
-        made = piece.segment.makes if piece.nodes else piece.reads
-        home.update(dict.fromkeys(made, index))
-    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        outputs = piece.segment.makes if piece.nodes else piece.reads
+        home.update(dict.fromkeys(outputs, index))
+    edges: dict[tuple[int, int], list[int]] = defaultdict(list)
     for target, piece in enumerate(pieces):
         for slot in piece.segment.needs:
             source = pieces[home[slot]] if slot in home else piece
             if source is not piece and (source.nodes or source.worker != piece.worker):
-                found[home[slot], target].append(slot)
-    assert all([source < target for source, target in found]), "an update is read"
-    return tuple([_Edge(*ends, tuple(slots)) for ends, slots in found.items()])
+                edges[home[slot], target].append(slot)
+    assert all([source < target for source, target in edges]), "an update is read"
+    return tuple([_Edge(*ends, tuple(slots)) for ends, slots in edges.items()])

@@ -1,9 +1,10 @@
 """Duals: values with a tangent, their derivative along a direction.
 
-A dual can be used wherever its primal can: it is held under one key, travels in one
-slot, and adds to arrays and other duals. A value without a tangent (a constant, an
-integer, anything that no direction reaches) is an array; its tangent is zero and is
-never materialized. So a run is of second order only where its leaves are duals.
+A dual can be used wherever its primal can: it is stored under one key, sent in one
+slot, and can be added to arrays and other duals. A value without a tangent (a constant,
+an integer, any value that does not depend on the direction) stays an array; its zero
+tangent is not materialized. So a run computes second derivatives only if its leaves are
+duals.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,9 +22,9 @@ _NO_JVP = ("forward-mode", "do not support JVP", "Differentiation rule for")
 
 
 class Dual:
-    """An array and its tangent, of the same shape and dtype; to JAX a pytree of both.
+    """An array and its tangent, of the same shape and dtype, as a pytree of JAX.
 
-    It is not an array itself: code that treats it as one fails.
+    A dual is not an array: code that treats it as an array fails.
     """
 
     __slots__ = ("primal", "tangent")
@@ -34,16 +35,15 @@ class Dual:
 
     @property
     def keeps(self) -> tuple[Any, Any]:
-        """The arrays that it keeps alive."""
         return (self.primal, self.tangent)
 
-    def __add__(self, other: Any) -> "Dual":
-        if other.__class__ is Dual:
-            return Dual(self.primal + other.primal, self.tangent + other.tangent)
-        return Dual(self.primal + other, self.tangent)
+    def __add__(self, addend: Any) -> "Dual":
+        if addend.__class__ is Dual:
+            return Dual(self.primal + addend.primal, self.tangent + addend.tangent)
+        return Dual(self.primal + addend, self.tangent)
 
-    def __radd__(self, other: Any) -> "Dual":
-        return Dual(other + self.primal, self.tangent)
+    def __radd__(self, addend: Any) -> "Dual":
+        return Dual(addend + self.primal, self.tangent)
 
     def __repr__(self) -> str:
         return f"Dual({self.primal!r}, {self.tangent!r})"
@@ -54,61 +54,56 @@ jtu.register_pytree_node(
 )
 
 
-# Of a value's class; a call of it that was made before runs no Python.
+# The argument is the class of a value. Cached calls run no Python code.
 is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(
     lambda kind: issubclass(kind, jax.Array)
 )
 
 
 def is_array(value: Any) -> bool:
-    """Tell whether a value is a JAX array; a tracer is not.
+    """Whether a value is a JAX array and not a tracer.
 
-    `isinstance(value, jax.Array)` holds for tracers too, and takes five times as long.
+    `isinstance(value, jax.Array)` is true for tracers, and takes five times as long.
     """
     return is_array_type(type(value))
 
 
 def are_arrays(values: Iterable[Any]) -> bool:
-    """Tell whether all values are JAX arrays, as in `is_array`."""
     return all(map(is_array_type, dict.fromkeys(map(type, values))))
 
 
 def is_dual(value: object) -> bool:
-    """Tell whether a value has a tangent."""
     return value.__class__ is Dual
 
 
 def any_dual(values: Iterable[Any]) -> bool:
-    """Tell whether one of the values has a tangent."""
     return any([value.__class__ is Dual for value in values])
 
 
 def primal_of(value: Any) -> Any:
-    """Return a value without its tangent."""
     return value.primal if value.__class__ is Dual else value
 
 
-# jit would copy these arrays, which are already held.
+# Unjitted, since jit would copy these arrays, which are already held.
 @unjitted(shapes=lambda *both: list(map(Dual, *both)))
 @remote
 def seeded(primals: Sequence[Any], tangents: Sequence[Any]) -> list[Dual]:
-    """Return duals of these primals and tangents."""
     return list(map(Dual, primals, tangents))
 
 
-def along(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
+def jvp_of(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return the jvp of a function, on pytrees that contain duals.
 
     Values that are not duals are constants. Outputs that can have a tangent are duals,
-    the others (integers, bools, keys) arrays. `name` is the user's function, for
-    profiles.
+    and other outputs (integers, bools, PRNG keys) are arrays. `name` is that of the
+    user's function, for profiles.
     """
 
     def jvp(*args: Any) -> Any:
         leaves, treedef = jtu.tree_flatten(args, is_leaf=is_dual)
         indices = [index for index, leaf in enumerate(leaves) if is_dual(leaf)]
 
-        def moving(*primals: Any) -> Any:
+        def of_primals(*primals: Any) -> Any:
             values = list(leaves)
             for index, primal in zip(indices, primals, strict=True):
                 values[index] = primal
@@ -116,24 +111,23 @@ def along(fn: Callable[..., Any], name: str) -> Callable[..., Any]:
 
         primals = [leaves[index].primal for index in indices]
         tangents = [leaves[index].tangent for index in indices]
-        return jtu.tree_map(_joined, *jax.jvp(moving, primals, tangents))
+        return jtu.tree_map(_dual_or_array, *jax.jvp(of_primals, primals, tangents))
 
     jvp.__name__ = f"jvp_{name.rpartition(':')[2]}"
     jvp.__qualname__ = jvp.__name__
     return jvp
 
 
-def _joined(primal: Any, tangent: Any) -> Any:
+def _dual_or_array(primal: Any, tangent: Any) -> Any:
     return primal if tangent.dtype == jax.dtypes.float0 else Dual(primal, tangent)
 
 
 def refuse_no_jvp(name: str, error: Exception) -> None:
-    """Raise an error that names the function, if JAX reports a missing jvp."""
-    said = text_of(error)
-    if any(words in said for words in _NO_JVP):
+    message = text_of(error)
+    if any(part in message for part in _NO_JVP):
         raise JdagError(
-            f"{name} has no second derivative by jdag.hvp, which differentiates its "
-            f"vjp forward: {said.splitlines()[0]} A custom_vjp whose rules call no "
-            "custom_vjp function, not even itself, has one; so has a custom_jvp, "
-            "around a callback too"
+            f"{name} has no second derivative by jdag.hvp, which differentiates the "
+            f"vjp in forward mode: {message.splitlines()[0]} A custom_vjp function has "
+            "a second derivative if its rules call no custom_vjp function (including "
+            "itself). A custom_jvp function has one, even around a callback"
         ) from error

@@ -2,11 +2,11 @@
 
 Forward and vjp are two functions over flat arrays, exported by `jax.export` for CPU and
 CUDA. Residuals are outputs of forward and inputs of the vjp, so nothing is computed
-twice; residuals that are arguments or outputs are neither returned nor sent again
+twice. Residuals that are arguments or outputs are neither returned nor sent again
 (`jdag.compute.tracing`). XLA compiles the same program on the receiver.
 
 A received export is checked before use: its digest, the types of its programs, and that
-they call nothing outside of StableHLO but the routines for linear algebra, Fourier
+they call nothing outside of StableHLO except routines for linear algebra, Fourier
 transforms and random numbers.
 """
 
@@ -50,17 +50,15 @@ _CALL = re.compile(r'custom_call[^\n@]*@("[^"]*"|[\w$.\-]+)')
 
 
 class Definition(NamedTuple):
-    """An exported function: its bytes, and the digest by which specs name it."""
-
     digest: bytes
     data: bytes
 
 
 class ExportHeader(Record):
-    """An exported function's two programs, and what its spec does not contain.
+    """An exported function: its two programs, and data that its spec lacks.
 
-    `sources` locates each residual: (0, index in the rest), (1, in `args_kept`) or
-    (2, in `outputs_kept`); `rest` are the types of the rest.
+    `sources` locates each residual: (0, index in `rest`), (1, index in `args_kept`) or
+    (2, index in `outputs_kept`); `rest` has the types of the remaining residuals.
     """
 
     args_kept: Several[U32]
@@ -76,20 +74,21 @@ _decoder: Decoder[ExportHeader] = Decoder(ExportHeader)
 
 
 def exported(pair: Any) -> Definition:
-    """Return a pair as StableHLO."""
     if pair.source.unjitted:
-        why = "" if is_unjitted(pair.source.fn) else ", since it moves arrays"
-        raise JdagError(f"{pair.name} is not jitted{why}, as StableHLO would be")
-    found: list[tuple[Traced, list[Aval]]] = []  # No tracers: they would leak.
+        reason = "" if is_unjitted(pair.source.fn) else ", since it moves arrays"
+        raise JdagError(
+            f"{pair.name} is not jitted{reason}, so it cannot be sent as StableHLO"
+        )
+    traces: list[tuple[Traced, list[Aval]]] = []  # Tracers would leak.
     body = pair.source.forward(pair.tracked, jax.jit)
 
     def forward(*args: Any) -> tuple[Any, ...]:
-        made: TracedResult = body(*args)
-        found.append((made.traced, [aval_of(one) for one in made.rest]))
-        return (*made.outputs, *made.rest)
+        result: TracedResult = body(*args)
+        traces.append((result.traced, [aval_of(array) for array in result.rest]))
+        return (*result.outputs, *result.rest)
 
     program = _exported(pair.name, forward, [aval.struct() for aval in pair.avals])
-    traced, rest = found[-1]
+    traced, rest = traces[-1]
     data = encode(
         ExportHeader(
             traced.args_kept,
@@ -103,71 +102,66 @@ def exported(pair: Any) -> Definition:
     )
     if len(data) > EXPORT_MAX_BYTES:
         raise JdagError(
-            f"{pair.name} is {len(data)} bytes when exported, and at most "
-            f"{EXPORT_MAX_BYTES} travel; pass the arrays that it holds as arguments"
+            f"{pair.name} has {len(data)} bytes when exported; at most "
+            f"{EXPORT_MAX_BYTES} are allowed. Pass its arrays as arguments"
         )
     return Definition(sha256(data).digest(), data)
 
 
 def _exported_vjp(pair: Any, traced: Traced, rest: Sequence[Aval]) -> bytes:
-    taken = _taken(traced, pair, rest)
+    avals = _vjp_types(traced, pair, rest)
     count, vjp = len(traced.sources), vjp_of(traced)
 
     def backward(*arrays: Any) -> Any:
         return vjp(list(arrays[:count]), list(arrays[count:]))
 
-    return _exported(pair.name, backward, [aval.struct() for aval in taken])
+    return _exported(pair.name, backward, [aval.struct() for aval in avals])
 
 
-def _taken(
-    kept: "Traced | ExportHeader", pair: Any, rest: Sequence[Aval]
+def _vjp_types(
+    sources: "Traced | ExportHeader", pair: Any, rest: Sequence[Aval]
 ) -> list[Aval]:
-    """The types that a vjp takes: residuals in its order, then cotangents."""
     homes: tuple[Sequence[Aval], ...] = (
         rest,
-        [pair.avals[index] for index in kept.args_kept],
-        [pair.out_avals[index] for index in kept.outputs_kept],
+        [pair.avals[index] for index in sources.args_kept],
+        [pair.out_avals[index] for index in sources.outputs_kept],
     )
-    residuals = [homes[home][index] for home, index in kept.sources]
+    residuals = [homes[home][index] for home, index in sources.sources]
     return [*residuals, *compress(pair.out_avals, pair.out_tracked)]
 
 
 def _exported(name: str, fn: Callable[..., Any], structs: Sequence[Any]) -> bytes:
-    """A flat function as bytes: for all platforms or, failing that, for this one."""
+    """Serialize a flat function for all platforms or, if that fails, for this one."""
     compiled = jax.jit(fn)
     jaxpr = compiled.trace(*structs).jaxpr
-    if why := unportable(jaxpr):
-        raise JdagError(f"{name} {why}, which StableHLO cannot")
+    if reason := unportable(jaxpr):
+        raise JdagError(f"{name} {reason}; StableHLO does not support this")
     failed: Exception | None = None
     for platforms in (PLATFORMS, (jax.default_backend(),)):
         try:
-            made = export.export(compiled, platforms=platforms)(*structs)
-            return bytes(made.serialize(vjp_order=0))
-        except Exception as error:  # Whatever JAX, or a primitive's rules, raise.
+            program = export.export(compiled, platforms=platforms)(*structs)
+            return bytes(program.serialize(vjp_order=0))
+        except Exception as error:  # JAX, or a primitive's rules, may raise any error.
             failed = failed or error
     raise JdagError(
-        f"{name} cannot be exported as StableHLO: {_why(failed)}"
+        f"{name} cannot be exported as StableHLO: {_reason(failed)}"
     ) from failed
 
 
-def _why(failed: Exception | None) -> str:
+def _reason(failed: Exception | None) -> str:
     if isinstance(failed, KeyError) and isinstance(failed.args[0], np.dtype):
         return (
-            f"this JAX cannot write arrays of {failed.args[0]} that go in or out; "
-            "convert them before and after the call"
+            "this JAX version cannot export inputs or outputs of dtype "
+            f"{failed.args[0]}; convert them before and after the call"
         )
     return f"{type(failed).__name__}: {str(failed).partition(chr(10))[0]}"
 
 
 class ExportedProgram:
-    """The source of a pair: a function received as StableHLO.
+    """The source of a pair: a function received as StableHLO, with a checked digest.
 
-    Args:
-        definition: the exported function, its digest checked.
-        spec: provides name, avals, tracked, out_avals and out_tracked.
-
-    Raises:
-        JdagError: the bytes are not such a function.
+    `spec` provides name, avals, tracked, out_avals and out_tracked. Raises JdagError if
+    the bytes are not an exported function.
     """
 
     unjitted = False
@@ -178,41 +172,39 @@ class ExportedProgram:
         try:
             self._header = header = _decoder.decode(data)
             self._rest = list(map(aval_from, header.rest))
-            taken = _taken(header, spec, self._rest)
+            vjp_types = _vjp_types(header, spec, self._rest)
         except (MsgspecError, ValueError, LookupError) as error:
             raise JdagError(f"an exported function cannot be read: {error}") from error
-        given = [*spec.out_avals, *self._rest]
-        self._forward = _program(self.name, header.forward, spec.avals, given)
+        results = [*spec.out_avals, *self._rest]
+        self._forward = _program(self.name, header.forward, spec.avals, results)
         self._backward: Any = None
         if any(spec.out_tracked):
-            given = [*compress(spec.avals, spec.tracked)]
-            self._backward = _program(self.name, header.backward, taken, given)
+            results = [*compress(spec.avals, spec.tracked)]
+            self._backward = _program(self.name, header.backward, vjp_types, results)
 
     def argument(self, position: int) -> str:
-        """Return the name of an argument in errors."""
         return f"array {position} of the arguments"
 
     def refuse_dual(self) -> NoReturn:
-        """Raise JdagError: a StableHLO program cannot be differentiated twice."""
         module = self.name.partition(":")[0].rpartition("(")[2]
-        is_theirs = module.partition(".")[0] not in ("__main__", "jdag")
-        named = repr(module) if is_theirs else "..."
+        is_users = module.partition(".")[0] not in ("__main__", "jdag")
+        allowed = repr(module) if is_users else "..."
         raise JdagError(
-            f"{self.name} has come to this worker as StableHLO, which jdag.hvp cannot "
-            "differentiate again; it can what goes by name: functions at the top of "
-            f"modules that are in allow=[{named}], or of a script with a guard"
+            f"{self.name} was sent to this worker as StableHLO, which jdag.hvp cannot "
+            "differentiate again. It can differentiate functions that are sent by "
+            f"name: functions at the top level of modules in allow=[{allowed}], or of "
+            "a script with a __main__ guard"
         )
 
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
     ) -> Callable[..., TracedResult]:
-        """Return forward as a function of flat arguments; `compiled` makes its vjp."""
         call, count = self._forward.call, len(self._spec.out_avals)
 
         def body(*args: Any) -> TracedResult:
-            found = call(*map(as_jax, args))
+            results = call(*map(as_jax, args))
             traced = self._traced(compiled)
-            return TracedResult(traced, tuple(found[:count]), tuple(found[count:]))
+            return TracedResult(traced, tuple(results[:count]), tuple(results[count:]))
 
         body.__name__ = body.__qualname__ = self.name.rpartition(":")[2]
         return body
@@ -240,23 +232,22 @@ class ExportedProgram:
 
 
 def check_definition(digest: bytes, data: bytes) -> None:
-    """Raise JdagError unless the bytes match the digest and are not too many."""
     if len(data) > EXPORT_MAX_BYTES:
         raise JdagError(
-            f"an exported function of {len(data)} bytes: at most {EXPORT_MAX_BYTES} "
-            "are taken"
+            f"an exported function has {len(data)} bytes; at most {EXPORT_MAX_BYTES} "
+            "are allowed"
         )
     if sha256(data).digest() != digest:
-        raise JdagError("the bytes of an exported function are not those of its digest")
+        raise JdagError("the bytes of an exported function do not match its digest")
 
 
 def _program(
-    name: str, data: bytes, taken: Sequence[Aval], given: Sequence[Aval]
+    name: str, data: bytes, inputs: Sequence[Aval], outputs: Sequence[Aval]
 ) -> Any:
-    """Decode a program with these input and output types, or raise JdagError."""
     try:
         program = export.deserialize(bytearray(data))
-        found = [(a.shape, a.dtype) for a in (*program.in_avals, *program.out_avals)]
+        avals = *program.in_avals, *program.out_avals
+        actual = [(aval.shape, aval.dtype) for aval in avals]
         with mlir.make_ir_context() as context:
             module = stablehlo.deserialize_portable_artifact(
                 context, program.mlir_module_serialized
@@ -266,23 +257,25 @@ def _program(
         raise JdagError(
             f"the program of {name} cannot be read: {named_text(error)}"
         ) from error
-    wanted = [(aval.shape, aval.dtype) for aval in (*taken, *given)]
-    if found != wanted or len(program.in_avals) != len(taken):
-        raise JdagError(f"the program of {name} is of {found}, and not of {wanted}")
+    expected = [(aval.shape, aval.dtype) for aval in (*inputs, *outputs)]
+    if actual != expected or len(program.in_avals) != len(inputs):
+        raise JdagError(
+            f"the program of {name} has the types {actual}; expected {expected}"
+        )
     backend = jax.default_backend()
-    here = {"gpu": "cuda"}.get(backend, backend)
-    if here not in program.platforms:
+    platform = {"gpu": "cuda"}.get(backend, backend)
+    if platform not in program.platforms:
         raise JdagError(
             f"{name} was exported for {', '.join(program.platforms)}, and this worker "
-            f"computes on {here}; allow its module here, so that it goes by name"
+            f"computes on {platform}; allow its module here to send it by name"
         )
-    # A program without calls has no effects: JAX's effects are calls.
+    # JAX lowers effects to calls, so a program without calls has no effects.
     targets = _CALL.findall(text)
-    others = [target for target in targets if not _TARGETS.fullmatch(target)]
-    if others or len(targets) != text.count("custom_call"):
+    refused = [target for target in targets if not _TARGETS.fullmatch(target)]
+    if refused or len(targets) != text.count("custom_call"):
         raise JdagError(
-            f"the program of {name} calls {', '.join(others) or 'what has no name'}: "
-            "only routines for linear algebra, Fourier transforms and random numbers "
-            "may be called"
+            f"the program of {name} calls {', '.join(refused) or 'an unnamed target'}: "
+            "it may call only routines for linear algebra, Fourier transforms and "
+            "random numbers"
         )
     return program

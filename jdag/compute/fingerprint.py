@@ -1,16 +1,16 @@
 """The fingerprint of a function: its code and the values that it reads.
 
-A function reads its defaults, its closure and the globals that it names; those globals
-that are functions of its own package are followed. Numbers, texts, tuples, small
+A function reads its defaults, its closure and the globals that it names. Globals that
+are functions of the same package are fingerprinted too. Numbers, strings, tuples, small
 containers and numpy arrays count by value, other objects by identity.
 
-Outputs: `key_of`, a hashable key for caches, which has the names of functions, since
-    costs and messages go by these; `function_digest`, which processes compare. In a
-    digest an object that counts by identity is described: an array by its bytes, one of
-    the same package by its parts, any other by its name.
+Outputs: `key_of`, a hashable key for caches, which includes the names of functions,
+    since costs and messages refer to these; `function_digest`, which processes compare.
+    A digest describes an object that counts by identity: an array by its bytes, an
+    object of the same package by its parts, any other by its name.
 
 Invariants: functions with equal keys compute the same unless an object that counts by
-identity has changed. True, 1 and 1.0 are different, as are 0.0 and -0.0. Objects that
+identity has changed. True, 1 and 1.0 differ, as do 0.0 and -0.0. Objects that
 the code itself changes do not count by value. Keys keep their objects alive.
 """
 
@@ -38,26 +38,26 @@ MUTABLE: dict[Any, tuple[str, ...]] = {
     np.ndarray: ("fill", "put", "sort", "partition", "resize"),
 }
 _PLAIN = (str, bytes, Number, type(None))
-_sorted = partial(sorted, key=lambda one: getattr(one, "__qualname__", repr(one)))
-# The parts of values, by type.
+_sorted = partial(sorted, key=lambda item: getattr(item, "__qualname__", repr(item)))
+# Functions that return the parts of a value, by type.
 _ITEMS: dict[Any, Callable[[Any], Any]] = {
     **dict.fromkeys((tuple, list), iter),
     **dict.fromkeys((set, frozenset), _sorted),
     dict: dict.items,
     np.ndarray: lambda a: (str(a.dtype), a.shape, blake2b(a.tobytes()).digest()),
     MethodType: attrgetter("__func__", "__self__"),
-    partial: lambda one: (one.func, one.args, *one.keywords.items()),
+    partial: lambda fn: (fn.func, fn.args, *fn.keywords.items()),
 }
 _STORES = ("STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR")
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 KEYED = "__jdag_key__"  # The attribute of objects that supply their own key.
 ITEMS_MAX, BYTES_MAX = 64, 1 << 16  # Larger values count by identity.
-_TOLD_MAX = (10_000, 1 << 24)  # Larger values enter digests by size only.
-FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed, and functions whose reads are kept.
-# Packages whose functions are not followed: users do not change them.
+_DESCRIBED_MAX = (10_000, 1 << 24)  # Digests include only the size of larger values.
+FUNCTIONS_MAX, READS_MAX = 100, 4096  # Followed functions; functions with cached reads.
+# Functions of these packages are not followed: users do not change them.
 FIXED = ("jax", "jaxlib", "numpy", "optax", "jdag")
-_WRAPPED = ("__wrapped__", "fwd", "bwd", "jvp")  # Held by what JAX makes of functions.
-_HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Of Python 3.13 and later.
+_WRAPPED = ("__wrapped__", "fwd", "bwd", "jvp")  # Attributes of JAX's functions.
+_HAS_DOC: int = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Python 3.13 and later.
 _CODE = attrgetter("__code__")
 _UNFILLED = CellType()
 
@@ -66,44 +66,47 @@ Seen = dict[int, int]
 
 
 class Facts(NamedTuple):
-    """The names that code, including nested code, reads and the types it may change."""
+    """The names that code and its nested code read, and types that it may change."""
 
-    reads: tuple[str, ...]  # Globals, without those that it assigns.
+    reads: tuple[str, ...]  # Globals that the code does not assign.
     names: tuple[str, ...]  # Globals and attributes.
-    changes: Changes  # The types of MUTABLE that it may change in place.
+    changes: Changes  # The types of MUTABLE that the code may change.
 
 
 @lru_cache(maxsize=4096)
 def _facts_of(code: CodeType) -> Facts:
     codes = [code]
-    for one in codes:  # The list grows.
-        codes.extend(const for const in one.co_consts if isinstance(const, CodeType))
-    steps = [(s.opname, s.argval) for one in codes for s in dis.get_instructions(one)]
+    for nested in codes:  # The loop extends the list.
+        codes.extend(const for const in nested.co_consts if isinstance(const, CodeType))
+    steps = [(s.opname, s.argval) for each in codes for s in dis.get_instructions(each)]
     reads = dict.fromkeys(name for step, name in steps if step in _LOADS)
-    names = dict.fromkeys(name for one in codes for name in one.co_names)
+    names = dict.fromkeys(name for nested in codes for name in nested.co_names)
     stores = any(step in _STORES for step, _ in steps)
     return Facts(
         tuple([name for name in reads if ("STORE_GLOBAL", name) not in steps]),
         tuple(names),
-        tuple(k for k, ways in MUTABLE.items() if stores or {*ways} & names.keys()),
+        tuple(
+            kind
+            for kind, methods in MUTABLE.items()
+            if stores or {*methods} & names.keys()
+        ),
     )
 
 
 class ById:
-    """The key of an object that counts by identity."""
-
-    def __init__(self, held: object, *, is_told: bool = True) -> None:
-        self.held, self.is_told = held, is_told  # Whether a digest describes it.
+    def __init__(self, value: object, *, is_described: bool = True) -> None:
+        self.value = value
+        self.is_described = is_described  # Whether digests describe the object.
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self.held is other.held
+    def __eq__(self, key: object) -> bool:
+        return isinstance(key, ById) and self.value is key.value
 
 
 class Once:
-    """A key that is hashed once, since keys of closures are large."""
+    """A key with a cached hash, since keys of closures are large."""
 
     def __init__(self, key: Hashable) -> None:
         self.key, self._hash = key, hash(key)
@@ -111,28 +114,27 @@ class Once:
     def __hash__(self) -> int:
         return self._hash
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Once) and self.key == other.key)
+    def __eq__(self, key: object) -> bool:
+        return self is key or (isinstance(key, Once) and self.key == key.key)
 
 
 class GlobalReads(Once):
-    """The key of code and of the globals that it reads, shared by all its closures.
+    """The key of code and of the globals that it reads. Closures of the code share it.
 
-    It is current while all names give the same objects as before. Keys of the objects
-    in `held`, which may change in place, are computed anew each time.
+    The key is valid while all names refer to the same objects as before. Keys of the
+    objects in `mutable`, which may change in place, are computed each time.
     """
 
     def __init__(self, code: CodeType, space: dict[str, Any]) -> None:
         self.code, self.space, self.module = code, space, str(space.get("__name__"))
         self.watched: list[tuple[Callable[[Any], Any], Any, Any]] = []
-        self.held: list[tuple[Any, Changes]] = []
-        self._known: dict[tuple[Hashable, int], int] = {}
+        self.mutable: list[tuple[Any, Changes]] = []
+        self._numbers: dict[tuple[Hashable, int], int] = {}
         facts = _facts_of(code)
-        self.changes = facts.changes  # By the code itself.
+        self.changes = facts.changes  # Types that the code itself may change.
         super().__init__((code, *self._read(space, facts.reads, facts)))
 
     def is_current(self) -> bool:
-        """Tell whether all names give the same objects as before."""
         for get, name, value in self.watched:  # noqa: SIM110 (it runs in each call)
             if get(name) is not value:
                 return False
@@ -149,7 +151,7 @@ class GlobalReads(Once):
     def _part(self, value: Any, reader: Facts) -> Hashable:
         top, is_function = _top_of(self.module), type(value) is FunctionType
         is_followed = top not in FIXED and _top_of(_module_of(value)) == top
-        if is_function and is_followed and len(self._known) < FUNCTIONS_MAX:
+        if is_function and is_followed and len(self._numbers) < FUNCTIONS_MAX:
             if not (value.__closure__ or value.__defaults__ or value.__kwdefaults__):
                 code = value.__code__
                 self.watched.append((_CODE, value, code))
@@ -157,23 +159,22 @@ class GlobalReads(Once):
                 place = (code, id(value.__globals__))
                 return self._followed(place, value.__globals__, facts.reads, facts)
         elif isinstance(value, ModuleType) and is_followed:
-            place = (ById(value), id(reader))  # Each reads attributes of its own.
+            place = (ById(value), id(reader))  # The attributes depend on the reader.
             return self._followed(place, vars(value), reader.names, reader)
         elif is_function or _is_fixed(value):
             return ById(value) if is_function else key_of(value)
-        self.held.append((value, reader.changes))
+        self.mutable.append((value, reader.changes))
         return None
 
     def _followed(self, place: tuple[Hashable, int], *space: Any) -> Hashable:
-        """The key of a function or module; its number if it was met before."""
-        if place in self._known:
-            return self._known[place]
-        self._known[place] = len(self._known)
+        """Return the key of a function or module; if already keyed, its number."""
+        if place in self._numbers:
+            return self._numbers[place]
+        self._numbers[place] = len(self._numbers)
         return (place[0], *self._read(*space))
 
 
 def _is_fixed(value: Any) -> bool:
-    """Tell whether the key of an object never changes."""
     kind: Any = type(value)
     rule = _rule_of(kind)
     if rule is not None or isinstance(value, type):
@@ -184,13 +185,12 @@ def _is_fixed(value: Any) -> bool:
 
 @lru_cache(maxsize=READS_MAX)
 def _slot(code: int, space: int) -> list[GlobalReads]:
-    """The cache slot for the reads of code; the reads keep both ids in use."""
+    """Return the cached reads of code, which keep the objects of both ids alive."""
     return []
 
 
 @lru_cache(maxsize=4096)
 def _rule_of(kind: Any) -> Any:
-    """The function that makes keys of values of a type; None for objects."""
     if issubclass(kind, _PLAIN):
         return repr
     sorts = (tuple, frozenset, MethodType, partial)
@@ -198,10 +198,10 @@ def _rule_of(kind: Any) -> Any:
 
 
 def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hashable:
-    """Return the key of a function, a static argument or any value in these.
+    """Return the key of a function, a static argument or any value inside them.
 
-    `seen` numbers functions met before, by id; `changes` are the mutable types that the
-    code which reads the value may change in place.
+    `seen` numbers the functions keyed so far, by id; `changes` are the mutable types
+    that the code which reads the value may change in place.
     """
     kind: Any = type(value)
     if kind is FunctionType:
@@ -219,8 +219,8 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
         return keyed
     if kind in MUTABLE:
         if kind not in changes and _is_small(value, ITEMS_MAX, BYTES_MAX):
-            return (kind, *[key_of(one, seen, changes) for one in _ITEMS[kind](value)])
-        return ById(value, is_told=kind not in changes)
+            return (kind, *[key_of(i, seen, changes) for i in _ITEMS[kind](value)])
+        return ById(value, is_described=kind not in changes)
     try:
         hash(value)
     except TypeError:
@@ -228,9 +228,9 @@ def key_of(value: Any, seen: Seen | None = None, changes: Changes = ()) -> Hasha
     if not is_dataclass(value) or seen.get(id(value), -1) >= 0:
         return (kind, value)
     seen[id(value)] = len(seen)
-    held = [key_of(getattr(value, field.name), seen) for field in fields(value)]
-    seen[id(value)] = -1  # An equal object beside it has an equal key.
-    return (kind, value, *held)
+    field_keys = [key_of(getattr(value, field.name), seen) for field in fields(value)]
+    seen[id(value)] = -1  # Another equal object then has an equal key.
+    return (kind, value, *field_keys)
 
 
 def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
@@ -239,7 +239,7 @@ def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
         slot[:] = [GlobalReads(fn.__code__, fn.__globals__)]
     reads = slot[0]
     names = fn.__module__, fn.__qualname__
-    if not (reads.held or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
+    if not (reads.mutable or fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
         return (reads, names)
     seen = {} if seen is None else seen
     if id(fn) in seen:
@@ -247,28 +247,27 @@ def _function_key(fn: FunctionType, seen: Seen | None) -> Hashable:
     if len(seen) >= FUNCTIONS_MAX:
         return ById(fn)
     seen[id(fn)] = len(seen)
-    own = [c if c == _UNFILLED else c.cell_contents for c in fn.__closure__ or ()]
-    own += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-    keys = [key_of(one, seen, by) for one, by in reads.held]
-    keys += [key_of(one, seen, reads.changes) for one in own]
+    cells = fn.__closure__ or ()
+    captured = [c if c == _UNFILLED else c.cell_contents for c in cells]
+    captured += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
+    keys = [key_of(value, seen, changes) for value, changes in reads.mutable]
+    keys += [key_of(value, seen, reads.changes) for value in captured]
     return (reads, names, *keys)
 
 
 def _is_small(value: Any, items_max: int, bytes_max: int) -> bool:
-    """Tell whether containers and arrays, including nested ones, are within limits."""
-    waiting, items, nbytes = [value], 0, 0
-    for one in waiting:  # It grows; each item counts, also again and again.
-        if isinstance(one, np.ndarray):
-            nbytes += bytes_max + 1 if one.dtype.hasobject else one.nbytes
-        elif isinstance(one, list | tuple | dict | set | frozenset):
-            items += len(one)
+    pending, items, nbytes = [value], 0, 0
+    for part in pending:  # The list grows; repeated items count each time.
+        if isinstance(part, np.ndarray):
+            nbytes += bytes_max + 1 if part.dtype.hasobject else part.nbytes
+        elif isinstance(part, list | tuple | dict | set | frozenset):
+            items += len(part)
             if items <= items_max:
-                waiting.extend([*one, *one.values()] if isinstance(one, dict) else one)
+                pending += [*part, *part.values()] if isinstance(part, dict) else part
     return items <= items_max and nbytes <= bytes_max
 
 
 def _module_of(value: Any) -> str:
-    """Return the module of a function, class or object, or the name of a module."""
     module = getattr(value, "__module__", None) or getattr(value, "__name__", None)
     return module if isinstance(module, str) else ""
 
@@ -281,70 +280,69 @@ class _RewrittenError(Exception):
     """Code with assertions rewritten by pytest, which differs in other processes."""
 
 
-def function_digest(found: Any) -> str:
+def function_digest(function: Any) -> str:
     """Return the digest of a function or class; empty if it must not be compared.
 
-    That is the case if pytest rewrote its code, or its functions nest too deep.
+    It must not be compared if pytest rewrote its code or its functions nest too deep.
     """
     try:
-        texts = list(_texts(key_of(found), _top_of(_module_of(found)), {}))
+        texts = list(_texts_of(key_of(function), _top_of(_module_of(function)), {}))
     except (RecursionError, _RewrittenError):
         return ""
     return blake2b(repr(texts).encode(), digest_size=16).hexdigest()
 
 
-def _texts(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
-    """Yield the texts of a part of a key; objects of package `top` are described."""
+def _texts_of(part: Any, top: str, seen: dict[int, Any]) -> Iterator[str]:
+    """Yield a part of a key as strings; code outside package `top` by name only."""
     if type(part) is tuple and part and isinstance(part[0], GlobalReads):
-        reads, (module, _), *held = part
+        reads, (module, _), *values = part
         part = f"{reads.code.co_qualname} of {module}"
         if _top_of(module) == top:
-            part = (reads.key if _top_of(reads.module) == top else reads.code, *held)
+            part = (reads.key if _top_of(reads.module) == top else reads.code, *values)
     if type(part) is tuple:
         yield f"tuple {len(part)}"
         for item in part:
-            yield from _texts(item, top, seen)
+            yield from _texts_of(item, top, seen)
     elif isinstance(part, CodeType):
         yield dumps(_bare(part), 2).hex()  # Version 2 writes no references.
     elif isinstance(part, _PLAIN):
         yield f"{type(part).__name__} {part!r}"
     else:
-        value = part.held if isinstance(part, ById) else part
+        value = part.value if isinstance(part, ById) else part
         name = getattr(value, "__qualname__", "")
         yield f"{type(value).__name__} {name} of {_module_of(value)}"
-        if not isinstance(part, ById) or part.is_told:
-            yield from _texts(_described(value, top, seen), top, seen)
+        if not isinstance(part, ById) or part.is_described:
+            yield from _texts_of(_described(value, top, seen), top, seen)
 
 
 def _described(value: Any, top: str, seen: dict[int, Any]) -> Any:
-    """The parts of an object that counts by identity, as a key."""
+    """Return the parts of an object that counts by identity, as a key."""
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
         is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
         value = np.asarray(jax.random.key_data(value) if is_key else value)
     if type(value) in MUTABLE:
-        if _is_small(value, *_TOLD_MAX):
+        if _is_small(value, *_DESCRIBED_MAX):
             return tuple([key_of(item) for item in _ITEMS[type(value)](value)])
         is_array = isinstance(value, np.ndarray)
         return (str(value.dtype), *value.shape) if is_array else len(value)
     if _top_of(_module_of(value)) != top or id(value) in seen:
         return ()
     seen[id(value)] = value
-    if isinstance(value, FunctionType):  # Beyond the limit of functions in a key.
+    if isinstance(value, FunctionType):  # A key has at most FUNCTIONS_MAX functions.
         return key_of(value)
     if not isinstance(value, type):
         names = (*_WRAPPED, *getattr(value, "__dataclass_fields__", ()))
         return key_of((type(value), *[getattr(value, name, None) for name in names]))
-    held: list[Any] = [value.__bases__]
+    parts: list[Any] = [value.__bases__]
     for name, member in sorted(vars(value).items()):
         bare = getattr(member, "fget", getattr(member, "__func__", member))
         if name[:2] != "__" or isinstance(bare, FunctionType):
-            held.append((name, bare))
-    return key_of(tuple(held))
+            parts.append((name, bare))
+    return key_of(tuple(parts))
 
 
 @lru_cache(maxsize=4096)
 def _bare(code: CodeType) -> CodeType:
-    """Code without its location and docstring."""
     if any(name.startswith("@py") for name in code.co_names):
         raise _RewrittenError
     consts = [_bare(c) if isinstance(c, CodeType) else c for c in code.co_consts]

@@ -1,21 +1,22 @@
-"""The two halves of a vjp, as schedules list them: I, then W.
+"""The two halves of a vjp, I and W, which schedules list as separate actions.
 
-I computes the cotangents of inputs, W those of weights: a subset of the tracked inputs.
-The jaxpr of a pair's backward is cut, nested jits inlined (`jaxpr_cutting`): I has the
-equations that its results need, W the other heavy ones. W reads a stash of values that
-I was given or computed, so no equation runs twice, and bits are those of the whole vjp.
-Sums over a batch, as for biases and scales, run in I; their results are stashed.
+I computes the cotangents of inputs, W those of weights, a subset of the tracked inputs.
+The jaxpr of a pair's backward is inlined and cut (`jaxpr_cutting`): I gets the
+equations on which its results depend, and W gets the remaining heavy equations. W reads
+a stash of values that I read or computed, so no equation runs twice, and the results
+are bitwise equal to those of the whole vjp. Sums over a batch, as for biases and
+scales, run in I; their results are stashed.
 
 Exceptions:
-- Beside a convolution XLA chooses how arrays lie in memory, so sums over a batch may be
-  rounded differently, by some units in the last place.
-- `jax.checkpoint` is one equation, and both halves may need it. Then each has its own,
-  with what that half does not need eliminated: both recompute the forward.
-- So is `scan`, which both may need as well: it runs in I, and its results for W are
-  stashed. The same holds for loops, branches and functions that came as StableHLO.
+- Next to a convolution XLA chooses the memory layout of arrays, so sums over a batch
+  may differ by some units in the last place.
+- `jax.checkpoint` is one equation. If both halves need it, each gets a copy without the
+  parts that only the other needs, and both recompute the forward.
+- A `scan` that both halves need runs in I, which stashes its results for W. The same
+  holds for other loops, for branches, and for functions received as StableHLO.
 - A backward is not cut if it is unjitted, calls back into Python, has other effects or
-  sharded types, or if its residuals or cotangents are duals. Then I runs all of it, and
-  the stash holds the results of W.
+  sharded types, or if its residuals or cotangents are duals. Then I computes all of it,
+  and the stash holds the results of W.
 """
 
 from bisect import bisect
@@ -36,7 +37,7 @@ from jdag.compute.jaxpr_cutting import cut_jaxpr, inlined, variables
 from jdag.compute.jaxprs import has_callback
 from jdag.compute.pairs import PAIRS_MAX, Pair, input_types, refuse_deleted
 from jdag.compute.placed import spread
-from jdag.compute.sums import addends_n, few
+from jdag.compute.sums import addends_n, limited
 from jdag.compute.tracing import Residuals, Traced
 
 Flags = tuple[bool, ...]
@@ -45,11 +46,11 @@ _Places = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class BackwardHalves:
-    """Two halves of one backward, and what its stash holds.
+    """Two halves of one backward, and the contents of its stash.
 
-    The stash keeps the arguments at `args_kept` and the outputs at `outputs_kept` of
-    the call, the results of I at `results_kept`, and `stash_bytes` beyond these:
-    residuals, addends of cotangents, and values that I computed.
+    The stash keeps arguments and outputs of the call at `args_kept` and `outputs_kept`,
+    results of I at `results_kept`, and `stash_bytes` bytes of other values:
+    residuals, addends of cotangents, and values computed by I.
     """
 
     args_kept: _Places
@@ -61,12 +62,13 @@ class BackwardHalves:
 
 @dataclass(frozen=True, eq=False)
 class _Compiled:
-    """Two jitted functions, and what they read.
+    """Two jitted functions, and the values that they read.
 
-    Inputs are numbered: residuals (the rest, arguments, outputs), then sums. `first` is
-    called with the inputs at `reads`; its outputs are the results of I and values for
-    the stash. `stashed` numbers inputs, then these outputs. `second` takes the stash;
-    results of W that I has computed are `handed` out from it, the others are None.
+    Inputs are numbered: residuals (other arrays, arguments, outputs), then sums.
+    `first` takes the inputs at `reads`. It returns the results of I, then values for
+    the stash; these are numbered after the inputs. `stashed` lists the numbers of the
+    values in the stash, which `second` takes. For each result of W, `handed` is its
+    index in the stash if I computed it, else None.
     """
 
     first: Callable[..., Any]
@@ -79,11 +81,10 @@ class _Compiled:
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class Stash:
-    """What I leaves for W; it may be used again.
+    """The values that half I passes to half W. A stash may be used several times.
 
-    Attributes:
-        values: what W reads; without `halves` its results, duals among them.
-        nbytes: what it holds beyond arguments, outputs and results of I.
+    `values` are the inputs of W or, if `halves` is None, its results. `nbytes` excludes
+    arguments, outputs and results of I.
     """
 
     values: tuple[Any, ...]
@@ -92,27 +93,22 @@ class Stash:
 
     @property
     def keeps(self) -> tuple[Any, ...]:
-        """Every array that this keeps alive."""
         return self.values if self.halves else tuple(tree_leaves(self.values))
 
 
 class Halves:
-    """The vjp of a pair, a `Placed` one too, in two halves.
+    """The vjp of a pair, which may be a `Placed` pair, in two halves.
 
-    Args:
-        pair: its forward gives the residuals.
-        weights: for each tracked input, whether its cotangent is computed by W.
-
-    Raises:
-        ValueError: there is not one flag for each tracked input.
+    `weights` says for each tracked input whether W computes its cotangent. A wrong
+    number of flags raises ValueError.
     """
 
     def __init__(self, pair: Pair, weights: Flags) -> None:
         tracked = sum(pair.tracked)
         if len(weights) != tracked:
             raise ValueError(
-                f"weights has {len(weights)} flags, and {pair.name} has {tracked} "
-                "tracked inputs: give one flag for each"
+                f"weights has {len(weights)} flags, but {pair.name} has {tracked} "
+                "tracked inputs; give one flag for each"
             )
         self.pair, self.weights = pair, weights
         self._placed = pair.in_devices is not None
@@ -121,61 +117,59 @@ class Halves:
         self._homes = self._split([aval.device for aval in avals])
 
     def cut(self, counts: _Places) -> BackwardHalves:
-        """Return what the stash holds, without running anything.
-
-        Args:
-            counts: for each tracked output, the number of addends of its cotangent.
-        """
         plain = self.pair.pair
         if plain.source.unjitted:
-            return self._whole()
+            return self._undivided()
         return self._cut(plain.traced, plain.residual_types().held, counts)
 
     def input_half(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
     ) -> tuple[tuple[Any, ...], Stash]:
-        """Return the cotangents of inputs, and the stash; arguments as `Pair.vjp`."""
         traced, count = residuals.traced, len(cotangents)
         assert count == sum(traced.out_tracked), (self.pair.name, count)
-        with self._here():
+        with self._on_device():
             if self._placed:
                 cotangents = [put(addends, self.pair.device) for addends in cotangents]
-            sums = few(cotangents)
+            sums = limited(cotangents)
         if residuals.dual or any(map(any_dual, sums)):
-            return self._uncut(residuals, sums, self._whole())
+            return self._run_undivided(residuals, sums, self._undivided())
         held = residuals.held
-        found = self._cut(traced, held, tuple(map(len, sums)))
-        if (halves := found.halves) is None:
-            return self._uncut(residuals, sums, found)
+        cut = self._cut(traced, held, tuple(map(len, sums)))
+        if (halves := cut.halves) is None:
+            return self._run_undivided(residuals, sums, cut)
         values = (*chain(*held), *chain(*sums))
         read = [values[place] for place in halves.reads]
-        made = self._run(halves.first, read, "residual", residuals.keeps)
-        values = (*values, *made)
-        keeps = tuple([values[place] for place in halves.stashed])
-        results = self._spread(made[: halves.results], 0)
-        return results, Stash(keeps, found.stash_bytes, halves)
+        outputs = self._run(halves.first, read, "residual", residuals.keeps)
+        values = (*values, *outputs)
+        stashed = tuple([values[place] for place in halves.stashed])
+        results = self._spread(outputs[: halves.results], 0)
+        return results, Stash(stashed, cut.stash_bytes, halves)
 
     def weight_half(self, stash: Stash) -> tuple[Any, ...]:
-        """Return the cotangents of weights."""
         if (halves := stash.halves) is None:
             return stash.values
-        made = iter(self._run(halves.second, stash.values, "stashed", stash.keeps))
-        found = [next(made) if at is None else stash.values[at] for at in halves.handed]
-        return self._spread(found, 1)
+        computed = iter(self._run(halves.second, stash.values, "stashed", stash.keeps))
+        results = [
+            next(computed) if index is None else stash.values[index]
+            for index in halves.handed
+        ]
+        return self._spread(results, 1)
 
-    def _run(self, half: Any, read: Sequence[Any], what: str, held: Any) -> Any:
+    def _run(
+        self, half: Any, inputs: Sequence[Any], description: str, arrays: Any
+    ) -> Any:
         try:
-            with self._here():
-                return half(*read)
+            with self._on_device():
+                return half(*inputs)
         except (RuntimeError, ValueError, TypeError) as error:
-            refuse_deleted(self.pair.name, f"{what} {{}}".format, held, error)
+            refuse_deleted(self.pair.name, f"{description} {{}}".format, arrays, error)
             raise
 
-    def _here(self) -> Any:
+    def _on_device(self) -> Any:
         return working_on(self.pair.device) if self._placed else nullcontext()
 
     def _spread(self, values: Sequence[Any], half: int) -> tuple[Any, ...]:
-        if not self._placed:  # They may be tracers, in a segment of a plan.
+        if not self._placed:  # The values may be tracers, in a segment of a plan.
             return tuple(values)
         return spread(values, self._homes[half])
 
@@ -183,36 +177,34 @@ class Halves:
         inputs = compress(values, map(not_, self.weights))
         return tuple(inputs), tuple(compress(values, self.weights))
 
-    def _whole(self) -> BackwardHalves:
-        return BackwardHalves(
-            (), (), (), sum([aval.nbytes for aval in self.weight_avals])
-        )
+    def _undivided(self) -> BackwardHalves:
+        nbytes = sum([aval.nbytes for aval in self.weight_avals])
+        return BackwardHalves((), (), (), nbytes)
 
-    def _uncut(
+    def _run_undivided(
         self, residuals: Residuals, sums: Sequence[Sequence[Any]], cut: BackwardHalves
     ) -> tuple[tuple[Any, ...], Stash]:
-        results, keeps = self._split(self.pair.vjp(residuals, sums))
-        nbytes = cut.stash_bytes * (2 if any_dual(keeps) else 1)
-        return results, Stash(keeps, nbytes, None)
+        results, stashed = self._split(self.pair.vjp(residuals, sums))
+        nbytes = cut.stash_bytes * (2 if any_dual(stashed) else 1)
+        return results, Stash(stashed, nbytes, None)
 
     def _cut(self, traced: Traced, held: Any, counts: _Places) -> BackwardHalves:
-        """The cut of a trace's backward, made once; `held` are residuals or types."""
         counts = tuple(map(addends_n, counts))
         key = (self.weights, counts)
-        if (found := traced.cuts.get(key)) is None:
+        if (cut := traced.cuts.get(key)) is None:
             closed = None if traced.may_raise else _backward(traced, held, counts)
-            found = self._whole()
+            cut = self._undivided()
             if closed is not None:
-                found = _cut(traced, closed, self.weights, tuple(map(len, held)))
-            traced.cuts[key] = found
-        return found
+                cut = _cut(traced, closed, self.weights, tuple(map(len, held)))
+            traced.cuts[key] = cut
+        return cut
 
 
 halves = lru_cache(maxsize=PAIRS_MAX)(Halves)
 
 
 def _backward(traced: Traced, held: Any, counts: _Places) -> Any:
-    """The jaxpr of a backward, nested jits inlined; None if it cannot be cut."""
+    """Return the inlined jaxpr of a backward; None if it cannot be cut."""
     closed = traced.backward.trace(*held, traced.addend_types(counts)).jaxpr
     sharded = any([not aval.sharding.mesh.empty for aval in closed.in_avals])
     if closed.effects or has_callback(closed) or sharded:
@@ -223,33 +215,37 @@ def _backward(traced: Traced, held: Any, counts: _Places) -> Any:
 def _cut(
     traced: Traced, closed: Any, weights: Flags, sizes: Sequence[int]
 ) -> BackwardHalves:
-    """Cut a jaxpr; `sizes` count the rest, and the arguments and outputs kept."""
+    """Cut a jaxpr; `sizes` counts other residuals, kept arguments and kept outputs."""
     first, second, stash = cut_jaxpr(closed, weights)
     results = weights.count(False)
     number: dict[Any, int] = {}
-    for index, one in enumerate([*closed.jaxpr.invars, *first.outputs]):
-        if variables([one]):
-            number.setdefault(one, index)
-    stashed = tuple([number[one] for one in stash])
-    left, place = second.outputs, {one: index for index, one in enumerate(stash)}
-    outputs = compress(closed.jaxpr.outvars, weights)
-    handed = [None if any([o is n for n in left]) else place[o] for o in outputs]
-    # Where arguments, outputs, sums, results of I and what else it computed begin.
+    for index, atom in enumerate([*closed.jaxpr.invars, *first.outputs]):
+        if variables([atom]):
+            number.setdefault(atom, index)
+    stashed = tuple([number[variable] for variable in stash])
+    stash_index = {variable: index for index, variable in enumerate(stash)}
+    handed = [
+        None
+        if any([output is late for late in second.outputs])
+        else stash_index[output]
+        for output in compress(closed.jaxpr.outvars, weights)
+    ]
+    # The first numbers of arguments, outputs, sums, results of I, other outputs of I.
     ends = [*accumulate(sizes), len(closed.jaxpr.invars)]
     ends.append(ends[-1] + results)
-    homes = [bisect(ends, at) for at in stashed]
-    args, outs, mine = [
-        [at - ends[home - 1] for at in compress(stashed, [h == home for h in homes])]
-        for home in (1, 2, 4)
-    ]
-    own = [
-        one.aval for one, home in zip(stash, homes, strict=True) if home in (0, 3, 5)
-    ]
-    nbytes = sum([intern_aval(one.shape, one.dtype, False).nbytes for one in own])
+    places: list[list[int]] = [[] for _ in range(6)]
+    nbytes = 0
+    for variable, index in zip(stash, stashed, strict=True):
+        section = bisect(ends, index)
+        places[section].append(index - ends[section - 1])
+        if section in (0, 3, 5):
+            aval = variable.aval
+            nbytes += intern_aval(aval.shape, aval.dtype, False).nbytes
+    _, args, outputs, _, own_results, _ = places
     name = traced.name.rpartition(":")[2]
     compiled = _Compiled(
         first.jitted(closed, f"input_half_{name}"),
-        tuple([number[one] for one in first.reads]),
+        tuple([number[variable] for variable in first.reads]),
         results,
         stashed,
         second.jitted(closed, f"weight_half_{name}"),
@@ -257,8 +253,8 @@ def _cut(
     )
     return BackwardHalves(
         tuple([traced.args_kept[index] for index in args]),
-        tuple([traced.outputs_kept[index] for index in outs]),
-        tuple(mine),
+        tuple([traced.outputs_kept[index] for index in outputs]),
+        tuple(own_results),
         nbytes,
         compiled,
     )

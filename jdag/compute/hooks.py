@@ -1,7 +1,7 @@
-"""Hooks: functions of a cotangent, run uncompiled on the cotangent's worker.
+"""Hooks: user functions of a cotangent, run uncompiled on the cotangent's worker.
 
-Those of `on_cotangent` replace it (`hooked`), those of `on_gradient` observe it
-(`seen`).
+An `on_cotangent` hook may replace a cotangent (`hooked`). An `on_gradient` hook only
+observes a gradient (`seen`).
 """
 
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from jdag.errors import JdagError
 
 
 def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
-    """Return the function's replacement of a cotangent, or for None the cotangent.
+    """Call a hook. Return its result, or the cotangent if the hook returns None.
 
-    The function is not compiled, so it can print or collect JAX arrays. For an abstract
-    cotangent (`Aval`) it is traced. For a dual it receives the primal and must not
-    replace it, since its effect on the tangent is unknown.
+    The function is not compiled, so it can print or collect JAX arrays. It is traced
+    for an abstract cotangent (`Aval`). For a dual, the hook receives the primal and
+    must not replace it, since the effect on the tangent is unknown.
     """
     cotangent = delivered(cotangent)
     if is_dual(cotangent):
@@ -28,7 +28,7 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
             return cotangent
         raise JdagError(
             "the hook would replace a cotangent in a run of jdag.hvp, which cannot "
-            "differentiate it; there a hook has to return None"
+            "differentiate the replacement; in such runs a hook must return None"
         )
     abstract = isinstance(cotangent, Aval)
     if abstract:
@@ -37,25 +37,26 @@ def hooked(function: Callable[[Any], Any], cotangent: Any) -> Any:
         result = function(cotangent)
     if result is None:
         return cotangent
-    wanted = aval_of(cotangent).strong
-    found = aval_of(result) if hasattr(result, "dtype") else None
-    if found is None or found.strong != wanted:
-        given = f"a {type(result).__name__}" if found is None else str(found)
+    expected = aval_of(cotangent).strong
+    returned = aval_of(result) if hasattr(result, "dtype") else None
+    if returned is None or returned.strong != expected:
+        kind = type(result).__name__
+        description = f"a {kind}" if returned is None else str(returned)
         raise JdagError(
-            f"the hook returned {given}, and the cotangent is {wanted}; it has to "
-            "return an array of that shape and dtype, or None to leave it as it is"
+            f"the hook returned {description}, but the cotangent is {expected}; it "
+            "must return an array of that shape and dtype, or None to keep it"
         )
     if abstract:
-        return wanted
-    # The hook may still write to a numpy array; a weak type would propagate.
-    kept = frozen(result)
-    return jax.lax.convert_element_type(kept, wanted.dtype) if found.weak else kept
+        return expected
+    # Copy, since the hook may still write to its numpy array; drop a weak type.
+    replacement = frozen(result)
+    if returned.weak:
+        return jax.lax.convert_element_type(replacement, expected.dtype)
+    return replacement
 
 
 def seen(function: Callable[[Any], Any], gradient: Any) -> None:
-    """Pass a gradient to an observing function, as in `hooked`; ignore its result."""
-
-    def see(gradient: Any) -> None:
+    def observe(gradient: Any) -> None:
         function(gradient)
 
-    hooked(see, gradient)
+    hooked(observe, gradient)

@@ -1,10 +1,11 @@
-"""A jaxpr is cut in two: what some outputs need, and what the others need beyond that.
+"""Cutting a jaxpr into the equations that some outputs need, and all others.
 
-Light equations of the second part, such as sums over a batch, go to the first: XLA
-fuses them with others there, and rounds them differently if they stand alone. Those
-that follow a heavy one (a product of matrices, a convolution, a loop), or are added to
-what follows one, stay. Heavy ones are not fused, so both parts have the bits of the
-whole. Without outputs of the first kind the second part is all.
+Light equations of the second part, such as sums over a batch, move to the first part:
+XLA fuses them with other equations there, and would round them differently in a
+separate program. Light equations stay if they read the result of a heavy equation (a
+product of matrices, a convolution, a loop) or are added to such a result. Heavy
+equations are not fused, so both parts compute the same bits as the uncut jaxpr. If the
+first part has no outputs, the second part has all equations.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,14 +27,11 @@ Variables = Sequence[Any]
 
 
 class JaxprPart(NamedTuple):
-    """Equations in order, the variables that they read from elsewhere, and outputs."""
-
     equations: Sequence[Any]
     reads: Variables
     outputs: Sequence[Any]
 
-    def of(self, jaxpr: Any) -> Any:
-        """Return these equations of a jaxpr as one of their own."""
+    def as_jaxpr(self, jaxpr: Any) -> Any:
         return jaxpr.replace(
             invars=list(self.reads),
             outvars=list(self.outputs),
@@ -42,12 +40,10 @@ class JaxprPart(NamedTuple):
         )
 
     def function(self, closed: Any) -> Callable[..., Any]:
-        """Return these equations of a closed jaxpr as a function of what they read."""
-        alone = core.ClosedJaxpr(self.of(closed.jaxpr), closed.consts)
+        alone = core.ClosedJaxpr(self.as_jaxpr(closed.jaxpr), closed.consts)
         return core.jaxpr_as_fun(alone)
 
     def jitted(self, closed: Any, name: str) -> Callable[..., Any]:
-        """Return that function jitted, under a name for profiles."""
         run = self.function(closed)
 
         def half(*values: Any) -> list[Any]:
@@ -60,106 +56,93 @@ class JaxprPart(NamedTuple):
 def cut_jaxpr(
     closed: Any, second: Sequence[bool]
 ) -> tuple[JaxprPart, JaxprPart, Variables]:
-    """Return both parts, and what the second needs: its stash, variables.
+    """Return both parts, and the stash: the variables that the second part reads.
 
-    The first part's outputs are its own, then variables for the stash. Outputs of the
-    second part that the first computes are not among the second's, but in the stash.
-
-    Args:
-        closed: a closed jaxpr without effects.
-        second: for each output, whether it is one of the second part.
+    `second` selects the outputs of the second part. The first part returns the other
+    outputs, then variables for the stash. If the first part computes an output of the
+    second part, that output is only in the stash. The jaxpr has no effects.
     """
     jaxpr = closed.jaxpr
-    known = set(jaxpr.constvars)
+    constants = set(jaxpr.constvars)
     inputs = list(compress(jaxpr.outvars, map(not_, second)))
     outputs = list(compress(jaxpr.outvars, second))
-    early = _needed(jaxpr, inputs, known)
-    late = _needed(jaxpr, outputs, known | _made(early))
+    early = _needed(jaxpr, inputs, constants)
+    late = _needed(jaxpr, outputs, constants | _outputs_of(early))
     if inputs:
-        stay = _staying(late)
+        place = {atom: n for n, each in enumerate(jaxpr.eqns) for atom in each.outvars}
+        stay = _second_part_flags(late)
         early += compress(late, map(not_, stay))
         late = list(compress(late, stay))
-        place = {
-            one: index for index, each in enumerate(jaxpr.eqns) for one in each.outvars
-        }
-        early.sort(key=lambda each: place[each.outvars[0]])
-    computed = _made(early)
-    stash = read_by(late, outputs, known)
-    own = set(variables(inputs))
-    made = [*inputs, *[one for one in stash if one in computed and one not in own]]
-    left = [one for one in outputs if not variables([one]) or one not in computed]
-    first = JaxprPart(early, read_by(early, made, known), made)
-    return first, JaxprPart(late, stash, left), stash
+        early.sort(key=lambda eqn: place[eqn.outvars[0]])
+    computed = _outputs_of(early)
+    stash = inputs_of(late, outputs, constants)
+    added = computed - set(variables(inputs))
+    first_outputs = [*inputs, *[atom for atom in stash if atom in added]]
+    second_outputs = [
+        atom for atom in outputs if not variables([atom]) or atom not in computed
+    ]
+    first = JaxprPart(early, inputs_of(early, first_outputs, constants), first_outputs)
+    return first, JaxprPart(late, stash, second_outputs), stash
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """Return the atoms that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, core.Literal)]
 
 
-def _needed(jaxpr: Any, outputs: Any, known: set[Any]) -> list[Any]:
-    """The equations that compute the outputs from known variables, in order.
-
-    Of what is recomputed by jax.checkpoint, only what is needed.
-    """
-    needed = set(variables(outputs)) - known
-    found: list[Any] = []
-    for each in reversed(jaxpr.eqns):
-        used = [one in needed for one in each.outvars]
+def _needed(jaxpr: Any, outputs: Any, available: set[Any]) -> list[Any]:
+    """Return the equations that compute the outputs, narrowing `jax.checkpoint`."""
+    needed = set(variables(outputs)) - available
+    equations: list[Any] = []
+    for eqn in reversed(jaxpr.eqns):
+        used = [var in needed for var in eqn.outvars]
         if any(used):
-            partly = each.primitive.name == _RECOMPUTED and not all(used)
-            found.append(_partly(jaxpr, each, used) if partly else each)
-            needed.update(set(variables(found[-1].invars)) - known)
-    return found[::-1]
+            partly = eqn.primitive.name == _RECOMPUTED and not all(used)
+            equations.append(_narrowed(jaxpr, eqn, used) if partly else eqn)
+            needed.update(set(variables(equations[-1].invars)) - available)
+    return equations[::-1]
 
 
-def _partly(jaxpr: Any, equation: Any, used: list[bool]) -> Any:
-    """An equation of a jaxpr with these outputs alone, and what they need."""
-    alone = JaxprPart([equation], read_by([equation], (), set()), equation.outvars).of(
-        jaxpr
-    )
+def _narrowed(jaxpr: Any, eqn: Any, used: list[bool]) -> Any:
+    alone = JaxprPart([eqn], inputs_of([eqn], (), set()), eqn.outvars).as_jaxpr(jaxpr)
     return partial_eval.dce_jaxpr(alone, used)[0].eqns[0]
 
 
-def _staying(late: Sequence[Any]) -> list[bool]:
-    """Of each equation of the second part whether it stays there."""
+def _second_part_flags(late: Sequence[Any]) -> list[bool]:
     heavy = list(map(_is_heavy, late))
     stay = []
-    made: set[Any] = set()
-    for each, is_heavy in zip(late, heavy, strict=True):
-        stay.append(is_heavy or not made.isdisjoint(variables(each.invars)))
-        made.update(each.outvars if stay[-1] else ())
-    added: set[Any] = set()  # What light equations that stay read.
-    first: set[Any] = set()  # What those read that go.
-    for index, each in reversed([*enumerate(late)]):
-        own = set(each.outvars)
-        stay[index] = stay[index] or bool(own & added and not own & first)
+    heavy_outs: set[Any] = set()
+    for eqn, is_heavy in zip(late, heavy, strict=True):
+        stay.append(is_heavy or not heavy_outs.isdisjoint(variables(eqn.invars)))
+        heavy_outs.update(eqn.outvars if stay[-1] else ())
+    added: set[Any] = set()  # Inputs of light equations that stay.
+    read_early: set[Any] = set()  # Inputs of equations that move to the first part.
+    for index, eqn in reversed([*enumerate(late)]):
+        outputs = set(eqn.outvars)
+        stay[index] = stay[index] or bool(outputs & added and not outputs & read_early)
         if not (stay[index] and heavy[index]):
-            (added if stay[index] else first).update(variables(each.invars))
+            (added if stay[index] else read_early).update(variables(eqn.invars))
     return stay
 
 
-def _is_heavy(equation: Any) -> bool:
-    has_inner = any(True for _ in core.jaxprs_in_params(equation.params))
-    return has_inner or equation.primitive.name in _HEAVY
+def _is_heavy(eqn: Any) -> bool:
+    has_inner = any(True for _ in core.jaxprs_in_params(eqn.params))
+    return has_inner or eqn.primitive.name in _HEAVY
 
 
-def _made(equations: Iterable[Any]) -> set[Any]:
-    return {one for each in equations for one in each.outvars}
+def _outputs_of(equations: Iterable[Any]) -> set[Any]:
+    return {var for eqn in equations for var in eqn.outvars}
 
 
-def read_by(equations: Sequence[Any], outputs: Any, known: set[Any]) -> list[Any]:
-    """Return the variables that these read and that are not known, in order."""
-    made = _made(equations) | known
-    read = chain(*[each.invars for each in equations], outputs)
-    return [one for one in dict.fromkeys(variables(read)) if one not in made]
+def inputs_of(equations: Sequence[Any], outputs: Any, available: set[Any]) -> list[Any]:
+    excluded = _outputs_of(equations) | available
+    read = chain(*[eqn.invars for eqn in equations], outputs)
+    return [var for var in dict.fromkeys(variables(read)) if var not in excluded]
 
 
 def inlined(closed: Any) -> Any:
-    """Return a closed jaxpr without nested jits, but for those with shardings."""
     structs = [
-        jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type)
-        for one in closed.in_avals
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        for aval in closed.in_avals
     ]
     return jax.make_jaxpr(partial(_inline, closed))(*structs)
 
@@ -171,18 +154,21 @@ def _inline(closed: Any, *args: Any) -> list[Any]:
     def value(atom: Any) -> Any:
         return values[atom] if variables([atom]) else atom.val
 
-    for each in closed.jaxpr.eqns:
-        if _is_plain_jit(each):
-            made = _inline(each.params["jaxpr"], *map(value, each.invars))
+    for eqn in closed.jaxpr.eqns:
+        if _is_plain_jit(eqn):
+            results = _inline(eqn.params["jaxpr"], *map(value, eqn.invars))
         else:
-            few = list(dict.fromkeys(variables(each.invars)))
-            alone = JaxprPart([each], few, each.outvars)
-            made = alone.function(closed)(*map(value, few))
-        values.update(zip(each.outvars, made, strict=True))
+            inputs = list(dict.fromkeys(variables(eqn.invars)))
+            alone = JaxprPart([eqn], inputs, eqn.outvars)
+            results = alone.function(closed)(*map(value, inputs))
+        values.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, closed.jaxpr.outvars))
 
 
-def _is_plain_jit(equation: Any) -> bool:
-    given = chain(*[equation.params.get(name, ()) for name in SHARDED])
-    free = [one is None or type(one).__name__ == "UnspecifiedValue" for one in given]
-    return equation.primitive.name in JITS and all(free)
+def _is_plain_jit(eqn: Any) -> bool:
+    shardings = chain(*[eqn.params.get(name, ()) for name in SHARDED])
+    unspecified = [
+        sharding is None or type(sharding).__name__ == "UnspecifiedValue"
+        for sharding in shardings
+    ]
+    return eqn.primitive.name in JITS and all(unspecified)

@@ -1,8 +1,8 @@
-"""What some outputs of a jaxpr need, found in time of its own size.
+"""Slices of a jaxpr: the equations that some outputs need, found in linear time.
 
-A jaxpr over many leaves has a slice for each of them, and slices that compute the same
-have the same key. Branches and jits over many leaves are narrowed to the outputs that
-are needed. Effects, such as prints, are in no slice.
+A jaxpr over many leaves has one slice for each leaf; slices with the same computation
+have equal keys. Branches and jits over many leaves are narrowed to the outputs that are
+needed. Slices contain no effects, such as prints.
 """
 
 import re
@@ -17,117 +17,114 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from jdag.compute.jaxpr_cutting import JITS, SHARDED, JaxprPart, read_by, variables
+from jdag.compute.jaxpr_cutting import JITS, SHARDED, JaxprPart, inputs_of, variables
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _OF_INPUTS = ("donated_invars", *SHARDED[::2])
 
 
 class Slicer:
-    """Takes slices of jaxprs, and keeps what it has seen of each."""
-
     def __init__(self) -> None:
         self._makers: dict[int, tuple[Any, dict[Any, int]]] = {}
         self._texts: dict[int, tuple[Any, Hashable]] = {}
 
     def slice(self, jaxpr: Any, outputs: Sequence[Any]) -> JaxprPart:
-        """Return the equations that outputs need, and the inputs that they read."""
         makers = self._makers_of(jaxpr)
-        wanted: dict[int, set[Any]] = {}
-        waiting: list[int] = []
-        found: list[Any] = []
+        used_outputs: dict[int, set[Any]] = {}
+        pending: list[int] = []
+        equations: list[Any] = []
 
-        def want(atoms: Sequence[Any]) -> None:
-            for one in variables(atoms):
-                if one in makers:
-                    if makers[one] not in wanted:
-                        heappush(waiting, -makers[one])
-                    wanted.setdefault(makers[one], set()).add(one)
+        def require(atoms: Sequence[Any]) -> None:
+            for var in variables(atoms):
+                if var in makers:
+                    if makers[var] not in used_outputs:
+                        heappush(pending, -makers[var])
+                    used_outputs.setdefault(makers[var], set()).add(var)
 
-        want(outputs)
-        while waiting:  # The last first: what needs an equation has been seen then.
-            place = -heappop(waiting)
-            each = jaxpr.eqns[place]
-            used = [one in wanted[place] for one in each.outvars]
-            found.append(each if all(used) else self._narrowed(each, used))
-            want(found[-1].invars)
-        found.reverse()
-        return JaxprPart(found, read_by(found, outputs, set(jaxpr.constvars)), outputs)
+        require(outputs)
+        while pending:  # Last equation first: all users of its outputs are then known.
+            place = -heappop(pending)
+            eqn = jaxpr.eqns[place]
+            used = [var in used_outputs[place] for var in eqn.outvars]
+            equations.append(eqn if all(used) else self._narrowed(eqn, used))
+            require(equations[-1].invars)
+        equations.reverse()
+        reads = inputs_of(equations, outputs, set(jaxpr.constvars))
+        return JaxprPart(equations, reads, outputs)
 
     def function(self, closed: Any, outputs: Sequence[Any]) -> Callable[..., list[Any]]:
-        """Return a function from inputs by variable to outputs.
-
-        An input that is missing is one on which no output depends: zeros stand for it.
-        """
+        """Return a function that maps inputs to outputs. Missing inputs are zeros."""
         part = self.slice(closed.jaxpr, outputs)
         run = part.function(closed)
 
-        def sliced(given: Mapping[Any, Any]) -> list[Any]:
-            zeros = [one for one in part.reads if one not in given]
-            whole = {one: jnp.zeros(one.aval.shape, one.aval.dtype) for one in zeros}
-            whole.update(given)
-            return run(*[whole[one] for one in part.reads])
+        def sliced(inputs: Mapping[Any, Any]) -> list[Any]:
+            zeros = [var for var in part.reads if var not in inputs]
+            values = {var: jnp.zeros(var.aval.shape, var.aval.dtype) for var in zeros}
+            values.update(inputs)
+            return run(*[values[var] for var in part.reads])
 
         return sliced
 
     def key(
         self, closed: Any, inputs: Sequence[Any], outputs: Sequence[Any]
     ) -> Hashable:
-        """Return a key of what a slice computes: equal ones give the same bits."""
+        """Return a key of the slice's computation; equal keys give the same bits."""
         part = self.slice(closed.jaxpr, outputs)
-        numbers = {one: number for number, one in enumerate(inputs)}
+        numbers = {var: number for number, var in enumerate(inputs)}
         consts = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
 
-        def of(atom: Any) -> Hashable:
+        def key_of(atom: Any) -> Hashable:
             if not variables([atom]):
                 return repr(atom.val), str(atom.aval)
             if atom in consts:
                 return _bytes(consts[atom])
             return numbers.setdefault(atom, len(numbers)), str(atom.aval)
 
-        lines: list[Hashable] = [str(one.aval) for one in inputs]
-        for each in part.equations:
-            names = tuple([(name, self._text(v)) for name, v in each.params.items()])
-            ends = tuple(map(of, each.invars)), tuple(map(of, each.outvars))
-            lines.append((each.primitive.name, names, *ends))
-        return tuple(lines), tuple(map(of, outputs))
+        lines: list[Hashable] = [str(var.aval) for var in inputs]
+        for eqn in part.equations:
+            names = tuple([(key, self._text(p)) for key, p in eqn.params.items()])
+            ends = tuple(map(key_of, eqn.invars)), tuple(map(key_of, eqn.outvars))
+            lines.append((eqn.primitive.name, names, *ends))
+        return tuple(lines), tuple(map(key_of, outputs))
 
     def _makers_of(self, jaxpr: Any) -> dict[Any, int]:
         if id(jaxpr) not in self._makers:
-            made = {v: at for at, each in enumerate(jaxpr.eqns) for v in each.outvars}
-            self._makers[id(jaxpr)] = jaxpr, made
+            makers = {v: n for n, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+            self._makers[id(jaxpr)] = jaxpr, makers
         return self._makers[id(jaxpr)][1]
 
-    def _narrowed(self, each: Any, used: Sequence[bool]) -> Any:
-        """Return a branch or a jit with these outputs alone; others as they are."""
-        params, is_cond = dict(each.params), each.primitive.name == "cond"
-        if not is_cond and each.primitive.name not in JITS:
-            return each
+    def _narrowed(self, eqn: Any, used: Sequence[bool]) -> Any:
+        params, is_cond = dict(eqn.params), eqn.primitive.name == "cond"
+        if not is_cond and eqn.primitive.name not in JITS:
+            return eqn
         inner = params["branches"] if is_cond else (params["jaxpr"],)
         parts = [
-            self.slice(one.jaxpr, [*compress(one.jaxpr.outvars, used)]) for one in inner
+            self.slice(branch.jaxpr, [*compress(branch.jaxpr.outvars, used)])
+            for branch in inner
         ]
         keep = [False] * len(inner[0].jaxpr.invars)
-        for one, part in zip(inner, parts, strict=True):
+        for branch, part in zip(inner, parts, strict=True):
             reads = set(part.reads)
-            own = [invar in reads for invar in one.jaxpr.invars]
-            keep = list(map(or_, keep, own))
+            used_inputs = [invar in reads for invar in branch.jaxpr.invars]
+            keep = list(map(or_, keep, used_inputs))
         narrow = []
-        for one, part in zip(inner, parts, strict=True):
-            few = part._replace(reads=[*compress(one.jaxpr.invars, keep)])
-            narrow.append(core.ClosedJaxpr(few.of(one.jaxpr), one.consts))
+        for branch, part in zip(inner, parts, strict=True):
+            narrowed = part._replace(reads=[*compress(branch.jaxpr.invars, keep)])
+            narrow.append(
+                core.ClosedJaxpr(narrowed.as_jaxpr(branch.jaxpr), branch.consts)
+            )
         if is_cond:
             params["branches"] = tuple(narrow)
         else:
             params["jaxpr"] = narrow[0]
             ends = [*zip(_OF_INPUTS, repeat(keep)), *zip(SHARDED[1::2], repeat(used))]
-            params.update({key: tuple(compress(params[key], of)) for key, of in ends})
-        invars = [*each.invars[:is_cond], *compress(each.invars[is_cond:], keep)]
-        outvars = [*compress(each.outvars, used)]
-        return each.replace(invars=invars, outvars=outvars, params=params)
+            params.update({k: tuple(compress(params[k], flags)) for k, flags in ends})
+        invars = [*eqn.invars[:is_cond], *compress(eqn.invars[is_cond:], keep)]
+        outvars = [*compress(eqn.outvars, used)]
+        return eqn.replace(invars=invars, outvars=outvars, params=params)
 
     def _text(self, value: Any) -> Hashable:
-        """Return what a parameter of an equation is; a jaxpr is written out once."""
+        """Return a key of an equation's parameter. Each jaxpr is printed only once."""
         if isinstance(value, tuple | list):
             return tuple(map(self._text, value))
         if not isinstance(value, core.ClosedJaxpr | core.Jaxpr):

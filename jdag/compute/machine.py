@@ -1,8 +1,8 @@
-"""A machine carries out one worker's jobs on the values that it holds.
+"""The machine of one worker: its values, and the jobs on them.
 
-Inputs:  `run(job)`; or, where computing must not block others, `begin(job)`, then
-         `hold(job, work, made)` with the result of the work.
-Outputs: None, and the job's outputs are held; or the error, and nothing new is held.
+Inputs:  `run(job)`; or `begin(job)` and then `hold(job, work, result)`, so that other
+         threads are not blocked while the work is computed.
+Outputs: None if the job's outputs are stored; otherwise the error.
 
 Real values are arrays, computed by JAX. Abstract values are shapes (`Aval`): nothing is
 computed and no array is made, not even a zero, so that a thousand workers fit on a
@@ -43,14 +43,12 @@ from jdag.engine.protocol import (
     VjpWeights,
 )
 
-_OF_PAIRS = (Forward, Vjp, VjpWeights)  # Jobs whose function is a pair.
-_OF_SEGMENTS = (RunSegment, CompileSegment)
-_TRAVELLING = (Primal, Reading)  # Messages with values that jobs have made.
+_PAIR_JOBS = (Forward, Vjp, VjpWeights)  # Jobs whose function is a pair.
+_SEGMENT_JOBS = (RunSegment, CompileSegment)
+_WITH_JOB_RESULTS = (Primal, Reading)  # Messages with results of jobs.
 
 
 class Work(Struct):
-    """The computation of a job, with its inputs, and its device."""
-
     compute: Callable[[], Any]
     device: str | None
 
@@ -58,7 +56,7 @@ class Work(Struct):
 class Machine:
     """The values of one worker, "real" or "abstract", and the jobs on them.
 
-    `leaving_bytes_max` is the largest value that may leave the worker; None: no limit.
+    Values of more than `leaving_bytes_max` bytes are not sent; None means no limit.
     """
 
     __slots__ = ("_leaving_bytes_max", "abstract", "values")
@@ -69,20 +67,16 @@ class Machine:
         self._leaving_bytes_max = leaving_bytes_max
 
     def run(self, job: Job) -> BaseException | None:
-        """Carry out a job; return the error that it raised, or None."""
         work = self.begin(job)
         try:
-            made = work.compute()
+            result = work.compute()
         except (Exception, SystemExit) as error:  # Raised by a user's function.
             return error
-        self.hold(job, work, made)
+        self.hold(job, work, result)
         return None
 
     def begin(self, job: Job) -> Work:
-        """Take a job's inputs; return its work, which any thread may do.
-
-        Inputs read for the last time (`used_up`) are dropped.
-        """
+        """Return a job's work, for any thread; drop inputs that the job uses up."""
         get = self.values.get
         compute: Callable[[], Any]
         match job:
@@ -90,7 +84,7 @@ class Machine:
                 hook = seen if job.output is None else hooked
                 compute = partial(hook, job.function, get(job.input))
             case _ if self.abstract:
-                compute = partial(_same, _types(job, get))
+                compute = partial(_identity, _abstract_result(job, get))
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
             case VjpWeights():
@@ -114,63 +108,59 @@ class Machine:
             case _:
                 assert_never(job)
         work = Work(compute, self.device_of(job))
-        if gone := used_up(job):
-            self.values.drop(gone)
+        if used_up := inputs_used_up(job):
+            self.values.drop(used_up)
         return work
 
-    def hold(self, job: Job, work: Work, made: Any) -> None:
-        """Hold the outputs of a job's work."""
+    def hold(self, job: Job, work: Work, result: Any) -> None:
         match job:
             case Forward():
-                outputs, residuals = made
+                outputs, residuals = result
                 self._put(job.outputs, outputs, job.function.out_devices)
                 if job.residuals is not None:
                     if self.abstract:
-                        residuals = _Kept(self._kept_by(job))
+                        residuals = _AbstractResiduals(self._residual_buffers(job))
                     self.values.put(job.residuals, residuals)
                     self.values.activate(job.residuals, _activation_bytes(job))
             case VjpInputs():
-                found, stash = made
+                cotangents, stash = result
                 avals = halves(job.function, job.weights).input_avals
-                self._put(job.outputs, found, [aval.device for aval in avals])
-                if self.abstract:  # It holds the arrays of these as well.
-                    cut, kept = stash
+                self._put(job.outputs, cotangents, [aval.device for aval in avals])
+                if self.abstract:  # The stash also holds the arrays of these results.
+                    cut, buffers = stash
                     results = [job.outputs[place] for place in cut.results_kept]
-                    kept = (*kept, *map(self.values.buffer, results))
-                    stash = _Kept((Buffer(cut.stash_bytes), *kept))
+                    buffers = (*buffers, *map(self.values.buffer, results))
+                    stash = _AbstractResiduals((Buffer(cut.stash_bytes), *buffers))
                 self.values.put(job.stash, stash)
                 nbytes = sum([part.nbytes for part in stash.keeps])
                 self.values.activate(job.stash, nbytes)
             case VjpWeights():
                 avals = halves(job.function, job.weights).weight_avals
-                self._put(job.outputs, made, [aval.device for aval in avals])
+                self._put(job.outputs, result, [aval.device for aval in avals])
             case Vjp():
-                self._put(job.outputs, made, job.function.in_devices)
+                self._put(job.outputs, result, job.function.in_devices)
             case Sum() | Fill() | Apply():
                 if job.output is not None:
-                    self.values.put(job.output, made, work.device)
+                    self.values.put(job.output, result, work.device)
             case RunSegment():
-                self._put(job.outputs, made, None)
+                self._put(job.outputs, result, None)
                 bundles = job.function.carried
                 keys = job.outputs[len(job.outputs) - len(bundles) :]
                 for key, bundle in zip(keys, bundles, strict=True):
-                    self.values.activate(key, _carried_bytes(job, bundle))
+                    self.values.activate(key, _bundle_bytes(job, bundle))
             case CompileSegment():
                 pass
             case _:
                 assert_never(job)
 
     def clear(self) -> None:
-        """Drop all values; the peak of held bytes is kept."""
+        """Drop all values; the peaks of held bytes remain."""
         before, self.values = self.values, Values()
         self.values.bytes_peak = before.bytes_peak
         self.values.activations_peak = before.activations_peak
 
     def device_of(self, job: Job) -> str | None:
-        """The name of the device on which a job runs, None for the default.
-
-        A sum runs on the device of its last addend.
-        """
+        """Return a job's device; None is the default. A sum uses its last addend's."""
         match job:
             case Forward() | Vjp() | VjpWeights():
                 device: str | None = job.function.device
@@ -188,7 +178,6 @@ class Machine:
                 assert_never(job)
 
     def leaving(self, key: Key) -> Any:
-        """Return a value as it leaves this worker: on the default device."""
         value = self.values.get(key)
         if self.values.device(key) is None or self.abstract or is_deleted(value):
             return value
@@ -197,59 +186,56 @@ class Machine:
     def load(
         self, message: Any, keys: tuple[Key, ...], worker: str
     ) -> tuple[Any, tuple[Key, ...], tuple[Any, ...]]:
-        """The message, keys and values that are actually sent.
+        """Return the message, keys and values that are actually sent.
 
-        An array may have been deleted since it was made, or be too large to leave. A
-        failure replaces it, which originates in the call that needs it.
+        A failure replaces an array that was deleted or is too large to send. The
+        failure has the path of the call that needs the array.
         """
-        held = self.values
-        values = tuple(map(held.get if held.all_default else self.leaving, keys))
+        get = self.values.get if self.values.all_default else self.leaving
+        values = tuple(map(get, keys))
         most = self._leaving_bytes_max
-        stays = self.abstract and (most is None or held.bytes_peak <= most)
-        if stays or not isinstance(message, _TRAVELLING):
+        all_leave = self.abstract and (most is None or self.values.bytes_peak <= most)
+        if all_leave or not isinstance(message, _WITH_JOB_RESULTS):
             return message, keys, values
-        staying = [
-            self._why_not(value, key, worker)
+        refusals = [
+            self._refusal(value, key, worker)
             for value, key in zip(values, keys, strict=True)
         ]
-        if not any(staying):
+        if not any(refusals):
             return message, keys, values
         path = message.path if isinstance(message, Primal) else ()
-        whys = iter([why and replace(why, path=path) for why in staying])
-        failures = [known or next(whys) for known in message.failures]
-        leaves = [why is None for why in staying]
+        new = iter([failure and replace(failure, path=path) for failure in refusals])
+        failures = [failure or next(new) for failure in message.failures]
+        leaves = [failure is None for failure in refusals]
         return (
             replace(message, failures=tuple(failures)),
             tuple(compress(keys, leaves)),
             tuple(compress(values, leaves)),
         )
 
-    def _why_not(self, value: Any, key: Key, worker: str) -> Failure | None:
-        """The failure that explains why a value cannot leave; None if it can."""
+    def _refusal(self, value: Any, key: Key, worker: str) -> Failure | None:
         if is_deleted(value):
-            return deleted(value, key, worker)
+            return deleted_failure(value, key, worker)
         most = self._leaving_bytes_max
         if most is None or self.values.bytes_peak <= most:
-            return None  # No value ever held is larger.
+            return None  # No value so far was larger.
         aval = aval_of(value)
         if aval.nbytes <= most:
             return None
-        what = held_as(key, worker)
-        return Failure("JdagError", too_large(what, aval, most), worker)
+        name = value_name(key, worker)
+        return Failure("JdagError", too_large(name, aval, most), worker)
 
-    def fetched(self, found: Sequence[Any], worker: str) -> tuple[Any, ...]:
-        """The result of a fetch: values in place of keys, failures unchanged."""
-        held = self.values
-        get = held.get if held.all_default else self.leaving
-        values = [get(one) if isinstance(one, AnyKey) else one for one in found]
+    def fetched(self, items: Sequence[Any], worker: str) -> tuple[Any, ...]:
+        get = self.values.get if self.values.all_default else self.leaving
+        values = [get(item) if isinstance(item, AnyKey) else item for item in items]
         return tuple(
             [
-                deleted(value, key, worker) if is_deleted(value) else value
-                for value, key in zip(values, found, strict=True)
+                deleted_failure(value, key, worker) if is_deleted(value) else value
+                for value, key in zip(values, items, strict=True)
             ]
         )
 
-    def _kept_by(self, job: Forward) -> tuple[Buffer, ...]:
+    def _residual_buffers(self, job: Forward) -> tuple[Buffer, ...]:
         pair, buffer = job.function, self.values.buffer
         keys = [job.inputs[place] for place in pair.args_kept]
         keys += [job.outputs[place] for place in pair.outputs_kept]
@@ -261,23 +247,19 @@ class Machine:
         arrays: Sequence[Any],
         devices: Sequence[str | None] | None,
     ) -> None:
-        put = self.values.put
-        if devices is None:
-            for key, array in zip(keys, arrays, strict=True):
-                put(key, array)
-            return
-        for key, array, device in zip(keys, arrays, devices, strict=True):
-            put(key, array, device)
+        homes = [None] * len(keys) if devices is None else devices
+        for key, array, home in zip(keys, arrays, homes, strict=True):
+            self.values.put(key, array, home)
 
 
-class _Kept(NamedTuple):
-    """Abstract residuals or stash: a buffer of its own, then those of held arrays."""
+class _AbstractResiduals(NamedTuple):
+    """Abstract residuals or stash: a buffer for its own arrays, then shared buffers."""
 
     keeps: tuple[Buffer, ...]
 
 
 def _activation_bytes(job: Forward) -> int:
-    """What the residuals of a forward hold beyond leaves, which are held anyway."""
+    """Return the bytes of a forward's residuals. Leaves, held anyway, do not count."""
     pair = job.function
     nbytes: int = pair.residual_bytes
     for place in pair.args_kept:
@@ -286,26 +268,25 @@ def _activation_bytes(job: Forward) -> int:
     return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
 
 
-def _carried_bytes(job: RunSegment, bundle: Any) -> int:
-    """The same of residuals that a segment makes for another one."""
-    inputs = [at for at in bundle.inputs if job.inputs[at].kind != "leaf"]
+def _bundle_bytes(job: RunSegment, bundle: Any) -> int:
+    inputs = [index for index in bundle.inputs if job.inputs[index].kind != "leaf"]
     nbytes: int = bundle.nbytes_most
-    return nbytes + sum([job.function.avals[at].nbytes for at in inputs])
+    return nbytes + sum([job.function.avals[index].nbytes for index in inputs])
 
 
-def _types(job: Job, get: Callable[[Key], Any]) -> Any:
-    """What an abstract job makes; of I, the cut and residuals' buffers as its stash."""
+def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
+    """Return the result of an abstract job. The stash of half I is (cut, buffers)."""
     match job:
         case Forward():
             return job.function.out_avals, None
         case VjpInputs():
-            pair, of = job.function, halves(job.function, job.weights)
+            pair, both_halves = job.function, halves(job.function, job.weights)
             _, *buffers = get(job.residuals).keeps
-            cut = of.cut(tuple(map(len, job.cotangents)))
+            cut = both_halves.cut(tuple(map(len, job.cotangents)))
             args = dict(zip(pair.args_kept, buffers, strict=False))
             outputs = dict(zip(pair.outputs_kept, buffers[len(args) :], strict=True))
             kept = map(args.get, cut.args_kept), map(outputs.get, cut.outputs_kept)
-            return of.input_avals, (cut, tuple(chain(*kept)))
+            return both_halves.input_avals, (cut, tuple(chain(*kept)))
         case VjpWeights():
             return halves(job.function, job.weights).weight_avals
         case Vjp():
@@ -316,21 +297,18 @@ def _types(job: Job, get: Callable[[Key], Any]) -> Any:
         case Fill():
             return job.aval.on(None)
         case RunSegment():
-            bundles = [Buffer(one.nbytes) for one in job.function.carried]
+            bundles = [Buffer(bundle.nbytes) for bundle in job.function.carried]
             return (*job.function.out_avals, *bundles)
         case _:
             return None
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def used_up(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that are dropped afterwards."""
+def inputs_used_up(job: Job) -> tuple[Key, ...]:
     match job:
-        case Forward():
-            return ()
         case Vjp():
             addends = tuple([key for keys in job.cotangents for key in keys])
             return (*addends, job.residuals) if job.last else addends
@@ -346,8 +324,7 @@ def used_up(job: Job) -> tuple[Key, ...]:
             return ()
 
 
-def kept(job: Job) -> tuple[Key, ...]:
-    """The values that a job reads and that stay held."""
+def inputs_kept(job: Job) -> tuple[Key, ...]:
     match job:
         case Forward():
             return job.inputs
@@ -355,61 +332,51 @@ def kept(job: Job) -> tuple[Key, ...]:
             return () if job.last else (job.residuals,)
         case Sum():
             return () if job.base is None else (job.base,)
-        case Fill() | VjpWeights():
+        case Fill() | VjpWeights() | CompileSegment():
             return ()
         case Apply():
             return (job.input,) if job.output is None else ()
         case RunSegment():
             return tuple([key for key in job.inputs if key not in job.last])
-        case CompileSegment():
-            return ()
 
 
 def job_name(job: Job) -> str:
-    """The name of a job's function, or of the kind of job if it has none.
-
-    With a named device: `function@cpu:1`.
-    """
-    if isinstance(job, _OF_PAIRS):
+    """Return the name of a job's function, as in `function@cpu:1`, or its kind."""
+    if isinstance(job, _PAIR_JOBS):
         pair = job.function
         return pair.name if pair.device is None else name_on(pair)
     if isinstance(job, Apply):
         return name_of(job.function)
-    if isinstance(job, _OF_SEGMENTS):
+    if isinstance(job, _SEGMENT_JOBS):
         name: str = job.function.name
         return name
     return type(job).__name__.lower()
 
 
 def blamed_name(job: Job) -> str:
-    """What an error of a job says has failed: `job_name`, or the backward of that."""
     backward = isinstance(job, Vjp | VjpWeights)
     return f"the backward of {job_name(job)}" if backward else job_name(job)
 
 
-def deleted(value: Any, key: Key, worker: str) -> Failure:
-    """The failure for an array of `worker` that was deleted."""
+def deleted_failure(value: Any, key: Key, worker: str) -> Failure:
     return Failure(
         "JdagError",
-        f"{held_as(key, worker)}, {aval_of(value)}, was deleted, or donated to a "
-        "jitted function; what was put, passed or fetched is shared, not copied, so "
-        "pass a copy (jnp.copy) where the original is to be donated",
+        f"{value_name(key, worker)}, {aval_of(value)}, was deleted, or donated to a "
+        "jitted function; jdag shares the arrays that are put, passed or fetched, so "
+        "pass a copy (jnp.copy) if the original is to be donated",
         worker,
         key.name if key.kind in ("output", "constant") else (),
     )
 
 
-def held_as(key: Key, worker: str) -> str:
-    """How errors name a value that `worker` holds."""
+def value_name(key: Key, worker: str) -> str:
     is_leaf = key.kind == "leaf"
     return str(key.name) if is_leaf else f"{key.kind} {key.name} on {worker}"
 
 
-def too_large(what: str, aval: Aval, bytes_max: int) -> str:
-    """The error text for a value that is too large to travel between workers."""
+def too_large(name: str, aval: Aval, bytes_max: int) -> str:
     return (
-        f"{what}, {aval}, has {aval.nbytes} bytes, and values of more than "
-        f"{bytes_max} do not leave their worker: compute there what is needed of it "
-        "(ctx.call), send it in parts, or allow more by value_bytes_max of jdag.launch "
-        "or of the cluster's file"
+        f"{name}, {aval}, has {aval.nbytes} bytes, but values of more than "
+        f"{bytes_max} bytes are not sent: reduce the value on its worker (ctx.call), "
+        "send it in parts, or raise value_bytes_max in jdag.launch or the cluster file"
     )

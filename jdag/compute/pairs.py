@@ -1,12 +1,12 @@
 """Compiled forward/vjp pairs of functions.
 
-A pair is made once for each function, statics, abstract values and configuration, and
-shared by all workers of the process. `jdag.compute.tracing` explains how it keeps its
+There is one pair for each combination of function, statics, abstract values and
+configuration, shared by all workers of the process. `jdag.compute.tracing` explains its
 residuals.
 
-For duals (`jdag.compute.duals`) a pair computes the jvp: of forward, giving outputs and
-residuals with tangents; then of the vjp, along the tangents of residuals and
-cotangents. Each is compiled when the first dual arrives.
+For duals (`jdag.compute.duals`) a pair computes jvps. The jvp of forward returns
+outputs and residuals with tangents; the jvp of the vjp takes the tangents of residuals
+and cotangents. Each jvp is compiled when the first dual arrives.
 """
 
 import warnings
@@ -20,20 +20,20 @@ from weakref import WeakKeyDictionary
 import jax
 import numpy as np
 
-from jdag.compute.avals import Aval, aval_of, is_deleted, is_there
+from jdag.compute.avals import Aval, aval_of, is_deleted, is_live
 from jdag.compute.configuration import Configuration, configuration
-from jdag.compute.duals import along, any_dual, primal_of, refuse_no_jvp
+from jdag.compute.duals import any_dual, jvp_of, primal_of, refuse_no_jvp
 from jdag.compute.fingerprint import key_of
 from jdag.compute.jaxprs import (
     Reaches,
+    forwarded_inputs,
     has_callback,
     has_move,
-    passed_on,
     unportable,
 )
 from jdag.compute.pytrees import Template, unflatten
-from jdag.compute.sums import few
-from jdag.compute.tracing import Function, Residuals, Traced, as_it_is
+from jdag.compute.sums import limited
+from jdag.compute.tracing import Function, Residuals, Traced, without_jit
 from jdag.engine.functions import code_of, is_ours, is_unjitted, name_of, shapes_of
 from jdag.errors import JdagError
 
@@ -44,27 +44,23 @@ ANEW_MAX = 32
 class Pair:
     """Forward and vjp of one function for one set of abstract values.
 
-    `out_avals`, `out_tree`, `out_tracked`, `args_kept`, `outputs_kept` (the places of
-    arguments and outputs that residuals hold) and `residual_bytes` (what they hold
-    beyond these) are known without running anything. `reaches` says for each tracked
-    input which tracked outputs depend on it: without a cotangent of one of these its
-    own is zero.
-    What moves arrays between devices (`jdag.compute.moves`) runs unjitted by itself.
-    What `jdag.unjitted` marks runs so too, and is never traced.
-    `may_raise` tells that forward holds callbacks or is not jitted; forward and vjp
-    then wait for their results, so that what goes wrong is raised there. All of
-    its devices are the default one (None): on others a pair is a `Placed`.
+    `out_avals`, `out_tree`, `out_tracked`, `args_kept`, `outputs_kept` (the positions
+    of arguments and outputs that residuals hold) and `residual_bytes` (the bytes of all
+    other residuals) are known before the first run. `reaches` gives for each tracked
+    input the tracked outputs that depend on it; its cotangent is zero if no such output
+    has a cotangent.
 
-    Args:
-        source: a `jdag.compute.tracing.Function`, or what one was exported as.
-        avals: the abstract value of each argument.
-        tracked: for each, whether cotangents flow back to it.
+    Functions marked by `jdag.unjitted`, which are never traced, and functions that move
+    arrays between devices (`jdag.compute.moves`) run unjitted. If forward has callbacks
+    or is unjitted, `may_raise` is true: forward and vjp wait for their results, so that
+    errors are raised there. `Placed` is a pair on devices other than the default device
+    (None). `source` is a `jdag.compute.tracing.Function` or an `ExportedProgram`.
     """
 
     device: str | None = None
     in_devices: tuple[str | None, ...] | None = None
     out_devices: tuple[str | None, ...] | None = None
-    unportable = ""  # Why it cannot go as StableHLO, beside being unjitted.
+    unportable = ""  # Why a jitted pair cannot be sent as StableHLO; "" if it can.
 
     def __init__(
         self, source: Any, avals: tuple[Aval, ...], tracked: tuple[bool, ...]
@@ -82,7 +78,7 @@ class Pair:
             traced = trace.out_info.traced
             self.may_raise = has_callback(trace.jaxpr)
             self.unportable = unportable(trace.jaxpr)
-            self.passes = passed_on(trace.jaxpr)
+            self.passes = forwarded_inputs(trace.jaxpr)
             if has_move(trace.jaxpr):  # jit would ignore the move.
                 source.unjitted = self.may_raise = True
                 self._compile()
@@ -102,23 +98,22 @@ class Pair:
         self.reaches: Reaches = traced.reaches
 
     def _compile(self) -> None:
-        compiled: Any = as_it_is if self.source.unjitted else jax.jit
+        compiled: Any = without_jit if self.source.unjitted else jax.jit
         self.compiled: Any = compiled(self.source.forward(self.tracked, compiled))
-        self._dual_forward: Any = compiled(along(self.compiled, self.name))
+        self._dual_forward: Any = compiled(jvp_of(self.compiled, self.name))
 
     @property
     def pair(self) -> "Pair":
-        """The pair without devices."""
         return self
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
         """Run the function on `args`, in order of position.
 
-        Of duals at tracked positions the outputs and residuals are duals as well; at
-        others, as where a gradient is stopped, a tangent counts for nothing.
+        For duals at tracked positions the outputs and residuals are duals as well; at
+        other positions, as under a stopped gradient, tangents are ignored.
 
-        Returns the outputs in the order of `out_tree` and the residuals; these are None
-        when no output is tracked.
+        Returns the outputs in the order of `out_tree`, and the residuals. The residuals
+        are None if no output is tracked.
         """
         dual = any_dual(args)
         if dual:
@@ -127,15 +122,18 @@ class Pair:
             dual = any_dual(args)
         if dual and self.source.digest:
             self.source.refuse_dual()
-        if self.passes is not None and not dual and all(map(stays, args, self.avals)):
+        if (
+            self.passes is not None
+            and not dual
+            and all(map(is_reusable, args, self.avals))
+        ):
             outputs = tuple([args[index] for index in self.passes])  # jit would copy.
-            has_vjp = self.traced.backward is not None
-            return outputs, Residuals(
-                self.traced, (), (), (), False
-            ) if has_vjp else None
+            if self.traced.backward is None:
+                return outputs, None
+            return outputs, Residuals(self.traced, (), (), (), False)
         try:
             returned = self._dual_forward(*args) if dual else self.compiled(*args)
-            if self.may_raise or dual:  # Rules of their own may have callbacks in them.
+            if self.may_raise or dual:  # Custom rules of duals may contain callbacks.
                 jax.block_until_ready(returned)
         except (RuntimeError, ValueError, TypeError) as error:
             refuse_deleted(self.name, self.source.argument, args, error)
@@ -153,20 +151,19 @@ class Pair:
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
     ) -> tuple[Any, ...]:
-        """Carry cotangents of the outputs back to the tracked inputs.
+        """Compute the tracked inputs' cotangents from the outputs' cotangents.
 
         Args:
-            residuals: what `forward` returned; they may be used again.
-            cotangents: for each tracked output, in order, any number of addends of its
-                shape and dtype, summed in the order of `add`; none at all is zero.
+            residuals: returned by `forward`; they may be used several times.
+            cotangents: for each tracked output any number of addends of its shape and
+                dtype, summed in the order of `add`; no addend means zero.
 
         Returns:
-            One cotangent for each tracked input, in order of position, as `jax.vjp`
-            gives them (for complex values JAX's convention holds). They are duals if a
-            residual or a cotangent is.
+            One cotangent for each tracked input, as from `jax.vjp` (with JAX's
+            convention for complex values); duals if any residual or cotangent is dual.
         """
         traced = residuals.traced
-        sums, held = few(cotangents), residuals.held
+        sums, held = limited(cotangents), residuals.held
         assert len(sums) == sum(traced.out_tracked), (self.name, len(sums))
         dual = residuals.dual or any(map(any_dual, sums))
         if dual and self.source.digest:
@@ -186,7 +183,6 @@ class Pair:
         return gradients
 
     def lowered(self, counts: Sequence[int] | None = None) -> Any:
-        """Lower the jitted forward; or the vjp, for these numbers of addends."""
         if counts is None:
             return self._trace().lower()
         residuals = self.residual_types()
@@ -194,10 +190,9 @@ class Pair:
         return traced.backward.lower(*residuals.held, traced.addend_types(counts))
 
     def residual_types(self) -> Residuals:
-        """The types of the residuals that the jitted forward returns."""
         structs = [aval.struct() for aval in self.avals]
-        made: Residuals = self._trace().out_info.residuals(structs)
-        return made
+        residuals: Residuals = self._trace().out_info.residuals(structs)
+        return residuals
 
     def _trace(self) -> Any:
         return self.compiled.trace(*[aval.struct() for aval in self.avals])
@@ -208,12 +203,10 @@ class Pair:
 
 
 def output_types(pair: Any) -> list[Aval]:
-    """The types of a pair's outputs, with their devices; it is not made if decoded."""
     return _on(pair.out_avals, pair.out_devices)
 
 
 def input_types(pair: Any) -> list[Aval]:
-    """The types of the cotangents of its tracked inputs, with their devices."""
     avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
     return _on(avals, pair.in_devices)
 
@@ -224,49 +217,45 @@ def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Ava
     return [aval.on(device) for aval, device in zip(avals, devices, strict=True)]
 
 
-def _check_declared(*both: Traced) -> None:
-    if len(dict.fromkeys([(one.out_tree, one.out_avals) for one in both])) > 1:
-        texts = [(one.out_tree, list(map(str, one.out_avals))) for one in both]
-        said, found = [unflatten(*text) for text in texts]
-        raise JdagError(f"{both[0].name} returned {found}; its shapes= said {said}")
+def _check_declared(*traces: Traced) -> None:
+    if len(dict.fromkeys([(trace.out_tree, trace.out_avals) for trace in traces])) > 1:
+        texts = [(trace.out_tree, list(map(str, trace.out_avals))) for trace in traces]
+        declared, returned = [unflatten(*text) for text in texts]
+        name = traces[0].name
+        raise JdagError(
+            f"{name} returned {returned}, but its shapes= function declares {declared}"
+        )
 
 
-def stays(value: Any, aval: Aval) -> bool:
-    """Whether a value can be passed on uncopied: it exists and never changes."""
+def is_reusable(value: Any, aval: Aval) -> bool:
     if type(value) is np.ndarray:
         same = value.dtype == aval.dtype and not aval.weak
         return same and not value.flags.writeable
-    return is_there(value)
+    return is_live(value)
 
 
 def refuse_deleted(
-    name: str, what: Callable[[int], str], arrays: Sequence[Any], error: Exception
+    name: str, array_name: Callable[[int], str], arrays: Sequence[Any], error: Exception
 ) -> None:
-    """Raise JdagError if one of the arrays of a failed call was deleted."""
     for index, array in enumerate(arrays):
         if is_deleted(array):
             raise JdagError(
-                f"{what(index)} of {name}, {aval_of(array)}, was deleted or donated; "
-                "arrays that jdag holds have to live as long as their context, and "
-                "what was put, passed or fetched is shared: donate a copy (jnp.copy)"
+                f"{array_name(index)} of {name}, {aval_of(array)}, was deleted "
+                "or donated; jdag shares the arrays that are put, passed or fetched, "
+                "and needs them until their context ends: donate a copy (jnp.copy)"
             ) from error
 
 
 class _Key(tuple[Any, ...]):
-    """The key of a pair; its function is attached but not compared."""
-
     fn: Callable[..., Any]
 
 
 @lru_cache(maxsize=PAIRS_MAX)
 def typed_name(pair: Any) -> str:
-    """A pair's name with the types of its inputs: module:name(float32[8,4])."""
     return f"{pair.name}({', '.join(map(str, pair.avals))})"
 
 
 class PairCache:
-    """The pairs made so far; the least recently used are dropped first."""
-
     def __init__(self, pairs_max: int) -> None:
         self._pair = lru_cache(maxsize=pairs_max)(self._make)
         self._keys: WeakKeyDictionary[CodeType, dict[int, None]] = WeakKeyDictionary()
@@ -281,12 +270,9 @@ class PairCache:
     ) -> Pair:
         """Return the forward/vjp pair of `fn`, cached or new.
 
-        Args:
-            fn: a pure function of pytrees of arrays and statics.
-            template: the structure of its arguments, from `pytrees.split`.
-            avals: the abstract value of each position; weak types count.
-            tracked: for each position, whether cotangents flow back to it.
-            configured: the current settings of JAX, if they have just been looked at.
+        `avals` (weak types count) and `tracked` have an entry for each position of
+        `template`. `configured` are JAX's current settings, if the caller has just read
+        them.
         """
         configured = configured or configuration()
         mark = is_unjitted(fn) and key_of(shapes_of(fn))
@@ -303,8 +289,8 @@ class PairCache:
         for position, aval in enumerate(avals):
             if tracked[position] and not aval.inexact:
                 raise JdagError(
-                    f"argument {position} of {name_of(key.fn)} is tracked but {aval}; "
-                    "only float and complex arrays carry cotangents"
+                    f"argument {position} of {name_of(key.fn)} is tracked but is "
+                    f"{aval}; only float and complex arrays carry cotangents"
                 )
         self.count(key.fn, fn_key)
         return Pair(Function(key.fn, template), avals, tracked)
@@ -315,23 +301,23 @@ class PairCache:
         Warns once about code compiled for many closures, defaults or partials.
         """
         code = code_of(fn)
-        # jdag's own, such as optimizer steps, are partials of users' functions.
+        # Functions of jdag, such as optimizer steps, are partials of users' functions.
         if code is None or is_ours(code.co_filename):
             return
-        seen = self._keys.setdefault(code, {})
-        if len(seen) >= ANEW_MAX:
+        hashes = self._keys.setdefault(code, {})
+        if len(hashes) >= ANEW_MAX:
             return
-        seen[hash(key)] = None  # Hashes, since keys would keep closures alive.
-        if len(seen) == ANEW_MAX:
+        hashes[hash(key)] = None  # Hashes, since keys would keep closures alive.
+        if len(hashes) == ANEW_MAX:
             warnings.warn(
                 f"{name_of(fn)} ({code.co_filename}:{code.co_firstlineno}) was "
-                f"compiled for {ANEW_MAX} different closures, defaults or partials: a "
-                "function made anew in a loop is compiled anew each time. Define it "
-                "once, and pass what changes as an argument: arrays and numbers as "
-                "they are, anything else as jdag.static(value)",
+                f"compiled for {ANEW_MAX} different closures, defaults or "
+                "partials: a function defined in a loop is compiled in each iteration. "
+                "Define it once, and pass the values that change as arguments: arrays "
+                "and numbers directly, other values as jdag.static(value)",
                 stacklevel=2,
             )
 
 
 CACHE = PairCache(PAIRS_MAX)
-pair = CACHE.pair  # From the cache of the process.
+pair = CACHE.pair  # Looks up the cache of the process.

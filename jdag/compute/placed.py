@@ -1,11 +1,11 @@
-"""A call on a named device, or of arrays on one: device transfers around a pair.
+"""Device transfers around a pair, for calls on (or arrays of) named devices.
 
 Transferring an argument to the call's device is a tracked identity: the vjp puts its
-cotangent back on the device of the argument, so that cotangents summed there are all on
-that device. The pair is unchanged, shared, and compiled per device by JAX; transfers
-are outside of it, since inside jit JAX ignores them.
+cotangent back on the device of the argument, so that all cotangents summed there are on
+that device. The pair is shared, and JAX compiles it per device. Transfers are outside
+of the pair, since JAX ignores them inside jit.
 
-Invariant: an array that is held for a device is on it.
+Invariant: an array that is stored for a device is on that device.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ _Device = str | None
 
 
 class Placed(Pair):
-    """A pair with devices, which shares the pair's compiled functions.
+    """A pair with devices. It uses the compiled functions of `pair`.
 
-    `device` is where it computes, `in_devices` are where the cotangents of the tracked
-    inputs go, `out_devices` where the outputs go; None is the worker's default device.
+    It computes on `device`; cotangents of the tracked inputs go to `in_devices`,
+    outputs to `out_devices`. None is the worker's default device.
     """
 
     def __init__(
@@ -40,11 +40,9 @@ class Placed(Pair):
 
     @property
     def pair(self) -> Pair:
-        """The pair without devices."""
         return self._pair
 
     def forward(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], Residuals | None]:
-        """Run the function on its device; see `Pair.forward`."""
         with working_on(self.device):
             outputs, residuals = self.pair.forward(put(args, self.device))
         return spread(outputs, self.out_devices), residuals
@@ -52,10 +50,9 @@ class Placed(Pair):
     def vjp(
         self, residuals: Residuals, cotangents: Sequence[Sequence[Any]]
     ) -> tuple[Any, ...]:
-        """Carry cotangents back, each to the device of its input; see `Pair.vjp`."""
         with working_on(self.device):
-            here = [put(addends, self.device) for addends in cotangents]
-            gradients = self.pair.vjp(residuals, here)
+            local = [put(addends, self.device) for addends in cotangents]
+            gradients = self.pair.vjp(residuals, local)
         return spread(gradients, self.in_devices)
 
     def __repr__(self) -> str:
@@ -63,7 +60,6 @@ class Placed(Pair):
 
 
 def spread(values: Sequence[Any], devices: Any) -> tuple[Any, ...]:
-    """Put each value on its device."""
     both = zip(values, devices, strict=True)
     return tuple([put((value,), device)[0] for value, device in both])
 
@@ -74,10 +70,10 @@ def placed(
     sources: Sequence[_Device],
     targets: Sequence[_Device] | None = None,
 ) -> Any:
-    """Return a pair with devices; the pair itself if all are the default device.
+    """Return a pair with devices, or the pair itself if all devices are the default.
 
-    `sources` are where the arguments live, `targets` where the outputs go; None: all
-    stay on the device.
+    The arguments are on `sources`; the outputs go to `targets`, or stay on `device` if
+    `targets` is None.
     """
     out = (device,) * len(pair.out_avals) if targets is None else tuple(targets)
     if device is None and not any(sources) and not any(out):
@@ -85,4 +81,4 @@ def placed(
     return _placed(pair, device, tuple(compress(sources, pair.tracked)), out)
 
 
-_placed = lru_cache(maxsize=PAIRS_MAX)(Placed)  # One for each, as there is one pair.
+_placed = lru_cache(maxsize=PAIRS_MAX)(Placed)  # Cached, as pairs are.

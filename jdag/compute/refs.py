@@ -9,13 +9,11 @@ from jdag.compute.avals import Aval
 from jdag.engine.functions import is_remote, remote
 from jdag.engine.protocol import Key, LeafId, Path, Worker
 
-Identity = tuple[Worker, Path]  # Of a failure: where it happened, and in which call.
+Identity = tuple[Worker, Path]  # A failure's worker and the path of its call.
 
 
 @dataclass(frozen=True, slots=True)
 class RefData:
-    """A ref without the program that holds it, as it travels between workers."""
-
     key: Key
     owner: Worker
     aval: Aval
@@ -23,21 +21,19 @@ class RefData:
     descends: LeafId | None
 
 
-def taken(tree: Any) -> Any:
-    """Return a pytree with objects over leaves in place of their data."""
-
-    def is_handed(one: Any) -> bool:
-        return isinstance(one, Partial) and is_remote(one.func)
+def rebuild_objects(tree: Any) -> Any:
+    def is_handed(leaf: Any) -> bool:
+        return isinstance(leaf, Partial) and is_remote(leaf.func)
 
     return tree_map(lambda x: x() if is_handed(x) else x, tree, is_leaf=is_handed)
 
 
 @remote
 class Reply(NamedTuple):
-    """The return of a program: its result as data, and the failures that it has seen.
+    """The result of a program as data, and the failures that the program has received.
 
-    `kept`: path of call and number of output of each value in the result to which the
-    program still holds refs.
+    `kept` lists the values in the result to which the program still holds refs: the
+    path of the call, and the number of the output.
     """
 
     result: Any
@@ -52,5 +48,4 @@ class RefBase:
 
 
 def is_ref(value: object) -> bool:
-    """Tell whether a value is a ref."""
     return isinstance(value, RefBase)

@@ -1,4 +1,4 @@
-"""What the nodes of a segment make, by their pairs: types, and bytes of residuals."""
+"""Types of the results of a segment's nodes, and bytes of their residuals."""
 
 from collections.abc import Sequence
 from itertools import compress
@@ -10,9 +10,9 @@ from jdag.engine.segments import NodeKind, SegmentNode
 
 
 class Carried(NamedTuple):
-    """What a bundle holds: residuals, and arguments and outputs of calls as well.
+    """Bytes of a bundle's residuals. `nbytes` excludes arguments and outputs of calls.
 
-    Inputs of the segment among these are not in `nbytes_most`.
+    `nbytes_most` includes them, except arguments that are `inputs` of the segment.
     """
 
     nbytes: int
@@ -21,52 +21,51 @@ class Carried(NamedTuple):
 
 
 def types_of(
-    node: SegmentNode, pairs: Sequence[Any], known: Sequence[Any]
+    node: SegmentNode, pairs: Sequence[Any], types: Sequence[Any]
 ) -> list[Any]:
-    """The types of what a node makes, None for residuals; ValueError if it cannot."""
-    first, *others = [[known[number] for number in slots] for slots in node.inputs]
+    """Check a node's inputs. Return the types of its results; for residuals, None."""
+    first, *rest = [[types[number] for number in slots] for slots in node.inputs]
     pair: Any = pairs[node.pair] if pairs else None
-    made: Sequence[Any]
+    results: Sequence[Any]
     match node.kind:
         case NodeKind.FORWARD:
-            made = output_types(pair)
+            results = output_types(pair)
             both = zip(first, pair.avals, strict=True)
-            fits = not others and all([a in (aval, aval.strong) for a, aval in both])
+            fits = not rest and all([a in (aval, aval.strong) for a, aval in both])
         case NodeKind.VJP | NodeKind.INPUTS:
-            made = input_types(pair)
+            results = input_types(pair)
             if node.kind is NodeKind.INPUTS:
-                made = halves(pair, node.weights).input_avals
+                results = halves(pair, node.weights).input_avals
             outputs = compress(pair.out_avals, pair.out_tracked)
-            sides = zip(others, outputs, strict=True)
+            sides = zip(rest, outputs, strict=True)
             fits = first == [None] and all([{*a} <= {aval} for a, aval in sides])
         case NodeKind.WEIGHTS:
-            made = halves(pair, node.weights).weight_avals
-            fits = first == [None] and not others
+            results = halves(pair, node.weights).weight_avals
+            fits = first == [None] and not rest
         case NodeKind.SUM | NodeKind.FILL:
-            made = first[-1:]
-            fits = {*first} == {first[0]} and not others
+            results = first[-1:]
+            fits = {*first} == {first[0]} and not rest
     if not fits:
-        raise ValueError(f"what a node takes does not fit: {node}")
-    found = [aval.strong for aval in made]
+        raise ValueError(f"the input types of a segment's node do not match: {node}")
+    strong = [aval.strong for aval in results]
     keeps = node.kind is NodeKind.FORWARD and node.keeps
-    return [*found, None] if keeps or node.kind is NodeKind.INPUTS else found
+    return [*strong, None] if keeps or node.kind is NodeKind.INPUTS else strong
 
 
-def held(node: SegmentNode, pairs: Sequence[Any], arrays: int, exact: bool) -> Carried:
-    """What the residuals, or the stash, of a node hold.
+def carried_by(
+    node: SegmentNode, pairs: Sequence[Any], arrays: int, exact: bool
+) -> Carried:
+    """Return the sizes of a FORWARD node's residuals, or of an INPUTS node's stash.
 
-    Args:
-        node: a FORWARD that keeps, or INPUTS.
-        pairs: those of the segment.
-        arrays: of how many arrays the segment's values begin with.
-        exact: whether cotangents come as several addends.
+    `arrays` is the number of input arrays of the segment; if `exact`, a cotangent may
+    have several addends.
     """
     pair = pairs[node.pair]
     if node.kind is NodeKind.INPUTS:
-        of = halves(pair, node.weights)
-        many = [len(few) if exact else min(len(few), 1) for few in node.inputs]
-        cut = of.cut(tuple(many[1:]))
-        avals = [of.input_avals[place] for place in cut.results_kept]
+        node_halves = halves(pair, node.weights)
+        counts = [len(some) if exact else min(len(some), 1) for some in node.inputs]
+        cut = node_halves.cut(tuple(counts[1:]))
+        avals = [node_halves.input_avals[place] for place in cut.results_kept]
         avals += [pair.avals[place] for place in cut.args_kept]
         avals += [pair.out_avals[place] for place in cut.outputs_kept]
         nbytes, read = cut.stash_bytes, []
@@ -76,5 +75,5 @@ def held(node: SegmentNode, pairs: Sequence[Any], arrays: int, exact: bool) -> C
         avals = [pair.avals[place] for name, place in both if name >= arrays]
         avals += [pair.out_avals[place] for place in pair.outputs_kept]
         nbytes = pair.residual_bytes
-    most = nbytes + sum([aval.nbytes for aval in avals])
-    return Carried(nbytes, most, tuple([name for name in read if name < arrays]))
+    nbytes_max = nbytes + sum([aval.nbytes for aval in avals])
+    return Carried(nbytes, nbytes_max, tuple([name for name in read if name < arrays]))

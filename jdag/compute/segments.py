@@ -1,12 +1,12 @@
 """Segments: the forward and backward calls of one worker as one compiled function.
 
 The nodes of a segment (`jdag.engine.segments`) call the compiled parts of their pairs
-inside one jit: nothing is traced twice, and functions that came as StableHLO are like
-others. Outputs that are inputs are passed on, since jit would copy them. Arrays that
-an incoming bundle alone holds are donated where an output can use their memory.
+inside one jit, so no function is traced twice, including functions received as
+StableHLO. Outputs that are inputs are returned unchanged, since jit would copy them.
+Arrays held only by an incoming bundle are donated if an output can use their memory.
 
-Segments that are `exact`, or with unjitted functions or named devices, run node by
-node: the jobs of `jdag.compute.machine`, with their bits and devices.
+Segments that are `exact`, or have unjitted functions or named devices, run node by
+node, with the jobs, bits and devices of `jdag.compute.machine`.
 """
 
 from collections import Counter
@@ -26,15 +26,15 @@ from jdag.compute.bundles import Bundle, Layout, Packing, Places, bundled, layou
 from jdag.compute.configuration import configuration
 from jdag.compute.halves import Stash, halves
 from jdag.compute.jaxprs import has_callback
-from jdag.compute.pairs import refuse_deleted, stays
-from jdag.compute.segment_types import Carried, held, types_of
+from jdag.compute.pairs import is_reusable, refuse_deleted
+from jdag.compute.segment_types import Carried, carried_by, types_of
 from jdag.compute.sums import add, filled, fold
 from jdag.compute.tracing import Residuals, strong, weakened
 from jdag.engine.functions import name_on
 from jdag.engine.segments import NodeKind, SegmentNode
 
-FUSED_MAX = 512  # Segments whose executables are kept.
-READY_MAX = 64  # Executables of one: for each layout of its bundles.
+FUSED_MAX = 512  # Number of cached segments.
+READY_MAX = 64  # Cached executables of a segment, one for each layout of its bundles.
 SHOWN_NAMES, SHOWN_SITES = 2, 4
 _CALL, _NODE = "__jdag_call__", "__jdag_node__"  # Attributes of errors.
 _BACKWARD = (NodeKind.VJP, NodeKind.INPUTS, NodeKind.WEIGHTS)
@@ -42,10 +42,10 @@ _BACKWARD = (NodeKind.VJP, NodeKind.INPUTS, NodeKind.WEIGHTS)
 
 @partial(jtu.register_dataclass, data_fields=("arrays",), meta_fields=("plan",))
 @dataclass(eq=False, slots=True)
-class _Made:
-    """What jit returns: arrays, and the places of outputs and of bundles' arrays.
+class _SegmentResult:
+    """The result of a jitted segment: arrays, and positions of outputs and bundles.
 
-    Places count what was given, then these arrays.
+    Positions count the arguments, then these arrays.
     """
 
     arrays: tuple[Any, ...]
@@ -53,9 +53,7 @@ class _Made:
 
 
 class _Ready(NamedTuple):
-    """A traced segment, and layout and types of the bundles that it makes."""
-
-    call: Callable[..., _Made]
+    call: Callable[..., _SegmentResult]
     trace: Any
     may_raise: bool
     bundles: tuple[tuple[Layout, tuple[Any, ...]], ...]
@@ -63,8 +61,6 @@ class _Ready(NamedTuple):
 
 @dataclass(frozen=True)
 class _Fused:
-    """The nodes of equal segments as jitted functions."""
-
     pairs: tuple[Any, ...]
     avals: tuple[Aval, ...]
     nodes: tuple[SegmentNode, ...]
@@ -73,15 +69,16 @@ class _Fused:
     configured: Any
     ready: dict[tuple[Layout, ...], _Ready] = field(default_factory=dict, compare=False)
 
-    def prepared(self, layouts: tuple[Layout, ...], given: Sequence[Any]) -> _Ready:
-        """Trace it for bundles with these layouts and, for each, types of arrays."""
-        structs = [aval_of(one).struct() for one in chain(self.avals, *given)]
+    def prepared(
+        self, layouts: tuple[Layout, ...], bundle_types: Sequence[Any]
+    ) -> _Ready:
+        structs = [aval_of(a).struct() for a in chain(self.avals, *bundle_types)]
         bounds = [len(self.avals)]
-        for one in given:
-            bounds.append(bounds[-1] + len(one))
+        for types in bundle_types:
+            bounds.append(bounds[-1] + len(types))
 
-        def segment(*given: Any) -> _Made:
-            return self._body(layouts, bounds, given)
+        def segment(*inputs: Any) -> _SegmentResult:
+            return self._body(layouts, bounds, inputs)
 
         call = jax.jit(segment)
         trace = call.trace(*structs)
@@ -91,8 +88,8 @@ class _Fused:
             trace = call.trace(*structs)
         values = (*structs, *trace.out_info.arrays)
         bundles = [
-            (one, tuple([values[place] for place in places]))
-            for one, places in trace.out_info.plan[1]
+            (bundle_layout, tuple([values[place] for place in places]))
+            for bundle_layout, places in trace.out_info.plan[1]
         ]
         if len(self.ready) >= READY_MAX:
             self.ready.clear()
@@ -101,37 +98,38 @@ class _Fused:
         return ready
 
     def _body(
-        self, layouts: Sequence[Layout], bounds: Sequence[int], given: Sequence[Any]
-    ) -> _Made:
-        values = list(given[: bounds[0]])
-        for one, start, end in zip(layouts, bounds, bounds[1:], strict=False):
-            values += one.unpacked(given[start:end])
+        self, layouts: Sequence[Layout], bounds: Sequence[int], inputs: Sequence[Any]
+    ) -> _SegmentResult:
+        values = list(inputs[: bounds[0]])
+        for bundle, start, end in zip(layouts, bounds, bounds[1:], strict=False):
+            values += bundle.unpacked(inputs[start:end])
         _compute(self.nodes, self.pairs, values)
-        packing = Packing(given)
-        outputs = tuple([packing.place(strong(values[one])) for one in self.outputs])
-        packed = [packing.packed([values[n] for n in one]) for one in self.carries]
-        often = Counter(chain(outputs, *[places for *_, places in packed]))
+        packing = Packing(inputs)
+        outputs = tuple([packing.place(strong(values[n])) for n in self.outputs])
+        packed = [packing.packed([values[n] for n in few]) for few in self.carries]
+        uses = Counter(chain(outputs, *[places for *_, places in packed]))
         bundles = []
-        for where, types, places in packed:
-            own = [place >= len(given) and often[place] == 1 for place in places]
-            alone = tuple(compress(range(len(own)), own))
-            bundles.append((layout(where, types, alone), places))
-        return _Made(tuple(packing.made), (outputs, tuple(bundles)))
+        for locations, types, places in packed:
+            is_alone = [place >= len(inputs) and uses[place] == 1 for place in places]
+            alone = tuple(compress(range(len(is_alone)), is_alone))
+            bundles.append((layout(locations, types, alone), places))
+        return _SegmentResult(tuple(packing.leaving), (outputs, tuple(bundles)))
 
 
 def _compute(
     nodes: Sequence[SegmentNode],
     pairs: Sequence[Any],
     values: list[Any],
-    known: Sequence[Any] | None = None,
+    types: Sequence[Any] | None = None,
 ) -> None:
-    """Add what nodes make to the values: one by one if their types are `known`.
+    """Compute nodes, and append their results to the values.
 
-    Else they are traced within one jit, where all addends of a cotangent are folded.
+    If `types` are given, the nodes run one by one. Otherwise they are traced within one
+    jit, where all addends of a cotangent are folded.
     """
     for number, node in enumerate(nodes):
         try:
-            values += _computed(node, pairs, values, known)
+            values += _computed(node, pairs, values, types)
         except Exception as error:
             setattr(error, _NODE, number)
             raise
@@ -141,54 +139,57 @@ def _computed(
     node: SegmentNode,
     pairs: Sequence[Any],
     values: Sequence[Any],
-    known: Sequence[Any] | None,
+    types: Sequence[Any] | None,
 ) -> Sequence[Any]:
-    first, *others = [tuple([values[n] for n in at]) for at in node.inputs]
+    first, *others = [tuple([values[n] for n in slots]) for slots in node.inputs]
     pair: Any = pairs[node.pair] if pairs else None
-    if known is None:
-        others = [(fold(one),) if one else () for one in others]
+    if types is None:
+        others = [(fold(addends),) if addends else () for addends in others]
     match node.kind:
         case NodeKind.FORWARD:
-            forward = partial(_forward, pair) if known is None else pair.forward
-            outputs, held = forward(weakened(first, pair.avals))
-            return (*outputs, held) if node.keeps else outputs
-        case NodeKind.VJP if known is None:
+            forward = partial(_forward, pair) if types is None else pair.forward
+            outputs, residuals = forward(weakened(first, pair.avals))
+            return (*outputs, residuals) if node.keeps else outputs
+        case NodeKind.VJP if types is None:
             cotangents: Any = first[0].traced.backward(*first[0].held, tuple(others))
             return cotangents
         case NodeKind.VJP:
             return pair.vjp(first[0], others)
-        case NodeKind.INPUTS:  # A bundle has the stash as residuals.
-            found, stash = halves(pair, node.weights).input_half(first[0], others)
-            made: Any = stash.halves  # As their trace.
-            return (*found, Residuals(made, (), (), stash.keeps, False))
+        case NodeKind.INPUTS:  # Bundles store a stash as residuals.
+            results, stash = halves(pair, node.weights).input_half(first[0], others)
+            trace: Any = stash.halves  # WEIGHTS reads it back as `traced`.
+            return (*results, Residuals(trace, (), (), stash.keeps, False))
         case NodeKind.WEIGHTS:
             stash = Stash(first[0].rest, 0, first[0].traced)
             return halves(pair, node.weights).weight_half(stash)
         case NodeKind.SUM:
-            return (fold(first) if known is None else add(first),)
+            return (fold(first) if types is None else add(first),)
         case NodeKind.FILL:
-            like = known[node.inputs[0][0]] if known else aval_of(first[0])
+            like = types[node.inputs[0][0]] if types else aval_of(first[0])
             return (filled(like, int(node.keeps)),)
 
 
 def _forward(pair: Any, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Residuals]:
-    if pair.passes is not None:  # Out of a jit they would be other tracers.
+    if pair.passes is not None:  # A jit would return other tracers.
         outputs = tuple([args[index] for index in pair.passes])
         return outputs, Residuals(pair.traced, (), (), (), False)
-    made = pair.compiled(*args)
-    return tuple(made.outputs), made.residuals(args)
+    result = pair.compiled(*args)
+    return tuple(result.outputs), result.residuals(args)
 
 
 def _donated(
-    layouts: Sequence[Layout], bounds: Sequence[int], structs: Sequence[Any], made: Any
+    layouts: Sequence[Layout],
+    bounds: Sequence[int],
+    structs: Sequence[Any],
+    result: Any,
 ) -> Places:
-    """The inputs that only their bundle holds, and whose memory an output can use."""
-    free = Counter([(one.shape, one.dtype) for one in made.arrays])
-    outputs, bundles = made.plan
+    """Return the inputs that only a bundle holds and whose memory an output can use."""
+    free = Counter([(array.shape, array.dtype) for array in result.arrays])
+    outputs, bundles = result.plan
     passed = {*outputs, *chain.from_iterable([places for _, places in bundles])}
     donated = []
-    for one, start in zip(layouts, bounds, strict=False):
-        for place in [start + index for index in one.alone]:
+    for bundle, start in zip(layouts, bounds, strict=False):
+        for place in [start + index for index in bundle.alone]:
             kind = (structs[place].shape, structs[place].dtype)
             if free[kind] and place not in passed:
                 free[kind] -= 1
@@ -201,22 +202,25 @@ _fused = lru_cache(maxsize=FUSED_MAX)(_Fused)
 
 @dataclass(eq=False, repr=False)
 class SegmentFunction:
-    """What one segment of a plan computes.
+    """The computation of one segment of a plan.
 
     Attributes:
-        pairs: the distinct pairs of its nodes: `Pair`, `Placed`, or from a message.
-        avals: the types of its arrays.
-        bundles: for each bundle that it takes after these, its number of residuals.
-        nodes: as in `jdag.engine.segments`.
+        pairs: the distinct pairs of its nodes: `Pair`, `Placed`, or decoded pairs.
+        avals: the types of its input arrays.
+        bundles: the number of residuals of each input bundle. Bundles follow the
+            arrays.
+        nodes: its nodes, as in `jdag.engine.segments`.
         outputs: the numbers of the arrays that it returns.
-        carries: for each bundle that it returns after these, those of the residuals.
+        carries: for each bundle that it returns after the arrays, the numbers of the
+            bundle's residuals.
         calls: function name and call site of each node, for errors.
-        exact: whether to run node by node.
-        feeds: for each bundle, the segment that makes it and its place there (`link`).
+        exact: whether it runs node by node.
+        feeds: for each input bundle, the segment that returns it, and its position
+            among that segment's bundles. `link` sets them.
         out_avals: the types of its outputs, with their devices.
 
     Raises:
-        ValueError: a node takes what does not exist or does not fit.
+        ValueError: a node reads a value that is missing or of a wrong type.
     """
 
     pairs: tuple[Any, ...]
@@ -231,87 +235,89 @@ class SegmentFunction:
     out_avals: tuple[Aval, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        known: list[Any] = [*self.avals, *[None] * sum(self.bundles)]
-        keepers: dict[int, SegmentNode] = {}  # By number of what they keep.
+        types: list[Any] = [*self.avals, *[None] * sum(self.bundles)]
+        carriers: dict[int, SegmentNode] = {}  # By the index of residuals in `types`.
         try:
             for node in self.nodes:
-                known += types_of(node, self.pairs, known)
-                if known[-1] is None:
-                    keepers[len(known) - 1] = node
-            self.out_avals = tuple([known[one].strong for one in self.outputs])
-            held = [known[one] for one in chain(*self.carries)]
+                types += types_of(node, self.pairs, types)
+                if types[-1] is None:
+                    carriers[len(types) - 1] = node
+            self.out_avals = tuple([types[number].strong for number in self.outputs])
+            carried_types = [types[number] for number in chain(*self.carries)]
         except (LookupError, AttributeError, TypeError) as error:
-            raise ValueError(f"a segment uses what it has not: {error}") from error
-        if any(held) or len(self.calls) != len(self.nodes):
-            raise ValueError("a segment keeps arrays as residuals, or misses calls")
-        self._known, self._keepers = known, keepers
+            raise ValueError(
+                f"a segment's node reads a missing value: {error}"
+            ) from error
+        if any(carried_types) or len(self.calls) != len(self.nodes):
+            raise ValueError(
+                "a segment passes arrays as residuals, or lacks the call of a node"
+            )
+        self._types, self._carriers = types, carriers
         names = [name for name, _ in self.calls]
         self.name = _some(names, SHOWN_NAMES)
 
     @cached_property
     def costs(self) -> tuple[tuple[str, str], ...]:
-        """Function name and kind of each node: "forward", "vjp", "sum" or "fill"."""
-        return tuple([(_named(one, self.pairs), one.kind.value) for one in self.nodes])
+        return tuple([(_named(n, self.pairs), n.kind.value) for n in self.nodes])
 
     @cached_property
     def carried(self) -> list[Carried]:
-        """What each bundle that it makes holds, at least."""
         about = self.pairs, len(self.avals), self.exact
-        found = []
-        for few in self.carries:
-            nbytes, most, inputs = zip(
-                *[held(self._keepers[one], *about) for one in few], strict=True
+        sizes = []
+        for numbers in self.carries:
+            nbytes, nbytes_most, inputs = zip(
+                *[carried_by(self._carriers[number], *about) for number in numbers],
+                strict=True,
             )
-            found.append(Carried(sum(nbytes), sum(most), tuple(chain(*inputs))))
-        return found
+            sizes.append(Carried(sum(nbytes), sum(nbytes_most), tuple(chain(*inputs))))
+        return sizes
 
     @property
     def may_raise(self) -> bool:
-        """Whether a function in it may raise; if not yet traced, as its pairs say."""
+        """Whether the segment may raise; until it is traced, whether its pairs may."""
         fused: _Fused | None = vars(self).get("_fused")
         traced = fused.ready.values() if fused else ()
-        return any([one.may_raise for one in traced or self.pairs])
+        return any([part.may_raise for part in traced or self.pairs])
 
     @cached_property
     def _by_nodes(self) -> bool:
-        """Whether it runs node by node, which needs its pairs."""
-        away = [aval.device for aval in self._known if aval is not None]
-        moved = [one.in_devices or one.out_devices for one in self.pairs]
+        devices = [aval.device for aval in self._types if aval is not None]
+        transfers = [pair.in_devices or pair.out_devices for pair in self.pairs]
         return (
             self.exact
-            or any([*away, *moved])
-            or any([one.pair.source.unjitted for one in self.pairs])
+            or any([*devices, *transfers])
+            or any([pair.pair.source.unjitted for pair in self.pairs])
         )
 
     @cached_property
     def _fused(self) -> _Fused:
-        pairs = tuple([one.pair for one in self.pairs])
-        where = self.outputs, self.carries
-        return _fused(pairs, self.avals, self.nodes, *where, configuration())
+        pairs = tuple([pair.pair for pair in self.pairs])
+        results = self.outputs, self.carries
+        return _fused(pairs, self.avals, self.nodes, *results, configuration())
 
     def _prepared(self) -> _Ready | None:
-        """Trace it with the bundles that feed it; None if these are not known."""
+        """Trace the segment for its input bundles. Return None if these are unknown."""
         if len(self.feeds) != len(self.bundles) or self._by_nodes:
             return None
-        taken = []
+        bundles = []
         for source, index in self.feeds:
             ready = source._prepared()
             if ready is None:
                 return None
-            taken.append(ready.bundles[index])
-        fused, layouts = self._fused, tuple([one for one, _ in taken])
+            bundles.append(ready.bundles[index])
+        fused, layouts = self._fused, tuple([layout for layout, _ in bundles])
         try:
             return fused.ready.get(layouts) or fused.prepared(
-                layouts, [arrays for _, arrays in taken]
+                layouts, [arrays for _, arrays in bundles]
             )
         except Exception as error:
             self._blame(error)
             raise
 
     def _blame(self, error: Exception) -> None:
-        """Note which call an error is of: of one node, or of all if it is not known."""
         number = getattr(error, _NODE, None)
-        name, site = self.name, _some([one for _, one in self.calls], SHOWN_SITES)
+        name = self.name
+        site = _some([call_site for _, call_site in self.calls], SHOWN_SITES)
         if number is not None:
             name, site = self.calls[number]
             if self.nodes[number].kind in _BACKWARD:
@@ -319,13 +325,14 @@ class SegmentFunction:
         setattr(error, _CALL, (name, site))
 
     def compile(self) -> None:
-        """Compile what the first `run` would, if its bundles are known (`link`).
+        """Compile the executable for `run`, if the input bundles are known (`link`).
 
-        Node by node that is the pairs on the default device, without sums and fills.
+        A segment that runs node by node compiles its pairs on the default device, but
+        not sums and fills.
         """
         ready = self._prepared()
         if ready is not None:
-            ready.trace.lower().compile()  # A later call uses the same executable.
+            ready.trace.lower().compile()  # `run` uses the same executable.
         elif self._by_nodes:
             for number, node in enumerate(self.nodes):
                 if node.kind not in (NodeKind.FORWARD, NodeKind.VJP):
@@ -338,52 +345,56 @@ class SegmentFunction:
                     raise
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return arrays, then bundles, of arrays, then bundles, which are used up.
+        """Run the segment: take and return arrays, followed by bundles.
 
-        Raises:
-            Exception: what a function raised; `failed_call` tells which.
+        Input bundles cannot be used again. Errors of functions are raised unchanged;
+        `failed_call` returns the call of such an error.
         """
         count = len(self.avals)
         arrays, bundles = inputs[:count], inputs[count:]
         try:
             if self._by_nodes:
                 return self._run_nodes(arrays, bundles)
-            given = tuple(inputs)
+            arguments = tuple(inputs)
             if bundles:
-                given = (*arrays, *chain.from_iterable([one.keeps for one in bundles]))
-            made = self._made(given, bundles)
+                arguments = (*arrays, *chain(*[bundle.keeps for bundle in bundles]))
+            result = self._run_fused(arguments, bundles)
         except Exception as error:
             self._blame(error)
             raise
-        outputs, packed = made.plan
-        values = (*given, *made.arrays)
-        found = list(map(values.__getitem__, outputs))
-        for index, place in enumerate(outputs):
-            if place < len(given) and not stays(found[index], self.out_avals[index]):
-                found[index] = jnp.array(found[index])
-        for one, places in packed:
-            found.append(Bundle(one, tuple([values[place] for place in places])))
-        return tuple(found)
+        outputs, packed = result.plan
+        values = (*arguments, *result.arrays)
+        results: list[Any] = []
+        for place, aval in zip(outputs, self.out_avals, strict=True):
+            value, is_input = values[place], place < len(arguments)
+            copies = is_input and not is_reusable(value, aval)
+            results.append(jnp.array(value) if copies else value)
+        for bundle_layout, places in packed:
+            bundle = Bundle(bundle_layout, tuple([values[place] for place in places]))
+            results.append(bundle)
+        return tuple(results)
 
-    def _made(self, given: tuple[Any, ...], bundles: Sequence[Bundle]) -> _Made:
+    def _run_fused(
+        self, arguments: tuple[Any, ...], bundles: Sequence[Bundle]
+    ) -> _SegmentResult:
         layouts = tuple(map(attrgetter("layout"), bundles))
         fused = self._fused
         ready = fused.ready.get(layouts)
         if ready is None:
-            ready = fused.prepared(layouts, [one.keeps for one in bundles])
+            ready = fused.prepared(layouts, [bundle.keeps for bundle in bundles])
         try:
-            made = ready.call(*given)
-            return jax.block_until_ready(made) if ready.may_raise else made
+            result = ready.call(*arguments)
+            return jax.block_until_ready(result) if ready.may_raise else result
         except (RuntimeError, ValueError, TypeError) as error:
-            # Arrays that only a bundle holds are donated, so they are not the cause.
-            held = [
+            # Leave out arrays that only a bundle holds: this call donated them.
+            arrays = [
                 array
-                for one in bundles
-                for place, array in enumerate(one.keeps)
-                if place not in one.layout.alone
+                for bundle in bundles
+                for place, array in enumerate(bundle.keeps)
+                if place not in bundle.layout.alone
             ]
-            held = [*given[: len(self.avals)], *held]
-            refuse_deleted(self.name, "array {}".format, held, error)
+            arrays = [*arguments[: len(self.avals)], *arrays]
+            refuse_deleted(self.name, "array {}".format, arrays, error)
             raise
 
     def _run_nodes(
@@ -392,30 +403,25 @@ class SegmentFunction:
         values = list(arrays)
         for bundle in bundles:
             values += bundle.residuals()
-        _compute(self.nodes, self.pairs, values, self._known)
-        kept = [bundled([values[one] for one in carried]) for carried in self.carries]
-        return (*[values[one] for one in self.outputs], *kept)
+        _compute(self.nodes, self.pairs, values, self._types)
+        packed = [bundled([values[n] for n in carried]) for carried in self.carries]
+        return (*[values[number] for number in self.outputs], *packed)
 
 
 def link(segments: Sequence[Any]) -> None:
-    """Tell the functions of a worker's segments which bundles feed them.
-
-    Args:
-        segments: `jdag.engine.messages.Segment`s, in order; a bundle has one slot.
-    """
-    made: dict[int, tuple[SegmentFunction, int]] = {}
-    for one in segments:
-        function = one.function
-        needed = one.needs[len(function.avals) :]
-        function.feeds = tuple([made[slot] for slot in needed if slot in made])
-        for index, slot in enumerate(one.makes[len(function.outputs) :]):
-            made[slot] = (function, index)
+    """Set `feeds` of the functions of all segments of a worker, which are in order."""
+    sources: dict[int, tuple[SegmentFunction, int]] = {}
+    for segment in segments:
+        function = segment.function
+        needed = segment.needs[len(function.avals) :]
+        function.feeds = tuple([sources[slot] for slot in needed if slot in sources])
+        for index, slot in enumerate(segment.makes[len(function.outputs) :]):
+            sources[slot] = (function, index)
 
 
 def failed_call(error: BaseException) -> tuple[str, str] | None:
-    """Function and call site of an error that `SegmentFunction.run` raised, or None."""
-    found: tuple[str, str] | None = getattr(error, _CALL, None)
-    return found
+    call: tuple[str, str] | None = getattr(error, _CALL, None)
+    return call
 
 
 def _compile_pair(pair: Any, node: SegmentNode) -> None:
@@ -432,9 +438,8 @@ def _named(node: SegmentNode, pairs: Sequence[Any]) -> str:
 
 
 def _some(texts: Sequence[str], count: int) -> str:
-    """The first distinct texts, and how many more there are."""
-    found = list(dict.fromkeys(filter(None, texts)))
-    more = len(found) - count
-    last = [f"{more} more"] if more > 0 else found[-1:]
-    shown = ", ".join(found[:count] if more > 0 else found[:-1])
+    distinct = list(dict.fromkeys(filter(None, texts)))
+    more = len(distinct) - count
+    last = [f"{more} more"] if more > 0 else distinct[-1:]
+    shown = ", ".join(distinct[:count] if more > 0 else distinct[:-1])
     return " and ".join(filter(None, [shown, *last]))

@@ -16,12 +16,11 @@ from jdag.engine.addends import ADDENDS_MAX, top
 
 
 def fold(addends: Sequence[Any]) -> Any:
-    """Return the sum by the tree of `jdag.engine.addends`; at least one addend."""
     return _left(top(addends, _left))
 
 
 def _left(addends: Sequence[Any]) -> Any:
-    dtype = jtu.tree_leaves(addends[0])[0].dtype  # It may be a dual.
+    dtype = jtu.tree_leaves(addends[0])[0].dtype  # The first addend may be a dual.
     if not SUMS_IN_FLOAT32.value or jnp.finfo(dtype).bits >= 32:
         return reduce(plus, addends)
     return _as(reduce(plus, _as(addends, jnp.float32)), dtype)
@@ -37,35 +36,33 @@ def _sum(*addends: Any) -> Any:
 
 
 def add(addends: Sequence[Any]) -> Any:
-    """Return the sum of arrays of one shape and dtype, with the bits of `fold`.
+    """Return the sum of arrays of one shape and dtype, bitwise equal to `fold`.
 
     At most 8 are added in one compiled call, to limit the number of compiled functions.
     """
     if not addends:
         raise ValueError(
-            "a sum needs at least one addend; filled(aval, 0) is the empty sum"
+            "a sum needs at least one addend; use filled(aval, 0) for an empty sum"
         )
-    few = top(addends, lambda group: _sum(*group))
-    return few[0] if len(few) == 1 else _sum(*few)
+    sums = top(addends, lambda group: _sum(*group))
+    return sums[0] if len(sums) == 1 else _sum(*sums)
 
 
-def few(cotangents: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
-    """Return cotangents as the addends that a vjp folds: of more than 8, their sum."""
+def limited(cotangents: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:
     return tuple([tuple(c) if len(c) <= ADDENDS_MAX else (add(c),) for c in cotangents])
 
 
 def addends_n(count: int) -> int:
-    """Return how many of so many addends `few` leaves."""
     return count if count <= ADDENDS_MAX else 1
 
 
 def filled(aval: Aval, value: int) -> Any:
-    """Return an array of zeros or ones of a type, strongly typed, on its device."""
+    """Return a strongly typed array of zeros or ones on the device of `aval`."""
     assert value in (0, 1), value
-    made = (_ones if value else _zeros)(aval.shape, aval.dtype)
-    return made if aval.device is None else put((made,), aval.device)[0]
+    array = (_ones if value else _zeros)(aval.shape, aval.dtype)
+    return array if aval.device is None else put((array,), aval.device)[0]
 
 
-# Compiled, they take a fifth of the time.
+# Compiled functions take a fifth of the time.
 _zeros: Any = jax.jit(jnp.zeros, static_argnums=(0, 1))
 _ones: Any = jax.jit(jnp.ones, static_argnums=(0, 1))

@@ -1,8 +1,8 @@
-"""Forward as a function of flat arrays, and the vjp that each trace of it fixes.
+"""Forward as a function of flat arrays, and the vjp of each of its traces.
 
-Residuals that are arguments or outputs of the call are found by identity while forward
-is traced and kept directly, since jit would copy them. The other residuals are outputs
-of forward; the compiled backward rebuilds the vjp from all of them.
+Residuals that are arguments or outputs of the call are identified during the trace of
+forward and kept directly, since jit would copy them. The other residuals are outputs of
+forward. The compiled backward rebuilds the vjp from all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from jax._src.lax.lax import _convert_element_type
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.devices import device_named
-from jdag.compute.duals import along, is_dual
+from jdag.compute.duals import is_dual, jvp_of
 from jdag.compute.jaxprs import Reaches, reaches
 from jdag.compute.moves import home_of, moved_arrays
 from jdag.compute.pytrees import Template, flatten
@@ -33,8 +33,8 @@ from jdag.errors import JdagError, kind_of
 class Traced:
     """Static results of one trace of forward: outputs, and locations of residuals.
 
-    It travels as static data of forward's output, so each call has that of the trace
-    that served it, even if JAX retraced.
+    A `Traced` is static data of forward's output. So each call gets the data of the
+    trace that computed its result, even if JAX has retraced forward.
     """
 
     name: str
@@ -50,16 +50,14 @@ class Traced:
     may_raise: bool | None = None
     backward: Any = None
     dual_backward: Any = None
-    cuts: dict[Any, Any] = field(default_factory=dict)  # Of `jdag.compute.halves`.
+    cuts: dict[Any, Any] = field(default_factory=dict)  # Used by `compute.halves`.
 
     def compile(self, vjp: Callable[..., Any], compiled: Callable[..., Any]) -> None:
-        """Compile backward from a vjp, a function of residuals and of cotangents."""
         self.backward = compiled(_backward_of(self, vjp))
-        self.dual_backward = compiled(along(self.backward, self.name))
-        self.may_raise = True if compiled is as_it_is else None
+        self.dual_backward = compiled(jvp_of(self.backward, self.name))
+        self.may_raise = True if compiled is without_jit else None
 
     def addend_types(self, counts: Sequence[int]) -> tuple[tuple[Any, ...], ...]:
-        """The types of cotangents that the backward takes, each in so many addends."""
         avals = compress(self.out_avals, self.out_tracked)
         both = zip(avals, map(addends_n, counts), strict=True)
         return tuple([(aval.strong.struct(),) * count for aval, count in both])
@@ -70,14 +68,11 @@ class Traced:
 )
 @dataclass(eq=False, slots=True)
 class TracedResult:
-    """The result of forward: its outputs, and the residuals found nowhere else."""
-
     traced: Traced
     outputs: Any
     rest: Any
 
     def residuals(self, args: Sequence[Any]) -> "Residuals":
-        """Return the residuals of a call with these arguments; or the types of both."""
         args_kept = tuple([args[place] for place in self.traced.args_kept])
         outputs = tuple([self.outputs[place] for place in self.traced.outputs_kept])
         return Residuals(self.traced, args_kept, outputs, self.rest, False)
@@ -90,10 +85,10 @@ class TracedResult:
 )
 @dataclass(eq=False, repr=False, slots=True)
 class Residuals:
-    """The residuals for one vjp: the arguments and outputs it needs, and a rest.
+    """The residuals of one vjp: arguments, outputs, and other arrays (`rest`).
 
-    `nbytes` counts the rest only; `keeps` holds every array that this keeps alive.
-    `dual` tells whether there are duals among them.
+    `nbytes` counts only the other arrays. `keeps` lists every array that the residuals
+    keep alive. `dual` says whether a residual is a dual.
     """
 
     traced: Traced
@@ -104,17 +99,14 @@ class Residuals:
 
     @property
     def held(self) -> tuple[Any, Any, Any]:
-        """What the backward takes before the cotangents."""
         return self.rest, self.args, self.outputs
 
     @property
     def nbytes(self) -> int:
-        """Bytes held beyond the arguments and outputs of the call."""
         return 2 * self.traced.nbytes if self.dual else self.traced.nbytes
 
     @property
     def keeps(self) -> tuple[Any, ...]:
-        """Every array that these residuals keep alive."""
         held = (*self.args, *self.outputs, *self.rest)
         return tuple(jtu.tree_leaves(held)) if self.dual else held
 
@@ -123,27 +115,23 @@ class Residuals:
 
 
 class Function:
-    """The source of a pair: a Python function, and the structure of its arguments."""
-
-    digest = b""  # It was not exported.
+    digest = b""  # Only exported functions have a digest.
 
     def __init__(self, fn: Callable[..., Any], template: Template) -> None:
         self.name = name_of(fn)
-        self.fn = fn  # Its key names its globals and objects by identity.
+        self.fn = fn  # Keeps alive the objects whose ids are in its key.
         self.template = template
         self.is_python = self.unjitted = is_unjitted(fn)
 
     def argument(self, position: int) -> str:
-        """Return the name of an argument in errors."""
         return self.template.name(position)
 
     def declared(self, structs: Sequence[jax.ShapeDtypeStruct]) -> Traced:
-        """Return what an unjitted function's `shapes` say of its outputs."""
         if (shapes := shapes_of(self.fn)) is None:
             raise JdagError(
-                f"{self.name} is marked by jdag.unjitted, so what it returns is not "
-                "known before it has run: mark it by @jdag.unjitted(shapes=fn), where "
-                "fn returns a pytree of jax.ShapeDtypeStruct"
+                f"{self.name} is marked by jdag.unjitted, so the types of its outputs "
+                "are not known before it runs: mark it with @jdag.unjitted(shapes=fn), "
+                "where fn returns a pytree of jax.ShapeDtypeStruct"
             )
         args, kwargs = self.template.rebuild(structs)
         what = f"shapes= of {self.name} returned"
@@ -154,7 +142,6 @@ class Function:
     def forward(
         self, tracked: tuple[bool, ...], compiled: Callable[..., Any]
     ) -> Callable[..., TracedResult]:
-        """Return forward as a function of flat arguments; `compiled` makes its vjp."""
         indices = tuple(compress(range(len(tracked)), tracked))
 
         def body(*args: Any) -> TracedResult:
@@ -167,10 +154,11 @@ class Function:
                 values = list(args)
                 for index, value in zip(indices, inexact, strict=True):
                     values[index] = value
-                given, by_name = self.template.rebuild(values)
-                outputs, out_tree = arrays_of(self.name, self.fn(*given, **by_name))
-                if compiled is as_it_is:
-                    outputs = settled(outputs)
+                arguments, keywords = self.template.rebuild(values)
+                result = self.fn(*arguments, **keywords)
+                outputs, out_tree = flat_outputs(self.name, result)
+                if compiled is without_jit:
+                    outputs = on_home_device(outputs)
                 order = tuple(bool(indices) and aval_of(o).inexact for o in outputs)
                 rest = compress(outputs, map(not_, order))
                 return list(compress(outputs, order)), list(rest)
@@ -178,11 +166,13 @@ class Function:
             vjp: Any = None
             if indices:
                 inputs = [args[index] for index in indices]
-                smooth, vjp, other = jax.vjp(split_outputs, *inputs, has_aux=True)
+                smooth, vjp, rest_outputs = jax.vjp(
+                    split_outputs, *inputs, has_aux=True
+                )
             else:
-                smooth, other = split_outputs()
-            found = (iter(other), iter(smooth))
-            outputs = tuple(next(found[is_tracked]) for is_tracked in order)
+                smooth, rest_outputs = split_outputs()
+            sources = (iter(rest_outputs), iter(smooth))
+            outputs = tuple(next(sources[is_tracked]) for is_tracked in order)
             traced = Traced(self.name, out_tree, tuple(map(aval_of, outputs)), order)
             if not any(order):
                 return TracedResult(traced, outputs, ())
@@ -195,8 +185,7 @@ class Function:
         return body
 
 
-def as_it_is(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `fn`: the identity in place of jit, for what runs unjitted."""
+def without_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return fn
 
 
@@ -205,8 +194,7 @@ def as_jax(value: Any) -> Any:
     return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
 
-def arrays_of(name: str, tree: Any) -> tuple[list[Any], Any]:
-    """Flatten what a function returned to arrays of strong type; duals stay."""
+def flat_outputs(name: str, tree: Any) -> tuple[list[Any], Any]:
     leaves, out_tree = flatten(tree, is_dual, f"what {name} returned")
     arrays = []
     for index, leaf in enumerate(leaves):
@@ -220,16 +208,16 @@ def arrays_of(name: str, tree: Any) -> tuple[list[Any], Any]:
             path = jtu.keystr(jtu.tree_flatten_with_path(tree)[0][index][0])
             raise JdagError(
                 f"{name} returned {kind_of(leaf)} "
-                f"{f'at {path}' if path else 'as its output'}; functions return "
-                "arrays, Python scalars, and pytrees of these"
+                f"{f'at {path}' if path else 'as its output'}; a function must "
+                "return arrays, Python scalars, or pytrees of these"
             ) from error
     return arrays, out_tree
 
 
-def settled(outputs: Sequence[Any]) -> list[Any]:
-    """Move outputs that an unjitted function left elsewhere to its own device."""
-    here, homes = device_named(None), list(map(home_of, outputs))
-    targets = [here if isinstance(home, jax.Device) else None for home in homes]
+def on_home_device(outputs: Sequence[Any]) -> list[Any]:
+    """Move an unjitted function's outputs from other devices to the current one."""
+    default, homes = device_named(None), list(map(home_of, outputs))
+    targets = [default if isinstance(home, jax.Device) else None for home in homes]
     return moved_arrays(outputs, targets, homes)
 
 
@@ -241,7 +229,6 @@ def strong(array: Any) -> Any:
 
 
 def weakened(values: Sequence[Any], avals: Sequence[Aval]) -> tuple[Any, ...]:
-    """Return the values with the weak types of these, which calls make strong."""
     return tuple(
         [
             _convert_element_type(value, aval.dtype, weak_type=True)
@@ -255,34 +242,29 @@ def weakened(values: Sequence[Any], avals: Sequence[Aval]) -> tuple[Any, ...]:
 def _find_residuals(
     traced: Traced, vjp: Any, args: tuple[Any, ...], outputs: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Record in `traced` the source of each residual of the vjp; return the rest.
-
-    A source is (0, index in the rest), (1, in args_kept) or (2, in outputs_kept).
-    """
+    """Set `sources` as in `ExportHeader`, and return the other residuals."""
     residuals, traced.vjp_tree = jtu.tree_flatten(vjp)
-    known = {id(output): (2, index) for index, output in enumerate(outputs)}
-    known.update({id(arg): (1, index) for index, arg in enumerate(args)})
-    kept: tuple[dict[int, int], ...] = ({}, {}, {})
+    known_arrays = {id(output): (2, index) for index, output in enumerate(outputs)}
+    known_arrays.update({id(arg): (1, index) for index, arg in enumerate(args)})
+    indices: tuple[dict[int, int], ...] = ({}, {}, {})
     rest: list[Any] = []
     sources = []
     for residual in residuals:
-        home, index = known.get(id(residual), (0, len(rest)))
+        home, index = known_arrays.get(id(residual), (0, len(rest)))
         if home == 0:  # JAX itself returns no residual twice.
             rest.append(residual)
-        sources.append((home, kept[home].setdefault(index, len(kept[home]))))
+        sources.append((home, indices[home].setdefault(index, len(indices[home]))))
     traced.sources = tuple(sources)
-    traced.args_kept = tuple(kept[1])
-    traced.outputs_kept = tuple(kept[2])
+    traced.args_kept = tuple(indices[1])
+    traced.outputs_kept = tuple(indices[2])
     traced.nbytes = sum(aval_of(residual).nbytes for residual in rest)
     return tuple(rest)
 
 
 def vjp_of(traced: Traced) -> Callable[..., Any]:
-    """Return the vjp as a function of residuals, in order, and of cotangents."""
-
     def vjp(residuals: list[Any], cotangents: list[Any]) -> tuple[Any, ...]:
-        found = jtu.tree_unflatten(traced.vjp_tree, residuals)(cotangents)
-        return tuple(map(strong, found))
+        gradients = jtu.tree_unflatten(traced.vjp_tree, residuals)(cotangents)
+        return tuple(map(strong, gradients))
 
     return vjp
 
@@ -291,16 +273,16 @@ def _backward_of(traced: Traced, vjp: Callable[..., Any]) -> Callable[..., Any]:
     avals = list(compress(traced.out_avals, traced.out_tracked))
 
     def backward(rest: Any, args: Any, outputs: Any, sums: Any) -> tuple[Any, ...]:
-        held = (rest, args, outputs)
-        residuals = [held[home][index] for home, index in traced.sources]
+        homes = (rest, args, outputs)
+        residuals = [homes[home][index] for home, index in traced.sources]
         cotangents = [
             fold(tuple(map(as_jax, addends)))
             if addends
             else jnp.zeros(aval.shape, aval.dtype)
             for addends, aval in zip(sums, avals, strict=True)
         ]
-        found: tuple[Any, ...] = vjp(residuals, cotangents)
-        return found
+        gradients: tuple[Any, ...] = vjp(residuals, cotangents)
+        return gradients
 
     name = f"vjp_{traced.name.rpartition(':')[2]}"
     backward.__name__ = backward.__qualname__ = name

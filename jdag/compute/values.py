@@ -13,9 +13,9 @@ from jdag.compute.duals import is_array_type
 
 
 class Buffer:
-    """Stands for the array of an abstract value; only its size is known.
+    """Represents the array of an abstract value. Only the array's size is known.
 
-    Equal abstract values are one object; buffers distinguish their arrays.
+    Equal abstract values are one object; buffers tell their arrays apart.
     """
 
     __slots__ = ("nbytes",)
@@ -28,13 +28,13 @@ class Values:
     """Values by key: arrays, residuals, scalars, abstract values, errors.
 
     `bytes_held` is the current size of the held arrays, `bytes_peak` its maximum. An
-    array held several times, by keys or inside residuals, counts once; two arrays that
+    array held several times, by keys or inside residuals, counts once. Two arrays that
     share a buffer count twice, and so does an array that several workers hold. Each
-    abstract value counts as its own array, which residuals may hold as well; values
-    without `nbytes` count nothing.
+    abstract value counts as a separate array, which residuals may also hold. Values
+    without `nbytes` count as 0 bytes.
 
-    `activations_peak` is the most that was held for backward passes at once, in bytes:
-    what `activate` said of each key, until it is dropped.
+    `activations_peak` is the maximum of bytes held at once for backward passes: the sum
+    over the keys given to `activate` and not yet dropped.
     """
 
     __slots__ = (
@@ -52,11 +52,11 @@ class Values:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
-        # Return the value under a key; KeyError if there is none.
+        # Returns the value of a key; raises KeyError if no value is held.
         self.get: Callable[[Hashable], Any] = self._held.__getitem__
-        self._devices: dict[Hashable, str] = {}  # Only of values not on the default.
-        self._holds: dict[int, tuple[int, int]] = {}  # By id: how often, bytes.
-        self._buffers: dict[Hashable, Buffer] = {}  # Those requested so far.
+        self._devices: dict[Hashable, str] = {}  # No entry: default device.
+        self._holds: dict[int, tuple[int, int]] = {}  # Count and bytes, by id.
+        self._buffers: dict[Hashable, Buffer] = {}  # Buffers requested so far.
         self._activations: dict[Hashable, int] = {}
         self._activations_held = 0
         self.activations_peak = 0
@@ -64,21 +64,19 @@ class Values:
         self.bytes_peak = 0
 
     def put(self, key: Hashable, value: Any, device: str | None = None) -> None:
-        """Hold a value under a key, replacing any previous one.
-
-        `device` is where the value is; None is the worker's default.
-        """
+        """Hold a value; it replaces any previous value. None is the default device."""
         if device is not None:
             self._devices[key] = device
         elif self._devices:
             self._devices.pop(key, None)
         replaced = self._held.get(key)
         self._held[key] = value
-        if value.__class__ is Aval:  # Not shared yet: there is nothing to look up.
+        if value.__class__ is Aval:  # A new abstract value is not shared.
             self.bytes_held += value.nbytes
         else:
             holds = self._holds
-            for part in (value,) if _is_one(value.__class__) else _kept_by(value):
+            is_array = _is_array_class(value.__class__)
+            for part in (value,) if is_array else _parts_of(value):
                 name = id(part)
                 if name in holds:
                     count, nbytes = holds[name]
@@ -88,26 +86,22 @@ class Values:
                     self.bytes_held += nbytes
                     holds[name] = (1, nbytes)
         if replaced is not None:
-            self._let_go(key, replaced)
+            self._release(key, replaced)
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
 
     def activate(self, key: Hashable, nbytes: int) -> None:
-        """Say how many bytes a value that is held since now keeps for a pass."""
         self._activations[key] = nbytes
         self._activations_held += nbytes
         self.activations_peak = max(self.activations_peak, self._activations_held)
 
     def device(self, key: Hashable) -> str | None:
-        """The device on which the value under a key is, None for the default."""
         return self._devices.get(key)
 
     @property
     def all_default(self) -> bool:
-        """Whether all values are on the worker's default device."""
         return not self._devices
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        """Drop the values under these keys; one that is not held is no error."""
         held, devices, activations = self._held, self._devices, self._activations
         buffers = self._buffers
         for key in keys:
@@ -116,16 +110,17 @@ class Values:
                 if value.__class__ is Aval and key not in buffers:
                     self.bytes_held -= value.nbytes
                 else:
-                    self._let_go(key, value)
+                    self._release(key, value)
                 if key in activations:
                     self._activations_held -= activations.pop(key)
                 if devices:
                     devices.pop(key, None)
 
     def buffer(self, key: Hashable) -> Buffer:
-        """Return the buffer that stands for the array of a held abstract value.
+        """Return the buffer that represents the array of a held abstract value.
 
-        A value with it in `keeps` holds that array too, until it is dropped.
+        A value that lists this buffer in `keeps` also holds the array until the value
+        is dropped.
         """
         buffer = self._buffers.get(key)
         if buffer is None:
@@ -133,14 +128,14 @@ class Values:
             self._holds[id(buffer)] = (1, buffer.nbytes)
         return buffer
 
-    def _let_go(self, key: Hashable, value: Any) -> None:
+    def _release(self, key: Hashable, value: Any) -> None:
         if value.__class__ is Aval:
             if key not in self._buffers:
                 self.bytes_held -= value.nbytes
                 return
             value = self._buffers.pop(key)
         holds = self._holds
-        for part in (value,) if _is_one(value.__class__) else _kept_by(value):
+        for part in (value,) if _is_array_class(value.__class__) else _parts_of(value):
             name = id(part)
             count, nbytes = holds[name]
             if count > 1:
@@ -154,25 +149,23 @@ class Values:
 
     @property
     def held(self) -> int:
-        """Number of held values."""
         return len(self._held)
 
 
-def _kept_by(value: Any) -> tuple[Any, ...]:
-    """The objects that a value, which is no array, keeps alive while it is held."""
+def _parts_of(value: Any) -> tuple[Any, ...]:
     parts: tuple[Any, ...] = getattr(value, "keeps", (value,))
     return parts
 
 
-# Whether a value of this class is an array; it is asked for each value that is held.
-_is_one: Callable[[Any], bool] = lru_cache(1024)(
+# Whether values of this class are arrays; cached, since `put` calls it.
+_is_array_class: Callable[[Any], bool] = lru_cache(1024)(
     lambda kind: issubclass(kind, jax.Array | np.ndarray)
 )
 
 
 def _nbytes(part: Any) -> int:
     if is_array_type(part.__class__):
-        aval = part.aval  # Its attributes take a fifth of the time of the array's own.
+        aval = part.aval  # Attributes of the array take five times as long.
         if isinstance(aval.dtype, np.dtype):
             return math.prod(aval.shape) * int(aval.dtype.itemsize)
     return int(getattr(part, "nbytes", 0))

@@ -1,7 +1,8 @@
-"""A context as users see it: calls, backward passes, gradients.
+"""The user's interface to a context: calls, backward passes, gradients.
 
-Only the program that opened a context differentiates in it. Invariant: `_gradients`
-has, for each leaf that a finished pass has reached, the gradient after the last one.
+Only the program that opened a context may call `backward` in it. Invariant: for each
+leaf that a finished pass has reached, `_gradients` has a ref to the accumulated
+gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +11,8 @@ from typing import Any, Literal
 from jdag.compute.callables import called
 from jdag.compute.pytrees import Split, flatten_refs, no_gradient, split, unflatten
 from jdag.compute.refs import is_ref
+from jdag.context import context_collectives
 from jdag.context.cluster_state import ClusterState
-from jdag.context.context_collectives import Exchanges
 from jdag.context.device_placement import move
 from jdag.context.graph import ContextGraph
 from jdag.context.outcome import (
@@ -51,38 +52,45 @@ from jdag.errors import (
 _MODES = {mode.value: mode for mode in (Mode.SMART, Mode.FAST)}
 
 
-class Context(Exchanges):
-    """One forward pass and its backward passes over all workers; a context manager.
+class Context:
+    """A recorded graph of calls and its backward passes; a context manager.
 
-    Made by `cluster.context()`; a program that runs on a worker takes one as its first
-    argument. Its calls record a graph; values, graph and gradients live until it is
-    left. A value that no ref names and no call waits for goes earlier. Several contexts
-    may be open at once.
+    `cluster.context()` makes one; a program on a worker receives one as its first
+    argument. Values, graph and gradients exist until the context is left; a value is
+    freed earlier once it has no refs and no call needs it. Several contexts may be
+    open at once.
 
-    Leaving waits for programs that `start` started, and raises the first error, in
-    program order, of one of these or else of a call, which the program has not seen,
-    unless another exception is already on its way.
+    Leaving the context waits for programs that `start` started. If no exception
+    propagates, it then raises the first error, in program order, that the program has
+    not seen: the error of a started program or, if there is none, of a call.
 
     Attributes:
         here: the name of the worker on which this program runs.
-        state: what all programs of its cluster share in this process.
+        state: the state of the cluster, shared by its programs in this process.
     """
 
     __jdag_context__ = True
     here: str
 
+    replicate = context_collectives.replicate
+    all_reduce = context_collectives.all_reduce
+    all_gather = context_collectives.all_gather
+    reduce_scatter = context_collectives.reduce_scatter
+    all_to_all = context_collectives.all_to_all
+
     def __init__(self, frame: Any, opener: Any = None) -> None:
-        self._frame: ProgramFrame = frame  # In the oracle an `OracleFrame`.
+        self._frame: ProgramFrame = frame  # An `OracleFrame` in the oracle.
         self.here = frame.here
         self.state: ClusterState = frame.state
-        self._opener = opener  # The `Cluster` of the program that opens contexts.
-        self.remarks: list[Callable[[], str]] = []  # On steps, where a worker is lost.
+        self._opener = opener  # The `Cluster`; None in a called program.
+        # Texts about optimizer steps, added to a WorkerLost raised when leaving.
+        self.remarks: list[Callable[[], str]] = []
         self._passes = 0
         self._gradients: dict[LeafId, Ref] = {}
 
     @property
     def id(self) -> int:
-        """Its 64-bit id: the number of its owner in the top 16 bits, then a counter."""
+        """The 64-bit id: its top 16 bits number the opener's worker; then a counter."""
         return self._frame.id.id
 
     @property
@@ -97,12 +105,12 @@ class Context(Exchanges):
         frame = self._frame
         if frame.phase is not FramePhase.NEW:
             raise ContextError(
-                f"{frame} was entered before; each `with` takes a new cluster.context()"
+                f"{frame} was entered before; each `with` needs a new cluster.context()"
             )
         self.state.check_open("a context")
         self.state.check_current("entering it", frame.port, frame)
         if self._opener is not None:
-            frame.id = self._opener.entered(self, frame.id)
+            frame.id = self._opener.context_entered(self, frame.id)
         frame.port.tell(Opened(frame.id))
         frame.phase = FramePhase.OPEN
         return self
@@ -111,25 +119,23 @@ class Context(Exchanges):
         frame = self._frame
         frame.phase = FramePhase.LEFT
         if self._opener is not None:
-            self._opener.left(self)
+            self._opener.context_left(self)
         if self.state.closed:
-            return  # The cluster went first, with all that it held.
+            return  # Closing the cluster has ended the context.
         try:
             try:
                 if error is None or isinstance(error, Exception):
                     frame.finish()
-            finally:  # Ends programs that run where those were not waited for.
+            finally:  # This wait ends programs that still run.
                 failures = frame.wait("leaving", Left, frame.id)
-        except JdagError as own:
+        except JdagError as raised:
             if error is None:
-                raise remarked(own, self.remarks)  # noqa: B904 - it is the same one.
-            return  # The exception that is on its way came first.
+                raise remarked(raised, self.remarks)  # noqa: B904 - the same exception.
+            return  # The exception that already propagates takes precedence.
         if error is None:
             for failure in failures:
                 if not frame.has_seen(failure):
                     raise remarked(frame.seen(failure), self.remarks)
-
-    # ---------------------------------------------------------------- calls
 
     def call(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -137,95 +143,99 @@ class Context(Exchanges):
         """Call a function, or a program, on a worker.
 
         Args:
-            worker: where it runs. A function may also run on a device of a worker, as
-                in `ps0/cpu:1` (platform and index): arguments are put there, results
-                stay there, and gradients flow back to where the arguments live. In
-                virtual time each named device is a device of its own.
-            fn: a pure function of arrays, or one that `jdag.program` marks. A callable
-                pytree, such as a module, or the object of a method, is an argument of
-                its own call: arrays and refs in it are arguments as any others.
+            worker: a worker. A function may also run on a device of a worker, such as
+                `ps0/cpu:1` (platform and index). Arguments are then copied to the
+                device, results stay there, and gradients flow back to the arguments'
+                devices. In a simulation each named device is simulated separately.
+            fn: a pure function of arrays, or a program, marked by `jdag.program`. If
+                `fn` is a callable pytree, such as a module, or a method of a pytree,
+                the arrays and refs in that pytree are arguments of the call.
             *args: pytrees of refs; of arrays and Python numbers, which are constants;
-                and of statics, part of the function: str, bool, None, functions, and
-                what `jdag.static` wraps. A program gets all as they are, statics
-                unwrapped.
-            **kwargs: the same, by keyword.
+                and of statics, as with `static_argnums` of `jax.jit`: str, bool, None,
+                functions, and values that `jdag.static` wraps. A program receives all
+                arguments unchanged, except that `jdag.static` is removed.
+            **kwargs: keyword arguments, as `args`.
 
         Returns:
-            At once a pytree of refs shaped like what the function returns; once it ran,
-            if it is unjitted without `shapes`; of a program its result at its end.
+            A pytree of refs in the structure of the function's result. The call does
+            not wait for the results, unless the function is unjitted without `shapes`.
+            A call of a program waits until the program has returned, and returns its
+            result.
 
         Raises:
             RemoteError: the function cannot be traced with these arguments, or the
-                program raised; names function, worker, call site, the user's lines.
+                program raised an exception; the error names the function, the worker,
+                the call site and the user's lines.
             ContextError: an argument is a tracer, or a ref of another context; or the
                 context is not open.
-            WorkerLost: that worker, or the owner of an argument, is gone.
+            WorkerLost: the worker, or the owner of an argument, is lost.
         """
-        given, frame = (fn, args), self._frame
-        there, device, fn, parts = self._checked("ctx.call", worker, fn, args, kwargs)
+        original, frame = (fn, args), self._frame
+        owner, device, fn, parts = self._checked("ctx.call", worker, fn, args, kwargs)
         if is_unjitted(fn) and is_waited_for(self.state, fn, parts.refs):
-            asked = split((device, *called(*given)[:2], kwargs), {}, is_ref)
-            task = frame.start(there, run_python, asked, name_of(fn))
+            python = split((device, *called(*original)[:2], kwargs), {}, is_ref)
+            task = frame.start(owner, run_python, python, name_of(fn))
         elif is_program(fn):
-            task = frame.start(there, fn, parts)
+            task = frame.start(owner, fn, parts)
         else:
-            move_shared(frame, self.move, there, fn, parts)
-            return frame.issue(there, device, fn, parts)
+            move_shared(frame, self.move, owner, fn, parts)
+            return frame.issue(owner, device, fn, parts)
         return task.called()
 
     def start(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Task:
-        """Start a program on a worker, to run at the same time as this one.
+        """Start a program on a worker; it runs at the same time as this program.
 
-        Its place among the calls of this program is where it was started, so bits of
-        gradients do not depend on which of several programs ends first. Those that are
-        still running are waited for by `backward`, and at the end of this program or
-        context, which raises the error of one whose result was not asked for; of
-        several the first in program order, with the others as its notes.
+        Sums use the order in which programs were started, so the bits of gradients do
+        not depend on which program ends first. `backward`, and the end of this program
+        or context, wait for running programs. If the result of a started program was
+        not requested, the end of this program or context raises its error. Of several
+        errors, the first in program order is raised, with the others as its notes.
 
         Args:
-            worker: where it runs.
-            fn: a function that `jdag.program` marks.
+            worker: a worker.
+            fn: a function marked by `jdag.program`.
             *args: as for `call`.
-            **kwargs: the same, by keyword.
+            **kwargs: keyword arguments, as for `call`.
 
         Returns:
-            At once a `Task`, whose `result()` waits for what the program returns.
+            A `Task` of the running program. Its `result()` waits for the result.
 
         Raises:
-            JdagError: `fn` is no program; or as `call` does.
+            JdagError: `fn` is not a program. Also the errors of `call`.
         """
-        there, _, fn, parts = self._checked("ctx.start", worker, fn, args, kwargs)
+        owner, _, fn, parts = self._checked("ctx.start", worker, fn, args, kwargs)
         if not is_program(fn):
             raise JdagError(
                 f"ctx.start takes a program, and {name_of(fn)} is a function: ctx.call "
-                "of it returns refs at once; jdag.program marks programs"
+                "returns refs to its results without waiting; jdag.program marks "
+                "programs"
             )
-        return self._frame.start(there, fn, parts)
+        return self._frame.start(owner, fn, parts)
 
     def _checked(
         self, what: str, worker: str, fn: Any, args: Any, kwargs: Any
     ) -> tuple[str, str | None, Callable[..., Any], Split]:
         self._frame.check(what)
         state = self.state
-        there, device = state.place(worker, what)
-        fn, args, own = called(fn, args)
-        taken = state.is_given if is_program(fn) else state.is_named
+        owner, device = state.place(worker, what)
+        fn, args, implicit = called(fn, args)
+        is_ref_like = state.is_given if is_program(fn) else state.is_named
         if device is not None and is_program(fn):
             raise JdagError(
-                f"{name_of(fn)} is a program, which runs on a worker, and {worker!r} "
-                "names a device; the functions that it calls may name one"
+                f"{name_of(fn)} is a program, which runs on a worker, but {worker!r} "
+                "names a device; only calls of functions may name a device"
             )
-        return there, device, fn, split(args, kwargs, taken, own)
+        return owner, device, fn, split(args, kwargs, is_ref_like, implicit)
 
     def move(self, worker: str, refs: Any) -> Any:
-        """Move arrays to a worker; gradients flow back through it.
+        """Copy arrays to a worker; gradients flow back to the originals.
 
         Args:
             worker: a worker, or a device of one.
-            refs: a pytree of refs, or of constants, which then travel once. Statics in
-                it, and Python numbers inside it, stay as they are.
+            refs: a pytree of refs or of constants. A moved constant is sent only once.
+                Statics, and Python numbers inside the pytree, are returned unchanged.
 
         Returns:
             The same pytree of refs, on that worker.
@@ -238,19 +248,19 @@ class Context(Exchanges):
         return move(self.call, worker, refs)
 
     def tag(self, *, stage: int, micro_batch: int) -> Tagged:
-        """Mark the calls in its `with` block as this stage of this micro-batch.
+        """Tag the calls in the `with` block with a stage and a micro-batch.
 
-        Both count from 0. The trace tells them, and under a schedule, which has each
-        as one call, jobs run in its order. Moves are not marked.
+        Both numbers count from 0 and are part of traces. Under a schedule, tagged calls
+        run in the schedule's order, and there is one call for each stage and
+        micro-batch. Moves are not tagged.
 
         Raises:
-            ScheduleError: the schedule has no such number; or, by a call, it has the
-                stage on another worker, or the stage was called before.
+            ScheduleError: a number is outside of the schedule's range. A call in the
+                block raises this error if the schedule has the stage on another worker,
+                or if the stage was called before for this micro-batch.
         """
         self._frame.check("ctx.tag")
         return tagged(self._frame, stage, micro_batch)
-
-    # ---------------------------------------------------------------- backward
 
     def backward(
         self,
@@ -260,60 +270,61 @@ class Context(Exchanges):
         mode: Literal["smart", "fast"] = "smart",
         timeout_s: float | None = None,
     ) -> PassReport:
-        """Run a backward pass: gradients of the sum of all roots, added to the leaves'.
+        """Run a backward pass: add the gradients of the sum of all roots to leaves.
 
-        Waits until the pass has ended everywhere. SMART mode first finds what the roots
-        were computed from, and waits for that alone. FAST saves this search, as PyTorch
-        does in its distributed autograd (dist_engine.cpp): on each worker that the pass
-        reaches, it waits for every send of the context's graph. A value that was sent
-        and is not part of what the roots were computed from leaves the pass stuck.
+        Waits until the pass has ended on all workers. SMART mode first finds the part
+        of the graph that the roots depend on, and waits for that part alone. FAST skips
+        this search, as PyTorch's distributed autograd does (dist_engine.cpp): on each
+        worker that the pass reaches, it waits for the cotangents of all sends of the
+        context. If the roots do not depend on a sent value, the pass is stuck.
 
         Args:
-            *roots: tracked refs on any workers; one that is given twice counts twice.
-            cotangents: None, where each root has size 1 and gets ones; or one for each
-                root, an array or number of its shape and dtype, or None. For a single
-                root its cotangent alone will do.
+            *roots: tracked refs on any workers; a root that occurs twice counts twice.
+            cotangents: None: ones, for roots of size 1. Otherwise a list with one
+                cotangent for each root: an array or number of the root's shape and
+                dtype, or None. For a single root the cotangent itself is allowed.
             retain_graph: keep the graph, so that a later pass may use it again.
-            mode: "smart" or "fast". Where both finish they give the same bits; a leaf
-                that FAST reaches and the roots do not need has zeros in FAST, and in
-                SMART no gradient.
-            timeout_s: None, or after how many seconds (of `cluster.now_ns`) to give up.
-                Computations that have begun by then run to their end.
+            mode: "smart" or "fast". A pass that finishes in both modes computes the
+                same bits in both, with one exception: a leaf that FAST reaches although
+                the roots do not depend on it gets zeros in FAST, no gradient in SMART.
+            timeout_s: the time limit in seconds of `cluster.now_ns`; None: no limit.
+                Computations that have started run to their end.
 
         Returns:
-            A `PassReport`: among others, which leaves have newer versions than those
-            that were differentiated.
+            A `PassReport`, which names the leaves that were updated after the forward
+            had read them.
 
         Raises:
-            RootError: a root, or a cotangent, is not one that can be used.
-            GraphError: the graph was used before; or double backward.
-            UnusedSendError: a FAST pass is stuck: the cotangent of a sent value never
-                comes.
-            PassTimeout: it took longer than `timeout_s`; names what is owed.
-            RemoteError: a forward, a vjp or a hook failed; names the route of workers.
-                Which of two that fail at the same time depends on timing.
-            WorkerLost: a worker of the context is gone.
-            ContextError: this program is not the one that opened the context.
+            RootError: a root or a cotangent is unusable.
+            GraphError: an earlier pass has used the graph; or double backward.
+            UnusedSendError: a FAST pass is stuck: a sent value never gets a cotangent.
+            PassTimeout: the pass took longer than `timeout_s`; the error names the
+                missing cotangents.
+            RemoteError: a forward, a vjp or a hook failed; the error names the path of
+                workers. If several fail at the same time, timing decides which error is
+                raised.
+            WorkerLost: a worker of the context is lost.
+            ContextError: another program opened the context.
         """
         self._check_top("ctx.backward")
         if mode not in _MODES:
             allowed = " or ".join(map(repr, _MODES))
-            raise JdagError(f"mode={mode!r}: allowed is {allowed}")
+            raise JdagError(f"mode={mode!r}: expected {allowed}")
         timeout_ns = nanoseconds(timeout_s)
         frame = self._frame
-        due_ns = None if timeout_ns is None else frame.now_ns + timeout_ns
+        due_ns = None if timeout_ns is None else frame.state.driver.now_ns + timeout_ns
         if not frame.join(frame.running, due_ns):
             raise PassTimeout(
-                f"a pass took longer than timeout_s={timeout_s!r}; it had not begun: "
-                f"it waited for {', '.join(map(str, frame.running))}"
+                f"a pass took longer than timeout_s={timeout_s!r}; it had not begun, "
+                f"since it waited for {', '.join(map(str, frame.running))}"
             )
         if due_ns is not None:
-            timeout_ns = max(due_ns - frame.now_ns, 1)
-        told, stored = seeded_roots(frame, self._passes + 1, roots, cotangents)
+            timeout_ns = max(due_ns - frame.state.driver.now_ns, 1)
+        checked, seeds = seeded_roots(frame, self._passes + 1, roots, cotangents)
         frame.tell_discarded()
-        asked = (frame.id, told, _MODES[mode], retain_graph, timeout_ns)
+        fields = (frame.id, checked, _MODES[mode], retain_graph, timeout_ns)
         result: PassResult = frame.wait(
-            "ctx.backward", Differentiated, *asked, values=stored
+            "ctx.backward", Differentiated, *fields, values=seeds
         )
         frame.noticed = frame.noticed or not retain_graph
         return self._conclude(result, mode, timeout_s)
@@ -321,7 +332,6 @@ class Context(Exchanges):
     def _conclude(
         self, result: PassResult, mode: str, timeout_s: float | None
     ) -> PassReport:
-        """Note the gradients of a pass that has ended; raise what it failed with."""
         frame = self._frame
         self._passes = result.number
         if result.outcome is Outcome.EXPIRED:
@@ -333,35 +343,38 @@ class Context(Exchanges):
             key = GradientKey(frame.id, id, result.number)
             hold = Hold(frame.loose, key, id.worker)
             if (leaf := leaves.get(id)) is not None:
-                of = (frame, key, id.worker, leaf.aval, False, id)
-                self._gradients[id] = Ref(*of, hold=hold)
+                gradient = Ref(frame, key, id.worker, leaf.aval, False, id, hold=hold)
+                self._gradients[id] = gradient
         if result.failure is not None:
             raise frame.seen(result.failure)
-        stale = sorted(result.stale, key=lambda one: one.leaf.number)
-        newer = [(leaves[one.leaf], one.newer) for one in stale if one.leaf in leaves]
-        report = {ref_of(leaf): versions for leaf, versions in newer}
-        return PassReport(result.number, mode, report)
+        stale = {
+            ref_of(leaves[entry.leaf]): entry.newer
+            for entry in sorted(result.stale, key=lambda entry: entry.leaf.number)
+            if entry.leaf in leaves
+        }
+        return PassReport(result.number, mode, stale)
 
     def _check_top(self, what: str) -> None:
         self._frame.check(what)
         if self._frame.prefix:
             raise ContextError(
                 f"{what} in {self._frame.program}, which runs on {self.here!r}: "
-                "only the program that opened the context takes gradients; return the "
-                "refs to it"
+                "only the program that opened the context may call it; return the "
+                "refs to that program"
             )
 
     def on_cotangent(self, ref: Ref, fn: Callable[[Any], Any]) -> None:
-        """Have a function see, and perhaps replace, the complete cotangent of a ref.
+        """Attach a hook that sees, and may replace, the cotangent of a ref.
 
-        Each later pass that reaches the ref calls it once, on the ref's worker and not
-        compiled, with the sum of all cotangents of the ref, an array of its shape and
-        dtype, zeros where none came. What it returns replaces the cotangent; None
-        leaves it as it is. Several hooks are called in the order in which they were
-        attached, each with the result of the one before.
+        Each later pass that reaches the ref calls the hook once, uncompiled, on the
+        ref's worker. The hook's argument is the sum of all cotangents of the ref: an
+        array of its shape and dtype, zeros if no cotangent arrives. If the hook returns
+        an array, that replaces the cotangent. Several hooks are called in the order in
+        which they were attached, each with the result of the hook before.
 
-        A pass reaches what its roots were computed from, and with one result of a call
-        all others; in FAST mode also what was sent together with that, with zeros.
+        A pass reaches all values that its roots depend on, and all results of a call if
+        it reaches one of them. A FAST pass also reaches the values that were sent in
+        one message with a value that it reaches; their cotangents are zeros.
 
         Args:
             ref: a leaf, or a tracked ref of this context.
@@ -369,26 +382,26 @@ class Context(Exchanges):
 
         Raises:
             GraphError: the ref is not tracked, so it has no cotangent.
-            ContextError: the context is not open, or the ref of another one.
-            WorkerLost: the ref's worker is gone.
-            JdagError: `ref` is no ref, or `fn` cannot be called.
+            ContextError: the context is not open, or the ref is of another context.
+            WorkerLost: the ref's worker is lost.
+            JdagError: `ref` is not a ref, or `fn` is not callable.
         """
         self._hook("ctx.on_cotangent", ref, fn, replaces=True)
 
     def on_gradient(self, leaf: Ref, fn: Callable[[Any], Any]) -> None:
-        """Have a function see what each later pass adds to the gradient of a leaf.
+        """Attach a hook that sees the gradient that each later pass adds to a leaf.
 
-        Each finished pass that reaches the leaf calls it once, on the leaf's worker,
-        with that pass's gradient, which has been accumulated by then. What it returns
-        is ignored; what it raises, `backward` raises after the pass. Several hooks are
-        called in the order in which they were attached.
+        Each finished pass that reaches the leaf calls the hook once, on the leaf's
+        worker, with that pass's gradient, after the gradient was accumulated. The
+        hook's result is ignored; `backward` raises the hook's error after the pass.
+        Several hooks are called in the order in which they were attached.
 
         Args:
             leaf: a leaf, float or complex.
             fn: a function of one array.
 
         Raises:
-            JdagError: as `on_cotangent` does; or `leaf` is not one.
+            JdagError: `leaf` is not a leaf. Also the errors of `on_cotangent`.
         """
         self._hook("ctx.on_gradient", leaf, fn, replaces=False)
 
@@ -400,38 +413,35 @@ class Context(Exchanges):
         path = (*frame.prefix, frame.calls)
         frame.attach(ref, Hook(path, fn, replaces, ref.aval, str(call_site())))
 
-    # ---------------------------------------------------------------- gradients
-
     def gradient(self, refs: Any, *, allow_int: bool = False) -> Any:
         """Return the gradients of leaves, accumulated over all finished passes.
 
         Args:
-            refs: a pytree of leaves, as `cluster.put` gave them.
-            allow_int: whether there may be leaves without gradients, as the indices of
-                a sparse array: integers, bools and PRNG keys.
+            refs: a pytree of leaves, such as the result of `cluster.put`.
+            allow_int: allow integers, bools and PRNG keys, such as the indices of a
+                sparse array, which have no gradients.
 
         Returns:
-            The same pytree of untracked refs, each on its leaf's worker; None in the
-            place of constants. A later pass does not change what they name. With
-            `allow_int`, zeros of dtype float0 stand for what has no gradient, as in
+            The same pytree of untracked refs, each on its leaf's worker, and None in
+            place of constants. A later pass does not change the refs' values. With
+            `allow_int`, a leaf without a gradient gets zeros of dtype float0, as in
             `jax.grad`.
 
         Raises:
-            GraphError: a ref is no leaf, or one that no finished pass has reached.
-            ContextError: the context is not open, or the ref of another cluster.
+            GraphError: a ref is not a leaf, or no finished pass has reached it.
+            ContextError: the context is not open, or a ref is of another cluster.
         """
         self._check_top("ctx.gradient")
         leaves, form = flatten_refs(refs, is_ref)
-        found = [self._gradient(ref, allow_int) for ref in leaves]
-        return unflatten(form.bare, found)
+        return unflatten(form.bare, [self._gradient(ref, allow_int) for ref in leaves])
 
     def _gradient(self, ref: Ref, allow_int: bool) -> Any:
         if allow_int and not ref.aval.inexact:
             return no_gradient(ref.aval, self.state.abstract)
         if ref.leaf is None:
             raise GraphError(
-                f"{ref!r} is no leaf: gradients accumulate in what cluster.put and "
-                "cluster.make give"
+                f"{ref!r} is not a leaf: only leaves, the results of cluster.put and "
+                "cluster.make, have gradients"
             )
         if ref.holder is not self.state:
             self.state.check_own(ref)
@@ -442,20 +452,20 @@ class Context(Exchanges):
     def gradients(self) -> Mapping[Ref, Ref]:
         """Return `{leaf: gradient}` of all leaves that a finished pass has reached.
 
-        In the order in which leaves were made, without those dropped. See `gradient`.
+        Leaves are in the order in which they were made; dropped leaves are left out.
+        See `gradient`.
         """
         self._check_top("ctx.gradients")
-        state, found = self.state, self._gradients
-        there = [id for id in found if id in state.leaves]
-        there.sort(key=lambda id: id.number)
-        return {state.leaf_ref(state.leaves[id]): found[id] for id in there}
+        state, gradients = self.state, self._gradients
+        ids = [id for id in gradients if id in state.leaves]
+        ids.sort(key=lambda id: id.number)
+        return {state.leaf_ref(state.leaves[id]): gradients[id] for id in ids}
 
     def graph(self) -> ContextGraph:
-        """Return the recorded graph as it is now: for each worker its part.
+        """Return the graph recorded so far, by worker.
 
-        A mapping of workers to `GraphSnapshot`s, with `counts()` and `dot()`. The
-        program that opened the context waits until all its calls have arrived; one that
-        it called does not wait.
+        In the program that opened the context, this waits until all calls have reached
+        their workers. In a called program it does not wait.
         """
         frame = self._frame
         frame.check("ctx.graph")

@@ -1,105 +1,113 @@
-"""Exchanges between several workers, as calls and moves of a context.
+"""Collectives over several workers, as calls and moves of a context.
 
-Each is differentiable: the vjp of a gather is a sum of shares and the other way round,
-that of an all-to-all is one. Routes, and so the order of a sum, are those of
-`jdag.collectives.routes`.
+All of them are differentiable. The vjp of `all_gather` is a `reduce_scatter`, the vjp
+of `reduce_scatter` is an `all_gather`, and the vjp of `all_to_all` is an `all_to_all`.
+Values take the routes of `jdag.collectives.routes`, which fix the order of each sum.
 """
+
+# ruff: noqa: D417 - the first argument is the `self` of a method of `Context`.
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdag.collectives.routes import How
-from jdag.context.cluster_state import ClusterState
 
 
-class Exchanges:
-    """The part of `Context` that copies and adds up between several workers."""
+def replicate(ctx: Any, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
+    """Copy arrays to several workers. A backward pass sums the copies' cotangents.
 
-    _frame: Any
-    state: ClusterState
+    Args:
+        workers: workers, or devices of workers.
+        refs: a pytree of refs, tracked or not.
+        how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
 
-    def replicate(self, workers: Sequence[str], refs: Any, how: How = "owner") -> Any:
-        """Copy arrays to workers; cotangents are added on their way back.
+    Returns:
+        A tuple with one pytree of refs, of the same structure, for each worker.
 
-        Args:
-            workers: workers, or devices of them.
-            refs: a pytree of refs; what is untracked is copied as well.
-            how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
+    Raises:
+        JdagError: `workers` is empty or contains an unknown worker or the same worker
+            twice; `refs` contains no refs; or `how` is unknown.
+    """
+    return _call(ctx, "replicate", workers, refs, how)
 
-        Returns:
-            A tuple of such pytrees of refs, one for each worker, in order.
 
-        Raises:
-            JdagError: no workers, one twice or unknown; no refs; no such `how`.
-        """
-        return self._exchanged("replicate", workers, refs, how)
+def all_reduce(ctx: Any, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
+    """Sum pytrees of equal structure, such as gradients. Each worker gets the sum.
 
-    def all_reduce(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
-        """Add up equal pytrees, such as gradients, for each worker that gives one.
+    Args:
+        refs_by_worker: a mapping from each worker, or device of one, to its pytree of
+            refs.
+        how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
 
-        Args:
-            refs_by_worker: for each worker, or device of one, its pytree of refs.
-            how: "owner", "tree" or "ring"; see `jdag.collectives.routes`.
+    Returns:
+        A mapping from each worker to the sum, which is tracked and has the same bits
+        everywhere.
 
-        Returns:
-            For each worker the sum, the same to the last bit; tracked.
+    Raises:
+        JdagError: two pytrees differ in structure, shapes or dtypes. Also the errors of
+            `replicate`.
+    """
+    return _call(ctx, "all_reduce", refs_by_worker, how)
 
-        Raises:
-            JdagError: two are not equal in structure, shapes and dtypes, which cannot
-                be added; or as `replicate` does.
-        """
-        return self._exchanged("all_reduce", refs_by_worker, how)
 
-    def all_gather(self, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
-        """Copy what each worker gives to all of them; cotangents go back added up.
+def all_gather(ctx: Any, refs_by_worker: Mapping[str, Any], how: How = "owner") -> Any:
+    """Copy each worker's pytree to all workers. A backward pass sums their cotangents.
 
-        Args:
-            refs_by_worker: for each worker, or device of one, its pytree of refs.
-            how: "owner" sends each pytree to every other worker, "tree" hands it down a
-                binary tree from its worker, "ring" around the ring: n - 1 steps.
+    Args:
+        refs_by_worker: a mapping from each worker, or device of one, to its pytree of
+            refs.
+        how: "owner": each worker sends its pytree to every other worker; "tree": along
+            a binary tree from its worker; "ring": around the ring, in n - 1 steps for n
+            workers.
 
-        Returns:
-            For each worker a tuple of all pytrees, in order.
+    Returns:
+        A mapping from each worker to a tuple of all pytrees, in order.
 
-        Raises:
-            JdagError: as `replicate` does.
-        """
-        return self._exchanged("all_gather", refs_by_worker, how)
+    Raises:
+        JdagError: the errors of `replicate`.
+    """
+    return _call(ctx, "all_gather", refs_by_worker, how)
 
-    def reduce_scatter(
-        self, refs_by_worker: Mapping[str, Any], how: How = "owner"
-    ) -> Any:
-        """Add up shares: each worker gets the sum of those that all have for it.
 
-        Args:
-            refs_by_worker: for each worker, or device of one, a list of pytrees of
-                refs, one for each worker, in order. Shares for one worker are equal.
-            how: "owner" adds where the sum stays, its own share first, then the others
-                in order; "tree" along a binary tree to there; "ring" from the next
-                worker around to there: n - 1 steps, of a share each.
+def reduce_scatter(
+    ctx: Any, refs_by_worker: Mapping[str, Any], how: How = "owner"
+) -> Any:
+    """Sum shares: each worker gets the sum of all workers' shares for it.
 
-        Returns:
-            For each worker the sum of its shares.
+    Args:
+        refs_by_worker: a mapping from each worker, or device of one, to a list of
+            pytrees of refs, one for each worker, in order. Shares for the same worker
+            are equal in structure, shapes and dtypes.
+        how: "owner" sums on the receiver, its own share first, then the others in
+            order; "tree" sums along a binary tree to the receiver; "ring" sums around
+            the ring from the worker after the receiver, in n - 1 steps of one share for
+            n workers.
 
-        Raises:
-            JdagError: another number of shares; or as `all_reduce` does.
-        """
-        return self._exchanged("reduce_scatter", refs_by_worker, how)
+    Returns:
+        A mapping from each worker to the sum of its shares.
 
-    def all_to_all(self, refs_by_worker: Mapping[str, Any]) -> Any:
-        """Send each worker the shares that all have for it.
+    Raises:
+        JdagError: the number of shares is wrong. Also the errors of `all_reduce`.
+    """
+    return _call(ctx, "reduce_scatter", refs_by_worker, how)
 
-        Args:
-            refs_by_worker: as in `reduce_scatter`; shares need not be equal.
 
-        Returns:
-            For each worker a tuple of its shares, in the order of their senders.
+def all_to_all(ctx: Any, refs_by_worker: Mapping[str, Any]) -> Any:
+    """Send each worker the shares that all workers have for it.
 
-        Raises:
-            JdagError: another number of shares; or as `replicate` does.
-        """
-        return self._exchanged("all_to_all", refs_by_worker, "owner")
+    Args:
+        refs_by_worker: as in `reduce_scatter`; shares may differ in structure.
 
-    def _exchanged(self, kind: str, *given: Any) -> Any:
-        self._frame.check(f"ctx.{kind}")
-        return getattr(self._frame.replicas, kind)(self, *given, self.state.place)
+    Returns:
+        A mapping from each worker to a tuple of its shares, in the order of senders.
+
+    Raises:
+        JdagError: the number of shares is wrong. Also the errors of `replicate`.
+    """
+    return _call(ctx, "all_to_all", refs_by_worker, "owner")
+
+
+def _call(ctx: Any, kind: str, *args: Any) -> Any:
+    frame = ctx._frame
+    frame.check(f"ctx.{kind}")
+    return getattr(frame.replicas, kind)(ctx, *args, ctx.state.place)

@@ -1,8 +1,6 @@
-"""The graph of one context: as plain data, as DOT, and as a picture.
+"""The graph of a context or a plan as plain data and in Graphviz's language.
 
-A fragment is a column. A vertex is a leaf, a node, or an end of a transfer; all that
-one call made stands at one height, so that the program runs from top to bottom and
-transfers run across.
+A vertex is a leaf, a node, or an end of a transfer: a send or a recv.
 """
 
 from ast import literal_eval
@@ -17,30 +15,31 @@ DRAWN_WORKERS_MAX = 8
 
 
 class Vertex(Struct, frozen=True):
-    """A place in the graph; `kind` is leaf, node, send or recv, a leaf's path is ()."""
+    """A vertex. `kind` is "leaf", "node", "send" or "recv"; a leaf has the path ()."""
 
     id: str
     worker: str
     kind: str
     path: Path
     label: str
-    call_site: str = ""  # Of a node: where the call was written.
-    awaited: int = 0  # Cotangents that the last pass awaited here.
-    need: str = ""  # Of a send, the value of its `Need`.
+    call_site: str = ""  # For a node: where the call was written.
+    awaited: int = 0  # The number of cotangents that the last pass awaited here.
+    need: str = ""  # For a send: the value of its `Need`.
 
 
 class Edge(Struct, frozen=True):
-    """An edge from producer to consumer, by the ids of the vertices."""
+    """An edge from a vertex to a vertex that uses its value, by the vertices' ids."""
 
     source: str
     target: str
 
 
 class Graph(Struct, frozen=True):
-    """The graph of a context or a plan, edges in forward direction.
+    """The graph of a context or a plan. Edges have the direction of the forward.
 
-    `left_out` says how many workers have fragments that are not in it; `table` is the
-    text of a plan, "" of a context.
+    Attributes:
+        left_out: the number of workers whose part of the graph is left out.
+        table: the text of a plan; "" for a context.
     """
 
     workers: tuple[str, ...]
@@ -50,16 +49,16 @@ class Graph(Struct, frozen=True):
     table: str = ""
 
     def dot(self, name: str = "plan") -> str:
-        """Return the graph in the language of Graphviz, a cluster a worker."""
+        """Return the graph in Graphviz's language, with one cluster for each worker."""
         lines = [
             f"digraph {_quoted(name)} {{",
             '  graph [rankdir=TB, fontname="Helvetica"];',
             '  node [fontname="Helvetica", fontsize=10];',
         ]
-        for place, worker in enumerate(self.workers):
-            lines.append(f"  subgraph cluster_{place} {{")
+        for index, worker in enumerate(self.workers):
+            lines.append(f"  subgraph cluster_{index} {{")
             lines.append(f"    label={_quoted(worker)};")
-            lines += [_dot_vertex(one) for one in self.vertices if one.worker == worker]
+            lines += [_dot_vertex(v) for v in self.vertices if v.worker == worker]
             lines.append("  }")
         worker_of = {vertex.id: vertex.worker for vertex in self.vertices}
         for edge in self.edges:
@@ -70,45 +69,43 @@ class Graph(Struct, frozen=True):
 
 
 def graph_of(
-    drawings: Mapping[str, GraphSnapshot], workers_max: int | None = DRAWN_WORKERS_MAX
+    snapshots: Mapping[str, GraphSnapshot], workers_max: int | None = DRAWN_WORKERS_MAX
 ) -> Graph:
-    """Join the fragments of `ctx.graph()`, of the first `workers_max` workers."""
-    workers = tuple(drawings)[:workers_max]
+    workers = tuple(snapshots)[:workers_max]
     vertices: list[Vertex] = []
     edges: list[Edge] = []
     for worker in workers:
-        drawing = drawings[worker]
-        vertices += _vertices(worker, drawing)
-        edges += _edges(worker, drawing)
-    known = {vertex.id for vertex in vertices}
-    used = [edge for edge in edges if edge.source in known and edge.target in known]
-    left_out = len(drawings) - len(workers)
-    return Graph(workers, tuple(vertices), tuple(dict.fromkeys(used)), left_out)
+        vertices += _vertices(worker, snapshots[worker])
+        edges += _edges(worker, snapshots[worker])
+    ids = {vertex.id for vertex in vertices}
+    complete = [edge for edge in edges if edge.source in ids and edge.target in ids]
+    left_out = len(snapshots) - len(workers)
+    return Graph(workers, tuple(vertices), tuple(dict.fromkeys(complete)), left_out)
 
 
 class ContextGraph(dict[str, GraphSnapshot]):
-    """What each worker has of a context's graph: `{worker: GraphSnapshot}`.
+    """The graph of a context by worker: `{worker: GraphSnapshot}`.
 
     A `GraphSnapshot` has `nodes`, `sends`, `recvs`, `leaves` and `edges`, in program
-    order, and `last`, the last pass that came by: its number, mode and outcome.
+    order, and `last`: the number, mode and outcome of the worker's last pass.
     """
 
     def __repr__(self) -> str:
         return f"ContextGraph({self.counts()})"
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return how many nodes, sends, recvs, leaves and edges each worker has."""
+        """Return each worker's numbers of nodes, sends, recvs, leaves and edges."""
         kinds = ("nodes", "sends", "recvs", "leaves", "edges")
         return {
-            worker: {kind: len(getattr(drawing, kind)) for kind in kinds}
-            for worker, drawing in self.items()
+            worker: {kind: len(getattr(snapshot, kind)) for kind in kinds}
+            for worker, snapshot in self.items()
         }
 
     def dot(self, name: str = "context") -> str:
-        """Return the graph in the language of Graphviz, a cluster a worker.
+        """Return the graph in Graphviz's language, with one cluster for each worker.
 
-        In brackets stands how many cotangents the last pass awaited. Sends that it did
-        not need are grey and dotted; those that it is owed for are red.
+        Numbers in brackets count the cotangents that the last pass awaited. Sends that
+        the pass did not need are grey and dotted; sends without a cotangent are red.
         """
         return graph_of(self, None).dot(name)
 
@@ -118,31 +115,31 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def _vertices(worker: str, drawing: GraphSnapshot) -> Iterator[Vertex]:
-    for leaf in drawing.leaves:
+def _vertices(worker: str, snapshot: GraphSnapshot) -> Iterator[Vertex]:
+    for leaf in snapshot.leaves:
         label = leaf.leaf.label
         id = f"{worker}/{label}"
         yield Vertex(id, worker, "leaf", (), label, awaited=leaf.awaited)
-    for node in drawing.nodes:
+    for node in snapshot.nodes:
         name = node.function.rpartition(":")[2].rpartition(".")[2]
         id = _id(worker, "node", node.path)
         label = f"{dotted(node.path)} {name}"
         yield Vertex(id, worker, "node", node.path, label, node.call_site, node.awaited)
-    for send in drawing.sends:
+    for send in snapshot.sends:
         id, label = _id(worker, "send", send.path), f"send to {send.peer}"
-        of = send.awaited, send.need.value
-        yield Vertex(id, worker, "send", send.path, label, "", *of)
-    for recv in drawing.recvs:
+        need = send.need.value
+        yield Vertex(id, worker, "send", send.path, label, "", send.awaited, need)
+    for recv in snapshot.recvs:
         id, label = _recv_id(worker, recv.path, recv.peer), f"recv from {recv.peer}"
         yield Vertex(id, worker, "recv", recv.path, label, awaited=recv.awaited)
 
 
-def _edges(worker: str, drawing: GraphSnapshot) -> Iterator[Edge]:
-    for edge in drawing.edges:
+def _edges(worker: str, snapshot: GraphSnapshot) -> Iterator[Edge]:
+    for edge in snapshot.edges:
         kind, _, path = edge.consumer.partition(" ")
         target = _id(worker, kind, literal_eval(path))
         yield Edge(_source(worker, edge.value), target)
-    for send in drawing.sends:
+    for send in snapshot.sends:
         target = _recv_id(send.peer, send.path, worker)
         yield Edge(_id(worker, "send", send.path), target)
 
@@ -165,13 +162,10 @@ def _recv_id(worker: str, path: Path, source: str) -> str:
     return f"{_id(worker, 'recv', path)} from {source}"
 
 
-# ------------------------------------------------------------------------------- DOT
-
 _SHAPES = {"leaf": "ellipse", "node": "box", "send": "cds", "recv": "cds"}
 
 
 def labelled(vertex: Vertex) -> str:
-    """Return the label of a vertex, with awaited cotangents or the need of a send."""
     match vertex.need:
         case Need.OWED.value:
             return f"{vertex.label}, owed"
@@ -190,12 +184,12 @@ _STYLES = {
 
 
 def _dot_vertex(vertex: Vertex) -> str:
-    said = [f"label={_quoted(labelled(vertex))}", f"shape={_SHAPES[vertex.kind]}"]
+    options = [f"label={_quoted(labelled(vertex))}", f"shape={_SHAPES[vertex.kind]}"]
     if vertex.call_site:
-        said.append(f"tooltip={_quoted(vertex.call_site)}")
+        options.append(f"tooltip={_quoted(vertex.call_site)}")
     if vertex.need in _STYLES:
-        said.append(_STYLES[vertex.need])
-    return f"    {_quoted(vertex.id)} [{', '.join(said)}];"
+        options.append(_STYLES[vertex.need])
+    return f"    {_quoted(vertex.id)} [{', '.join(options)}];"
 
 
 def _quoted(text: str) -> str:

@@ -1,8 +1,8 @@
 """Handles of Python objects on workers, and the programs that make and call them.
 
-A program that is handed a handle on the object's worker gets the object itself, and
-until it returns the engine there starts no other that is handed the same
-(`jdag.engine.locks`). A call of a method is such a program.
+A program on the object's worker that takes a handle as an argument receives the object
+itself, and holds its lock until it returns (`jdag.engine.locks`). Each method call is
+such a program.
 """
 
 from collections.abc import Callable
@@ -20,15 +20,17 @@ SPECIAL = ("__call__", "__getitem__", "__len__", "__next__")
 
 
 class Hosted:
-    """A handle of a Python object on a worker: `cluster.host` gives it.
+    """A handle of a Python object on a worker; `cluster.host` returns it.
 
-    All programs may use it. Calls run one at a time, in the order in which they reach
-    the worker; in virtual time the seed decides that. None is repeated, and none is in
-    a graph. A program on that worker that takes the handle as an argument is given the
-    object itself, alone until it returns; on other workers it gets the handle.
+    All programs may use the handle. Calls of the object run one at a time, each exactly
+    once, in the order in which they reach the worker (in a simulation the seed
+    decides), and are part of no graph. A program on the object's worker that takes the
+    handle as an argument receives the object itself, and holds the object's lock until
+    it returns; it deadlocks if it waits for another program that calls the object. On
+    other workers a program receives the handle.
     """
 
-    leaf = SimpleNamespace(dropped=False)  # As a ref of a leaf, it is for all programs.
+    leaf = SimpleNamespace(dropped=False)  # `admit` treats it as a leaf's ref.
     __jdag_taken__ = "programs (marked by jdag.program) take handles of objects"
 
     def __init__(self, state: Any, id: ObjectId) -> None:
@@ -39,10 +41,10 @@ class Hosted:
         return f"Hosted({self.data})"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        # `copy.copy`, `copy.deepcopy` and `pickle` call this.
         raise JdagError(
-            f"a copy of {self!r} would be a handle of the same object: let a method "
-            "of the object copy it, or make another one by cluster.host"
+            f"a copy of {self!r} would be a handle of the same object: let a method of "
+            "the object copy it, or make another object by cluster.host"
         )
 
     @property
@@ -51,101 +53,102 @@ class Hosted:
         return named(self.data.worker)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method, and return what it returned: `start(...).result()`."""
+        """Call a method, wait, and return its result. Same as `start(...).result()`."""
         return self.start(method, *args, **kwargs).result()
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> Task:
-        """Start a call of a method; return its `Task` at once.
+        """Start a call of a method. Return the call's `Task`, without waiting.
 
-        Its result is a pytree of arrays, numbers and strings; numpy arrays are
-        read-only copies. If the method raises, `result()` does, and the object stays.
+        The result is a pytree of arrays, numbers and strings; numpy arrays are
+        read-only copies. If the method raises, so does `result()`; the object can still
+        be called.
 
         Args:
-            method: its public name, or one of `SPECIAL`, as "__next__".
+            method: a public name, or one of `SPECIAL`, such as "__next__".
             *args: pytrees of arrays, numbers, strings, refs of leaves and handles.
-            **kwargs: the same, by keyword.
+            **kwargs: keyword arguments, as `args`.
 
         Raises:
-            WorkerLost: its worker is gone, and the object with it.
-            JdagError: this is no name of a method, or an argument cannot travel.
+            WorkerLost: the object's worker is lost.
+            JdagError: the name is not allowed, or an argument cannot be sent.
         """
         if not isinstance(method, str) or (method[:1] == "_" and method not in SPECIAL):
             raise JdagError(
-                f"{self!r}: {method!r} cannot be called: allowed are names of public "
-                f"methods and {', '.join(SPECIAL)}"
+                f"{self!r}: {method!r} cannot be called: expected the name of a public "
+                f"method or one of {', '.join(SPECIAL)}"
             )
-        name = f"{self.data.name}.{method}"
-        there = self.data.worker
-        return launched(self.holder, invoke, name, there, self, method, *args, **kwargs)
+        name, owner = f"{self.data.name}.{method}", self.data.worker
+        return launched(self.holder, invoke, name, owner, self, method, *args, **kwargs)
 
 
-def is_live(value: object) -> bool:
-    """Tell whether a value travels as data that name it: a ref or a handle."""
+def is_ref_or_handle(value: object) -> bool:
+    """Whether a value is a ref or a handle, in whose place its `data` is sent."""
     return is_ref(value) or isinstance(value, Hosted)
 
 
 def rest_of(state: Any, tree: Any) -> Any:
-    """Drop the objects of a pytree; return what else is in it."""
+    """Drop the objects of a pytree; return a list of its other leaves.
+
+    A pytree without objects is returned unchanged.
+    """
     leaves = flatten(tree)[0]
-    ids = [(one.data.worker, one) for one in leaves if isinstance(one, Hosted)]
-    wait([launched(state, drop, "cluster.drop", *one) for one in ids])
-    for _, handle in ids if state.recovery is not None else ():
+    handles = [leaf for leaf in leaves if isinstance(leaf, Hosted)]
+    wait([launched(state, drop, "cluster.drop", h.data.worker, h) for h in handles])
+    for handle in handles if state.recovery is not None else ():
         state.recovery.unhost(handle)
-    return [one for one in leaves if not isinstance(one, Hosted)] if ids else tree
+    rest = [leaf for leaf in leaves if not isinstance(leaf, Hosted)]
+    return rest if handles else tree
 
 
 def launched(
     state: Any, fn: Any, name: str, worker: Worker, /, *args: Any, **kwargs: Any
 ) -> Task:
-    """Start one of the programs below; `name` is what tasks and errors call it."""
+    """Start `make`, `invoke` or `drop` on a worker; tasks and errors call it `name`."""
     state.check_open(name)
     port = state.driver.current
     if (why := port.lost(worker)) is not None:
-        said = f"{name}: worker {worker!r} is lost, and its objects with it"
-        raise WorkerLost(f"{said}: {why}" if why else said)
+        message = f"{name}: worker {worker!r} is lost, and its objects too"
+        raise WorkerLost(f"{message}: {why}" if why else message)
     try:
         parts = split(args, kwargs, state.is_given, 2 if fn is invoke else 1)
     except JdagError as error:
         raise type(error)(f"{name}: {error}") from None
     cluster = state.clusters.get(port)
-    frame = state.frames[port] if cluster is None else cluster.caller(worker)
+    frame = state.frames[port] if cluster is None else cluster.object_frame(worker)
     frame.check(name)
     task: Task
     try:
         task = frame.start(worker, fn, parts, name)
-    except WorkerLost:  # Another worker, which took part in its context.
+    except WorkerLost:  # Another worker of the frame's context is lost.
         if cluster is None or port.lost(worker) is not None:
             raise
-        task = cluster.caller(worker, anew=True).start(worker, fn, parts, name)
+        task = cluster.object_frame(worker, is_new=True).start(worker, fn, parts, name)
     return task
 
 
 @remote
 @program
 def make(ctx: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Hosted:
-    """Make an object on this worker; return its handle."""
-    made, frame = factory(*args, **kwargs), ctx._frame
-    id = ObjectId(frame.id, frame.prefix, frame.port.worker, type(made).__name__)
-    frame.port.host.objects[id] = made
+    value, frame = factory(*args, **kwargs), ctx._frame
+    id = ObjectId(frame.id, frame.prefix, frame.port.worker, type(value).__name__)
+    frame.port.host.objects[id] = value
     return Hosted(ctx.state, id)
 
 
 @remote
 @program
 def invoke(ctx: Any, target: Any, method: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of an object on this worker."""
     ctx._frame.program = name = f"{type(target).__name__}.{method}"
-    found = getattr(target, method, None)
-    if found is None:
-        raise JdagError(f"{name}: there is none{meant(method, dir(target))}")
-    if not callable(found):
-        raise JdagError(f"{name} is {kind_of(found)}, and no method")
-    return found(*args, **kwargs)
+    function = getattr(target, method, None)
+    if function is None:
+        raise JdagError(f"{name}: no such method{meant(method, dir(target))}")
+    if not callable(function):
+        raise JdagError(f"{name} is {kind_of(function)}, not a method")
+    return function(*args, **kwargs)
 
 
 @remote
 @program
 def drop(ctx: Any, *_: Any) -> None:
-    """Drop the object that this program is handed."""
     for id in ctx._frame.objects:
         del ctx._frame.port.host.objects[id]

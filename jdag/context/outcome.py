@@ -1,4 +1,4 @@
-"""The report of a finished pass, and the error texts of stuck and expired ones."""
+"""The report of a finished pass, and the error texts of stuck and expired passes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ class PassReport:
     """The result of `ctx.backward`.
 
     Attributes:
-        number: of the pass, in its context: 1, 2, ...
+        number: the number of the pass in its context: 1, 2, ...
         mode: "smart" or "fast".
-        stale: the leaves that were updated since forward read them, in the order in
-            which they were made, and by how many versions the newest at the pass's end
-            is newer than the oldest that it differentiated. The gradient is the sum for
-            the versions that were read; a leaf that is not here was read as its newest.
+        stale: has the leaves that were updated after the forward had read them, in the
+            order in which they were made. The value of a leaf is the number of its
+            newest version at the end of the pass minus that of the oldest version that
+            the pass differentiated. The leaf's gradient is the sum of the gradients of
+            all versions that the forward read.
     """
 
     number: int
@@ -38,17 +39,13 @@ class PassReport:
 
 
 def nanoseconds(timeout_s: float | None) -> int | None:
-    """Return the time limit of a pass in nanoseconds, None for no limit.
-
-    Raises:
-        JdagError: it is not a number above 0 and at most `TIMEOUT_S_MAX`.
-    """
+    """Check a time limit in seconds. Return nanoseconds, or None for no limit."""
     seconds = converted(_TIMEOUT_S, timeout_s, "timeout_s")
     return None if seconds is None else max(round(seconds * 1e9), 1)
 
 
 def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:
-    """Add remarks to the text of a WorkerLost; return the same exception."""
+    """If the error is a WorkerLost, append remarks to its text. Return the error."""
     if isinstance(error, WorkerLost):
         error.args = ("\n".join([str(error), *[remark() for remark in remarks]]),)
     return error
@@ -67,28 +64,28 @@ def _owed_lines(owed: tuple[Owed, ...]) -> list[str]:
 def expired(result: PassResult, timeout_s: float | None, state: Any = None) -> str:
     """Return the error text of a pass that exceeded its time limit.
 
-    `state`, that of a cluster, tells which actions of a schedule are waited for.
+    If `state` is the state of a cluster with a schedule, the text also names the
+    schedule's actions that workers wait for.
     """
     assert result.failure is not None, result
     info = {} if state is None or state.schedule is None else state.driver.info()
-    waits = [one["waits_for"] for one in info.values() if one["waits_for"]]
+    waits = [entry["waits_for"] for entry in info.values() if entry["waits_for"]]
     text = f"pass {result.number} took longer than timeout_s={timeout_s!r}"
     text = "; ".join([text, *waits, *([LOSSES_INSTEAD] if waits else [])])
     if result.failure.message:
-        return f"{text}; it had not begun: it waited for {result.failure.message}"
+        return f"{text}; it had not begun, since it waited for {result.failure.message}"
     if not result.owed:
-        why = "something is being computed, or is on its way"
-        return f"{text}; no send that it has reached waits for a cotangent: {why}"
-    text = f"{text}; no cotangent has come for what was sent by"
+        why = "a computation or a transfer has not ended"
+        return f"{text}; no send that the pass has reached waits for a cotangent: {why}"
+    text = f"{text}; no cotangent has arrived for the values sent by"
     return "\n".join([text, *_owed_lines(result.owed)])
 
 
 def stuck_pass_text(owed: tuple[Owed, ...]) -> str:
-    """Return the error text of a stuck FAST pass: its owed sends, and the remedy."""
     return (
-        "the pass is stuck: no cotangent will ever come for what was sent by\n"
+        "the pass is stuck: no cotangent will ever arrive for the values sent by\n"
         + "\n".join(_owed_lines(owed))
-        + "\nIn FAST mode every tracked value that is sent has to be part of what the "
-        "roots are computed from; jdag.stop_gradient(ref) sends one that is not, and "
-        "mode='smart' waits for no such send"
+        + "\nIn FAST mode the roots must depend on every tracked value that is sent; "
+        "send other values as jdag.stop_gradient(ref), or use mode='smart', which does "
+        "not wait for them"
     )

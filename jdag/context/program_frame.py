@@ -1,11 +1,11 @@
-"""Program frames: one run of a program in a context, and the calls that it makes.
+"""Program frames: a frame is one run of a program in a context, with its calls.
 
-A program tells its engine what it wants through the `ProgramPort` of the driver that
-runs it, and waits there. Its calls are numbered from 1, so that the path of such
-numbers from the top frame down is the place of a call in the program; keys, and the
-order of every sum, are made from paths.
+A frame sends events to its engine, and waits for answers, through the driver's
+`ProgramPort`. The calls of a frame are numbered from 1. A call is identified by its
+path: these numbers from the frame of the outermost program down. Keys of values, and
+the order of every sum, are derived from paths.
 
-Invariants: a number is used once; a frame that is over sends nothing to the engine.
+Invariants: a number is used once; a frame that has ended sends no events.
 """
 
 from collections import Counter, deque
@@ -19,18 +19,11 @@ from msgspec.structs import replace
 from jdag.collectives import replicas
 from jdag.compute.avals import aval_of, frozen, is_deleted
 from jdag.compute.placed import placed
-from jdag.compute.pytrees import (
-    NUMBERS,
-    Split,
-    flatten,
-    is_static,
-    paths,
-    unflatten,
-)
+from jdag.compute.pytrees import NUMBERS, Split, flatten, is_static, paths, unflatten
 from jdag.compute.refs import Identity, RefData, Reply
 from jdag.context.cluster_state import ClusterState
 from jdag.context.device_placement import Copies, at_home
-from jdag.context.hosted import Hosted, is_live
+from jdag.context.hosted import Hosted, is_ref_or_handle
 from jdag.context.refs import Hold, Ref
 from jdag.context.tags import tag_of
 from jdag.context.tasks import Task, collected
@@ -66,22 +59,21 @@ Located = tuple[Key, Worker]
 
 
 class FramePhase(Enum):
-    """The state of a context in its program; values are texts for error messages."""
+    """The state of a frame's context. The values are texts for error messages."""
 
     NEW = "not entered yet: write `with cluster.context() as ctx:`"
     OPEN = "open"
-    LEFT = "over: its values, graph and gradients are gone"
+    LEFT = "over: its values, graph and gradients have been freed"
 
 
 class ProgramFrame:
-    """One run of a program: the values it holds and the calls it makes.
+    """One run of a program: the values that it holds and the calls that it makes.
 
-    What `Context` has of calls and hooks, it has by this, and in the oracle by
-    `jdag.api.oracle.OracleFrame`.
+    A `Context` has a `ProgramFrame`, or in the oracle a `jdag.api.oracle.OracleFrame`.
     """
 
     replicas = replicas
-    tag: Tag | None = None  # Of the calls from now on.
+    tag: Tag | None = None  # The tag of the following calls.
 
     def __init__(
         self,
@@ -98,20 +90,23 @@ class ProgramFrame:
         self.program = program
         self.here = named(port.worker)
         self.phase = FramePhase.OPEN if prefix else FramePhase.NEW
-        self.calls = 0  # What is numbered: calls, programs and hooks.
-        self.noticed = False  # The engine may have notices to send.
-        self.copies: Copies = {}  # Of leaves on named devices.
-        self._waits: Sequence[object] = ()  # The call, pass or tasks it waits for.
-        self.loose: deque[Located] = deque()  # Values whose last ref is gone.
-        self._shared: Counter[Key] = Counter()  # Holds of a value beyond the first.
-        self._seen: dict[Identity, None] = {}
+        self.calls = 0  # The number of calls, started programs and hooks.
+        self.noticed = False  # Whether the engine may have notices to send.
+        self.copies: Copies = {}  # Copies of leaves on named devices.
+        self._waits: Sequence[object] = ()  # What the program waits for.
+        self.loose: deque[Located] = deque()  # Values whose last ref was deleted.
+        # By value: how many `Hold`s there are beyond the first.
+        self._shared: Counter[Key] = Counter()
+        self._seen: dict[Identity, None] = {}  # Failures that the program has seen.
         self._raised: list[tuple[JdagError, Failure]] = []
-        self.objects: dict[ObjectId, Any] = {}  # That it was handed.
-        self.serves = False  # It calls objects alone: no values, so a loss is no error.
+        self.objects: dict[ObjectId, Any] = {}  # Hosted objects in the arguments.
+        # Whether this frame only calls hosted objects. It then holds no values, so the
+        # loss of a worker is not an error.
+        self.serves = False
         self.tasks: dict[Path, Task] = {}  # Running, or not collected.
-        self._taken = 0  # News of these.
-        # What a schedule lists, with the function; by path, its micro-batch; what was
-        # moved to a worker since several of these read it.
+        self._news_count = 0  # How many messages of tasks this frame has received.
+        # Under a schedule: the function that was called for each action; the
+        # micro-batch of each call; values that `tags.move_shared` has moved.
         self.acted: dict[Action, str] = {}
         self.batches: dict[Path, int] = {}
         self.apart: dict[tuple[Key, Worker], None] = {}
@@ -128,9 +123,9 @@ class ProgramFrame:
         *fields: Any,
         values: Sequence[tuple[Key, Any]] = (),
     ) -> Any:
-        """Ask the engine by an event of a waiter and these fields; wait for the answer.
+        """Send `event(waiter, *fields)` to the engine and wait for the answer.
 
-        `what` is what it waits for, for errors.
+        `what` describes the wait in errors.
         """
         waiter = self.port.waiter()
         self._waits = [what] if isinstance(what, str) else what
@@ -140,61 +135,52 @@ class ProgramFrame:
         finally:
             self._waits = ()
 
-    # ---------------------------------------------------------------- values held
-
     def read(self, refs: Sequence[Ref]) -> Sequence[Any]:
-        """Return for each ref its value, or a `Failure`."""
         self.check("a fetch", refs[0])
         if self.loose or self.noticed:
             self.tell_discarded()
         return self.state.fetched(refs, self.port)
 
     def discarded(self) -> tuple[Located, ...]:
-        """Return values whose last ref went since the last call, in program order."""
+        """Return the values whose last ref was deleted since the last call, sorted."""
         loose, shared = self.loose, self._shared
-        found = []
+        discarded = []
         while loose:
             located = loose.popleft()
             if shared and shared[located[0]]:
                 shared[located[0]] -= 1
             else:
-                found.append(located)
-        self.noticed = self.noticed or bool(found)
-        return tuple(sorted(found))
+                discarded.append(located)
+        self.noticed = self.noticed or bool(discarded)
+        return tuple(sorted(discarded))
 
-    def left(self, result: Any) -> tuple[Reply, tuple[Located, ...]]:
-        """Return a program's reply, and the keys that no program can name any more.
+    def reply(self, result: Any) -> tuple[Reply, tuple[Located, ...]]:
+        """Return the program's reply, and values without refs that are not part of it.
 
-        Refs that the program made are gone by now, except for those that it stored
-        elsewhere, as in a closure. These are not counted: their values live on.
+        Refs that the program stored elsewhere, such as in a closure, keep their values.
         """
         leaves = flatten(result)[0]
         owners = {leaf.key: leaf.owner for leaf in leaves if type(leaf) is RefData}
-        gone = dict.fromkeys(self.discarded())
+        discarded = dict.fromkeys(self.discarded())
         kept = [
             (key.name, key.index)
             for key, owner in owners.items()
-            if self._made(key) and (key, owner) not in gone
+            if self._is_made_here(key) and (key, owner) not in discarded
         ]
-        left = [located for located in gone if located[0] not in owners]
-        return Reply(result, tuple(self._seen), tuple(kept)), tuple(left)
+        unnamed = [located for located in discarded if located[0] not in owners]
+        return Reply(result, tuple(self._seen), tuple(kept)), tuple(unnamed)
 
-    def _made(self, key: Key) -> bool:
-        """Whether this frame, or a program that it called, made the value."""
+    def _is_made_here(self, key: Key) -> bool:
         path: Path = key.name if key.kind == "output" else ()
         return key.kind != "newest" and path[: len(self.prefix)] == self.prefix
 
     def tell_discarded(self) -> None:
-        """Tell the engine, before the program waits, which values may be dropped."""
         if self.loose or self.noticed:
             self.port.tell(Discarded(self.id, self.prefix, self.discarded()))
             self.noticed = False
 
     def check(self, what: str, ref: Ref | None = None) -> None:
-        """Raise unless the context is open and its program is the one that runs.
-
-        `what`, and the ref that it is of, are what errors say was tried.
-        """
+        """Raise unless the context is open and the running program is this frame's."""
         state = self.state
         if (
             self.phase is not FramePhase.OPEN
@@ -211,7 +197,7 @@ class ProgramFrame:
             waits = ", ".join(map(str, self._waits))
             raise ContextError(
                 f"{what} on {self!r}, whose program waits for {waits}; a program "
-                "that runs on a worker uses the context that it is handed first"
+                "that runs on a worker must use its own context, its first argument"
             )
         if self.prefix and self.phase is FramePhase.LEFT:
             raise ContextError(f"{what} on {self!r}: its program has returned")
@@ -219,32 +205,28 @@ class ProgramFrame:
         raise ContextError(f"{what} on context {self.id}, which is {self.phase.value}")
 
     def seen(self, failure: Failure) -> JdagError:
-        """Record that the program has seen a failure; return it as an exception."""
         self._seen[failure.worker, failure.path] = None
         exception = exception_of(failure)
         self._raised.append((exception, failure))
         return exception
 
     def has_seen(self, failure: Failure) -> bool:
-        """Whether the program, or one that it called, has seen this failure."""
         return self.serves or (failure.worker, failure.path) in self._seen
 
     def failure_of(self, error: BaseException) -> Failure | None:
-        """Return the failure for which an exception was raised, with notes, or None."""
+        """Return the failure from which `seen` made this exception, with its notes."""
         for raised, failure in self._raised:
             if raised is error:
-                told = "\n".join([failure.traceback, *getattr(error, "__notes__", ())])
-                return replace(failure, traceback=abridged(told.strip("\n"), SAID_MAX))
+                text = "\n".join([failure.traceback, *getattr(error, "__notes__", ())])
+                return replace(failure, traceback=abridged(text.strip("\n"), SAID_MAX))
         return None
 
     def attach(self, ref: Ref, hook: Hook) -> None:
-        """Attach a hook to a value, wherever that is."""
         self.port.tell(Attached(self.id, ref.owner, ref.key, hook))
 
     def issue(
         self, worker: Worker, device: str | None, fn: Callable[..., Any], parts: Split
     ) -> Any:
-        """Call a function on a worker; return refs in the structure of its result."""
         site = str(call_site())
         path = (*self.prefix, self.calls + 1)
         here = self.port.worker
@@ -259,7 +241,7 @@ class ProgramFrame:
                 descends = descends or ref.descends
                 aval = avals[index] = ref.aval
                 if aval.device is not None:
-                    if ref.owner != worker:  # Its worker brings it, by a call before.
+                    if ref.owner != worker:  # First copy it to the default device.
                         return self.issue(
                             worker, device, fn, at_home(self, parts, worker)
                         )
@@ -273,23 +255,22 @@ class ProgramFrame:
             avals[index] = parts.aval(index, value)
             arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        looked = self.state.configuration  # It is still the same: see `check`.
-        found = tuple(avals)
-        made = traced(fn, parts, found, tracked, worker, site, configured=looked)
+        config = self.state.configuration  # Unchanged: see `check`.
+        pair = traced(fn, parts, tuple(avals), tracked, worker, site, configured=config)
         if device is not None or any(sources):
-            # A move runs at its source.
-            there = sources[0] if fn is transferred else device
-            made = placed(made, there, sources, [device] * len(made.out_avals))
+            # A move runs on the device of its source.
+            where = sources[0] if fn is transferred else device
+            pair = placed(pair, where, sources, [device] * len(pair.out_avals))
         tag = self.tag and tag_of(self, worker, device, fn)
         self.calls += 1
         issued = Issued(
             self.id,
             path,
             worker,
-            made,
-            made.name,
+            pair,
+            pair.name,
             tuple(arguments),
-            made.out_tracked,
+            pair.out_tracked,
             site,
             self.discarded() if self.loose else (),
             tag,
@@ -298,15 +279,14 @@ class ProgramFrame:
         stored = [(arguments[index].key, value_of(value)) for index, value in constants]
         self.port.tell(issued, stored)
         refs = []
-        for index, aval in enumerate(made.out_avals):
+        for index, aval in enumerate(pair.out_avals):
             key = OutputKey(self.id, path, index)
             hold = Hold(self.loose, key, worker)
-            known, tracks = aval.on(device), made.out_tracked[index]
-            refs.append(Ref(self, key, worker, known, tracks, descends, hold=hold))
-        return unflatten(made.out_tree, refs)
+            fields = (aval.on(device), pair.out_tracked[index], descends)
+            refs.append(Ref(self, key, worker, *fields, hold=hold))
+        return unflatten(pair.out_tree, refs)
 
     def admit(self, ref: Ref) -> None:
-        """Raise ContextError unless this program may use the ref."""
         holder = ref.holder
         if holder is self:
             return
@@ -316,62 +296,57 @@ class ProgramFrame:
             over = ", which is over," * (holder.phase is FramePhase.LEFT)
             raise ContextError(
                 f"{ref!r} is of context {ref.key.context}{over} and this "
-                f"is context {self.id}: refs do not leave their context; make it "
-                "a leaf (cluster.put) or a constant (ref.fetch()) to take it along"
+                f"is context {self.id}: refs do not leave their context; to use the "
+                "value elsewhere make a leaf (cluster.keep) or fetch it (ref.fetch())"
             )
 
     def start(
         self, worker: Worker, fn: Callable[..., Any], parts: Split, name: str = ""
     ) -> Task:
-        """Start a program on a worker; `name` is what tasks and errors call it."""
         site = str(call_site())
-        calls = f"{self.program} on {self.port.worker!r} calls {name_of(fn)}"
-        if (depth := len(self.prefix)) >= (most := self.state.settings.nesting_max):
+        if (depth := len(self.prefix)) >= (limit := self.state.settings.nesting_max):
             raise JdagError(
-                f"{calls} on {worker!r}, at {site}, and {depth} programs wait for each "
-                f"other already: allowed is nesting_max = {most}, a setting of "
-                "jdag.simulate, jdag.launch and files of clusters and scenarios"
+                f"{self.program} on {self.port.worker!r} calls {name_of(fn)} on "
+                f"{worker!r}, at {site}, but {depth} nested programs "
+                f"already wait for each other: expected nesting_max = {limit}, a "
+                "setting of jdag.simulate, jdag.launch, and files of clusters and "
+                "scenarios"
             )
         name = name or name_of(fn)
-        given = parts.filled((*parts.refs, *parts.constants))
-        packed = self.packed(f"what {name}", worker, given)
+        arguments = parts.filled((*parts.refs, *parts.constants))
+        packed = self.packed(f"what {name}", worker, arguments)
         return self.launch(worker, fn, *packed, name, site)
 
-    def packed(self, what: str, worker: Worker, given: Any) -> tuple[Any, list[Any]]:
-        """Return what a program is given as data that can travel; refs and handles."""
-        leaves, treedef = flatten(given)
-        held = [leaf for leaf in leaves if is_live(leaf)]
-        for one in held:
-            self.admit(one)
-        data = [leaf.data if is_live(leaf) else leaf for leaf in leaves]
+    def packed(self, what: str, worker: Worker, tree: Any) -> tuple[Any, list[Any]]:
+        leaves, treedef = flatten(tree)
+        live = [leaf for leaf in leaves if is_ref_or_handle(leaf)]
+        for leaf in live:
+            self.admit(leaf)
+        data = [leaf.data if is_ref_or_handle(leaf) else leaf for leaf in leaves]
         arguments = unflatten(treedef, data)
         if worker != self.port.worker:
             check_travels(f"{what} on {worker!r} is given", arguments)
-        return arguments, held
+        return arguments, live
 
     def launch(
-        self, worker: Worker, fn: Any, arguments: Any, held: Any, name: str, site: str
+        self, worker: Worker, fn: Any, arguments: Any, live: Any, name: str, site: str
     ) -> Task:
-        """Start a program with what `packed` gave; `held` stays alive until it ends."""
+        """Start a program. `packed` has returned `arguments` and `live`.
+
+        The task keeps the refs and handles in `live` until the program has ended.
+        """
         self.tell_discarded()
         self.calls += 1
         path = (*self.prefix, self.calls)
-        objects = [one.data for one in held if isinstance(one, Hosted)]
-        here = tuple(dict.fromkeys([one for one in objects if one.worker == worker]))
-        self.port.tell(Launched(self.id, path, worker, fn, arguments, site, here))
-        self.tasks[path] = task = Task(self, worker, name, site, held)
+        objects = [leaf.data for leaf in live if isinstance(leaf, Hosted)]
+        locked = tuple(dict.fromkeys([id for id in objects if id.worker == worker]))
+        self.port.tell(Launched(self.id, path, worker, fn, arguments, site, locked))
+        self.tasks[path] = task = Task(self, worker, name, site, live)
         return task
 
     @property
     def running(self) -> list[Task]:
-        """The programs that it started and that have not ended, as far as it knows."""
         return [task for task in self.tasks.values() if task.end is None]
-
-    @property
-    def now_ns(self) -> int:
-        """The time since the cluster was made."""
-        now_ns: int = self.state.driver.now_ns
-        return now_ns
 
     def join(
         self,
@@ -379,38 +354,37 @@ class ProgramFrame:
         due_ns: int | None = None,
         answer: Callable[[Task, Any], None] | None = None,
     ) -> bool:
-        """Wait until all these tasks have ended; False if it is not before that time.
+        """Return True once all these tasks have ended, or False at `due_ns`.
 
-        `answer` is called with each task that has ended, or that asks, and with its
-        `Return` or `Tell`.
+        `answer(task, news)` is called with each `Return` and `Tell` of a task.
         """
         while running := [task for task in tasks if task.end is None]:
-            left_ns = None if due_ns is None else due_ns - self.now_ns
-            if left_ns is not None and left_ns <= 0:
+            now_ns = self.state.driver.now_ns
+            remaining_ns = None if due_ns is None else due_ns - now_ns
+            if remaining_ns is not None and remaining_ns <= 0:
                 return False
             self.tell_discarded()
-            asked = (self.id, self.prefix, self._taken, left_ns)
-            news = self.wait(running, Collected, *asked)
-            self._taken += len(news)
+            fields = (self.id, self.prefix, self._news_count, remaining_ns)
+            messages = self.wait(running, Collected, *fields)
+            self._news_count += len(messages)
             self.noticed = True
-            for one in news:
-                task = self.tasks[one.path]
-                if one.__class__ is Return:
+            for message in messages:
+                task = self.tasks[message.path]
+                if message.__class__ is Return:
                     task.held = None
-                    task.end = one
+                    task.end = message
                 if answer is not None:
-                    answer(task, one)
+                    answer(task, message)
         return True
 
     def finish(self) -> None:
-        """Wait for all tasks; raise the errors of those whose result was not read."""
+        """Wait for all tasks. Raise errors of tasks whose result was not requested."""
         self.join(self.tasks.values())
-        unasked = [task for task in self.tasks.values() if not task.asked]
+        tasks = [task for task in self.tasks.values() if not task.was_requested]
         self.tasks.clear()
-        collected(unasked)
+        collected(tasks)
 
     def returned(self, task: Task) -> Any:
-        """Return the result of a program, with refs that belong to this frame."""
         end: Return = task.end
         self.tasks.pop(end.path, None)
         if (failure := end.failure) is not None:
@@ -424,22 +398,22 @@ class ProgramFrame:
             if type(leaf) is not RefData or leaf.key in holds:
                 continue
             key = leaf.key
-            if not self._made(key) or (key.name, key.index) in kept:
-                continue  # It stays, or a caller of this program holds it.
+            if not self._is_made_here(key) or (key.name, key.index) in kept:
+                continue  # A caller of this program or a stored ref holds the value.
             if key.kind != "output" or key.name[: len(end.path)] != end.path:
-                self._shared[key] += 1  # This program made it, and holds it already.
+                self._shared[key] += 1  # This frame made it, and holds it already.
             holds[key] = Hold(self.loose, key, leaf.owner)
         return self.bound(result, holds)
 
     def bound(self, tree: Any, holds: Mapping[Key, Hold]) -> Any:
-        """Return the pytree with refs of this frame in place of their data."""
+        """Convert received data: return refs of this frame, handles and objects."""
         leaves, treedef = flatten(tree)
         return unflatten(treedef, [self._bind(leaf, holds) for leaf in leaves])
 
     def _bind(self, leaf: Any, holds: Mapping[Key, Hold]) -> Any:
         if type(leaf) is ObjectId:
-            held = leaf in self.objects
-            return self.objects[leaf] if held else self.state.handle(leaf)
+            is_argument = leaf in self.objects
+            return self.objects[leaf] if is_argument else self.state.handle(leaf)
         if type(leaf) is not RefData:
             return leaf
         key, worker, aval, tracked = leaf.key, leaf.owner, leaf.aval, leaf.tracked
@@ -452,29 +426,24 @@ class ProgramFrame:
         return Ref(self.state, key, worker, aval, tracked, leaf=record, hold=hold)
 
     def unbound(self, tree: Any) -> Any:
-        """Return the result of a program as data, without holders.
-
-        Raises:
-            ContextError: it is, or has in it, what cannot be returned.
-            JdagError: an array in it was deleted.
-        """
+        """Convert a program's result to data that can be sent. Inverse of `bound`."""
         leaves, treedef = flatten(tree, what=f"what {self.program} returned")
         data = []
         names: Sequence[str] = ()
         for index, leaf in enumerate(leaves):
-            if is_live(leaf):
+            if is_ref_or_handle(leaf):
                 self.admit(leaf)
                 data.append(leaf.data)
                 continue
-            if any([leaf is one for one in self.objects.values()]):
+            if any([leaf is value for value in self.objects.values()]):
                 raise ContextError(
-                    f"{self.program} returned {kind_of(leaf)}, the object that it was "
-                    "handed, which stays on its worker; return data of it"
+                    f"{self.program} returned {kind_of(leaf)}, the hosted object that "
+                    "it received, which cannot be sent; return data of the object"
                 )
             if not (is_static(leaf) or isinstance(leaf, NUMBERS)):
                 names = names or paths(tree)
                 self._check_array(leaf, names[index] or "the top")
-            data.append(frozen(leaf))  # A numpy array may be changed later.
+            data.append(frozen(leaf))  # A numpy array is mutable.
         return unflatten(treedef, data)
 
     def _check_array(self, value: Any, where: str) -> None:
@@ -482,14 +451,14 @@ class ProgramFrame:
             aval = aval_of(value)
         except JdagError as error:
             raise ContextError(
-                f"{self.program} returned {kind_of(value)} (at {where}); programs "
+                f"{self.program} returned {kind_of(value)} (at {where}); programs may "
                 "return pytrees of refs, arrays, numbers, strings and functions"
             ) from error
         if isinstance(value, jax.core.Tracer):
             raise ContextError(
                 f"{self.program} returned a tracer of JAX (at {where}: {aval}), which "
                 "has no value outside of the jit, vmap or grad that made it; return "
-                "what the function that is traced returns"
+                "results of the traced function"
             )
         if is_deleted(value):
             raise JdagError(

@@ -1,4 +1,4 @@
-"""How a program runs on a worker, when its engine asks for it."""
+"""Runs a program on a worker when its engine starts one."""
 
 from msgspec.structs import replace
 
@@ -13,32 +13,28 @@ from jdag.runtime.worker_runtime import ProgramPort
 
 
 def run_program(state: ClusterState, port: ProgramPort, spawn: Spawn) -> Returned:
-    """Run a program on a worker, in a context of its own frame.
-
-    What it raises is the failure that it returns.
-    """
     name = name_of(spawn.function)
     frame = ProgramFrame(state, port, spawn.context, spawn.path, name)
     result = failure = None
     state.frames[port] = frame
     try:
-        for one in spawn.objects:
-            if one not in port.host.objects:
-                raise ContextError(f"{one} was dropped by cluster.drop")
-            frame.objects[one] = port.host.objects[one]
+        for id in spawn.objects:
+            if id not in port.host.objects:
+                raise ContextError(f"{id} was dropped by cluster.drop")
+            frame.objects[id] = port.host.objects[id]
         args, kwargs = frame.bound(spawn.arguments, {})
         returned = spawn.function(Context(frame), *args, **kwargs)
         frame.finish()
         result = frame.unbound(returned)
     except (Exception, SystemExit) as error:
-        # What began elsewhere keeps its place, so that it counts as seen there too.
+        # A failure of a call keeps the call's path, so that callers count it as seen.
         failure = frame.failure_of(error) or replace(
             failure_of(error, port.worker, spawn.path, name), call_site=spawn.call_site
         )
     finally:
         frame.phase = FramePhase.LEFT
         del state.frames[port]
-        frame.tasks.clear()  # The engine waits for those that still run.
-    args = kwargs = returned = None  # What is still held now is held elsewhere.
-    reply, discarded = frame.left(result)
+        frame.tasks.clear()  # The engine waits for tasks that still run.
+    args = kwargs = returned = None  # Refs that still exist now are stored elsewhere.
+    reply, discarded = frame.reply(result)
     return Returned(spawn.context, spawn.path, reply, failure, discarded)

@@ -6,22 +6,21 @@ from typing import Any
 from jdag.compute.devices import put, working_on
 from jdag.compute.pytrees import flatten, unflatten
 from jdag.compute.refs import is_ref
-from jdag.compute.tracing import arrays_of, as_jax
+from jdag.compute.tracing import as_jax, flat_outputs
 from jdag.context.refs import fetch
 from jdag.engine.functions import name_of, program, remote, shapes_of
 from jdag.errors import JdagError
 
 
 def is_waited_for(state: Any, fn: Callable[..., Any], refs: Any) -> bool:
-    """Whether a call of an unjitted function waits; JdagError if a ref is tracked."""
+    """Whether a call of an unjitted function waits until the function has run."""
     for _, ref in refs:
         if is_ref(ref) and ref.tracked:
             raise JdagError(
-                f"{name_of(fn)} is marked by jdag.unjitted, and {ref!r}, an argument, "
-                "is tracked: no cotangent comes back through Python. "
-                "jdag.stop_gradient(ref) makes it a constant; a function marked by "
-                "@jdag.program calls, fetches and branches, and its calls are "
-                "differentiated"
+                f"{name_of(fn)} is marked by jdag.unjitted, but {ref!r}, an argument, "
+                "is tracked: no cotangent flows back through Python code. "
+                "jdag.stop_gradient(ref) makes it a constant. In a function marked by "
+                "@jdag.program, which may fetch and branch, calls are differentiated"
             )
     return not (state.is_plain or state.abstract or shapes_of(fn))
 
@@ -29,11 +28,10 @@ def is_waited_for(state: Any, fn: Callable[..., Any], refs: Any) -> bool:
 @remote
 @program
 def run_python(ctx: Any, device: str | None, fn: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function on arrays, on this worker; return refs to its results here."""
     leaves, treedef = flatten(fetch((args, kwargs)))
-    given = unflatten(treedef, put(list(map(as_jax, leaves)), device))
+    args, kwargs = unflatten(treedef, put(list(map(as_jax, leaves)), device))
     with working_on(device):
-        result = fn(*given[0], **given[1])
-    arrays, out_tree = arrays_of(name_of(fn), result)
+        result = fn(*args, **kwargs)
+    arrays, out_tree = flat_outputs(name_of(fn), result)
     place = ctx.here if device is None else f"{ctx.here}/{device}"
     return ctx.move(place, unflatten(out_tree, arrays))

@@ -1,7 +1,7 @@
-"""Refs: data that name arrays on workers, and reading what they name.
+"""Refs: names of arrays on workers, and reading their values.
 
-A ref is no array and never becomes one by accident: arithmetic, `jnp`, `float` and
-indexing say what to do instead. To JAX's pytrees a ref is a leaf.
+A ref is not an array and is never converted to one: arithmetic, `jnp`, `float` and
+indexing raise an error with the remedy. In JAX's pytrees a ref is a leaf.
 """
 
 import gc
@@ -28,10 +28,10 @@ from jdag.errors import ContextError
 
 
 class Leaf:
-    """A leaf as its cluster knows it, shared by all of its refs.
+    """The record of a leaf in its cluster, shared by all of its refs.
 
-    `key` names its newest version, and where it is assigned the next one: which that
-    is, only its owner knows. It is on the worker that `id` names.
+    `key` names the newest version; during an assignment, the next version. Only the
+    owner, the worker of `id`, numbers versions.
     """
 
     __slots__ = ("__weakref__", "aval", "dropped", "held", "id", "key")
@@ -41,10 +41,11 @@ class Leaf:
         self.aval = aval
         self.key = NewestKey(None, id, 0)
         self.dropped = False
-        self.held: Callable[[], Hold | None] = lambda: None  # Of what is kept, weakly.
+        # For a leaf that `Cluster.keep` made: a weak reference to its hold.
+        self.held: Callable[[], Hold | None] = lambda: None
 
     def moved(self, worker: Worker) -> None:
-        """It was lost, and is to be made again on this worker."""
+        """Make this worker the owner of a lost leaf, which is restored there."""
         self.id = LeafId(worker, self.id.number)
         self.key = NewestKey(None, self.id, 0)
         if (hold := self.held()) is not None:
@@ -52,12 +53,10 @@ class Leaf:
 
     @property
     def tracked(self) -> bool:
-        """Whether cotangents flow to it, by its dtype and as it was made."""
         return self.aval.inexact and not self.id.untracked
 
     @property
     def first(self) -> Key:
-        """The key of the version that it is made with."""
         return LeafKey(None, self.id, 0)
 
     def __str__(self) -> str:
@@ -65,17 +64,17 @@ class Leaf:
 
 
 class Hold:
-    """Shared by all refs of a program to one value; when it goes, the value may go.
+    """All refs of a program to a value share a hold, whose deletion frees the value.
 
-    Python counts refs, and where the last one goes is part of the program. When Python
-    collects cycles is not: a value whose refs only the collector finds lives as long as
-    its context. It runs on any thread, and others go on meanwhile.
+    Reference counting deletes the last ref at a fixed point of the program, but the
+    cycle collector at any time. If the collector deletes it, the value is not freed
+    until its context ends. The collector may run on any thread, while others continue.
     """
 
     __slots__ = ("__weakref__", "_copies", "_key", "_loose", "_worker")
 
-    collecting: ClassVar[int] = 0  # The thread that Python's collector of cycles is on.
-    # An attribute: as Python ends, the globals of this module may go before a ref.
+    collecting: ClassVar[int] = 0  # The thread that runs the cycle collector.
+    # An attribute, since module globals may be deleted before a ref as Python exits.
     _thread = staticmethod(get_ident)
 
     def __init__(
@@ -88,14 +87,14 @@ class Hold:
 
     @property
     def copies(self) -> dict[Any, "Ref"]:
-        """What was made of the value for other workers: it goes when this does."""
+        """Copies of the value for other workers. They are freed with the value."""
         if self._copies is None:
             self._copies = {}
         return self._copies
 
     @classmethod
     def collector(cls, phase: str, info: dict[str, int]) -> None:
-        """Python's collector of cycles begins or ends."""
+        """Record which thread runs the cycle collector; `gc` calls this."""
         del info
         cls.collecting = get_ident() if phase == "start" else 0
 
@@ -104,11 +103,10 @@ class Hold:
             self._loose.append((self._key, self._worker))
 
     def moved(self, key: Key, worker: Worker) -> None:
-        """The value has another name, on another worker."""
         self._key, self._worker = key, worker
 
     def keep(self) -> None:
-        """Let the value live as long as its context."""
+        """Keep the value until its context ends, even if it has no refs."""
         self._loose = deque()
 
 
@@ -123,16 +121,16 @@ def _refusing(what: str) -> Callable[..., NoReturn]:
 
 
 class Ref(RefBase):
-    """Names an array on a worker; made by a cluster or a context, never by users.
+    """The name of an array on a worker; clusters and contexts make refs.
 
     Attributes:
-        holder: the program, or the state of the cluster, that reads it (`read`) and
-            notes failures (`seen`); refs never leave the `state` of their holder.
-        tracked: whether cotangents flow back through it: it is inexact, descends from a
-            tracked leaf, and no `jdag.stop_gradient` cut it off.
+        holder: the program frame that reads the value and records failures; for leaves,
+            the cluster's state.
+        tracked: whether cotangents flow back through the ref: its value is inexact and
+            depends on a tracked leaf, not only through `jdag.stop_gradient`.
 
-    Shape and dtype are known before the array is computed. Refs of one leaf are equal
-    and hash alike, whatever their version.
+    Shape and dtype are known before the array is computed. All refs of one leaf are
+    equal and have the same hash.
     """
 
     __slots__ = (
@@ -161,39 +159,39 @@ class Ref(RefBase):
         self.hold = hold
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        # `copy.copy`, `copy.deepcopy` and `pickle` call this.
         raise ContextError(
-            f"a copy of {self!r} would be another name of the same array, and follow "
-            "its changes: cluster.copy(refs) copies leaves, on their workers; "
-            "jdag.fetch(refs) gives values, which can be copied and pickled"
+            f"a copy of {self!r} would name the same array, not a copy of it: "
+            "cluster.copy(refs) copies leaves on their workers; jdag.fetch(refs) "
+            "returns values, which can be copied and pickled"
         )
 
     @property
     def key(self) -> Key:
-        """The name of the value; of a leaf, that of whichever version is the newest."""
+        """The key of the value. For a leaf, this is the key of its newest version."""
         leaf = self.leaf
         return self._key if leaf is None else leaf.key
 
     @property
     def owner(self) -> Worker:
-        """Which incarnation of a worker has the array."""
+        """The incarnation of the worker that stores the array."""
         leaf = self.leaf
         return self._owner if leaf is None else leaf.id.worker
 
     @property
     def worker(self) -> str:
-        """The name of the worker where the array is."""
+        """The name of the worker that stores the array."""
         return named(self.owner)
 
     @property
     def place(self) -> str:
-        """Where the array is, as a call names it: `ps0`, or `ps0/cpu:1`."""
+        """The worker or device that stores the array, as `ps0` or `ps0/cpu:1`."""
         device = self.device
         return self.worker if device is None else f"{self.worker}/{device}"
 
     @property
     def device(self) -> str | None:
-        """The device of the worker that the array is on, None for the default one."""
+        """The worker's device that stores the array. None: its default device."""
         return self.aval.device
 
     @property
@@ -203,47 +201,47 @@ class Ref(RefBase):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array: numpy's, or a key type of JAX."""
+        """The dtype of the array: a dtype of numpy, or a key type of JAX."""
         return self.aval.dtype
 
     @property
     def size(self) -> int:
-        """How many elements the array has."""
+        """The number of elements."""
         return self.aval.size
 
     @property
     def ndim(self) -> int:
-        """How many axes the array has."""
+        """The number of axes."""
         return len(self.aval.shape)
 
     @property
     def data(self) -> RefData:
-        """The same without its holder."""
+        """The ref without its holder, as data that can be sent to other workers."""
         return RefData(self.key, self.owner, self.aval, self.tracked, self.descends)
 
     @property
     def described(self) -> str:
-        """What it names, for error messages."""
+        """A description of the value for error messages."""
         key = self.key
         if key.kind in LEAF_KINDS:
             return str(key.name)
         if key.kind == "gradient":
             return f"the gradient of {key.name}"
         if key.kind == "slot":
-            return "an input of the program, or computed from inputs outside of calls"
+            return "an input of the program, or a value computed outside of calls"
         path = ".".join(map(str, key.name))
         return f"output {key.index} of call {path} on {self.owner}"
 
     def fetch(self) -> Any:
-        """Return the value, as a JAX array; waits until it is computed.
+        """Wait until the value is computed; return it as a JAX array.
 
-        Only reads: no node, no edge. In abstract mode a `jax.ShapeDtypeStruct`. The
-        array may be the one that the worker holds, not a copy: to donate it to a jitted
-        function would destroy that too, so donate `jnp.copy` of it.
+        No gradient flows through a fetched value. In abstract mode it is a
+        `jax.ShapeDtypeStruct`. The array may be the worker's own, not a copy: do not
+        donate it to a jitted function; donate `jnp.copy` of it.
 
         Raises:
-            RemoteError: what was to compute it failed.
-            WorkerLost: its worker is gone.
+            RemoteError: the computation of the value failed.
+            WorkerLost: its worker is lost.
             ContextError: its context has ended, or the leaf was dropped.
         """
         (value,) = self.holder.read((self,))
@@ -252,12 +250,12 @@ class Ref(RefBase):
         return primal_of(value)
 
     def refusal(self, what: str) -> ContextError:
-        """Return the error that says what to do in place of `what`."""
+        """Return the error of an operation that refs do not support."""
         return ContextError(
-            f"{what} takes an array, and this is a ref, which only names one "
-            f"({self!r}). Compute with it where it lives: ctx.call(worker, fn, ref), "
-            "with all operations inside of fn. Or read it: ref.fetch(), "
-            "jdag.fetch(refs); no gradient flows through that"
+            f"{what} takes an array, but {self!r} is a ref, which only names an array. "
+            "Compute on its worker: ctx.call(worker, fn, ref), with all operations "
+            "inside of fn. Or read it: ref.fetch() or jdag.fetch(refs); no gradient "
+            "flows through a fetched value"
         )
 
     def __repr__(self) -> str:
@@ -277,12 +275,12 @@ class Ref(RefBase):
         return self.key == other.key and self.holder.state is other.holder.state
 
     def __hash__(self) -> int:
-        leaf = self.leaf  # Its name may change, its number does not.
+        leaf = self.leaf  # Recovery may change its worker, but not its number.
         return hash(self._key if leaf is None else leaf.id.number)
 
     @property
     def __jax_array__(self) -> NoReturn:
-        # A property: JAX only looks whether it is there, and then raises its own error.
+        # A property, since JAX would only test for a method and raise its own error.
         raise self.refusal("JAX")
 
     def __format__(self, spec: str) -> str:
@@ -290,7 +288,7 @@ class Ref(RefBase):
             raise self.refusal(f"the format {spec!r}")
         return repr(self)
 
-    if not TYPE_CHECKING:  # To a type checker, what a ref lacks stays an error.
+    if not TYPE_CHECKING:  # Type checkers report unknown attributes themselves.
 
         def __getattr__(self, name: str) -> NoReturn:
             message = f"a Ref has no attribute {name!r}"
@@ -299,7 +297,7 @@ class Ref(RefBase):
             raise AttributeError(message, name=name, obj=self)
 
 
-# What arrays can do and refs refuse, by the methods of Python.
+# Operations of arrays that refs refuse, with the names of their special methods.
 _REFUSED = {
     "numpy": "array",
     "float()": "float",
@@ -326,31 +324,27 @@ for _what, _names in _REFUSED.items():
 
 
 def fetch(tree: Any) -> Any:
-    """Return the pytree with the value of each ref in its place; the rest stays.
+    """Return the pytree with each ref replaced by its value; other leaves stay.
 
-    All refs of one program are read by one request. Waits until all are computed.
+    Waits until all values are computed. One request reads all refs of a program.
 
     Raises:
-        JdagError: as `Ref.fetch` does, for the first ref that has no value.
+        JdagError: the error of `Ref.fetch` for the first ref that has no value.
     """
     leaves, treedef = flatten(tree)
     return unflatten(treedef, [primal_of(value) for value in read_refs(leaves)])
 
 
 def read_refs(leaves: Sequence[Any]) -> list[Any]:
-    """Return a list with the value of each ref in its place, duals as they are.
-
-    Raises:
-        JdagError: as `fetch` does.
-    """
-    indices: dict[int, list[int]] = {}
+    """Return the list with each ref replaced by its value, which may be a dual."""
+    by_holder: dict[int, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Ref):
-            indices.setdefault(id(leaf.holder), []).append(index)
+            by_holder.setdefault(id(leaf.holder), []).append(index)
     values = list(leaves)
-    for mine in indices.values():
-        refs = [leaves[index] for index in mine]
-        for index, value in zip(mine, refs[0].holder.read(refs), strict=True):
+    for indices in by_holder.values():
+        refs = [leaves[index] for index in indices]
+        for index, value in zip(indices, refs[0].holder.read(refs), strict=True):
             values[index] = value
     for leaf, value in zip(leaves, values, strict=True):
         if isinstance(value, Failure):
@@ -359,9 +353,9 @@ def read_refs(leaves: Sequence[Any]) -> list[Any]:
 
 
 def stop_gradient(refs: Any) -> Any:
-    """Return the same refs, untracked: to what computes on them they are constants.
+    """Return untracked refs to the same values, which calls treat as constants.
 
-    Also what descends from a gradient may be differentiated again from there.
+    A value that was computed from a gradient may then be used in a new loss.
 
     Args:
         refs: a ref, or a pytree of refs.

@@ -1,4 +1,4 @@
-"""Roots of a pass, their cotangents, and hooks: checked before anything runs."""
+"""Checks of the roots of a pass, their cotangents, and hooks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,16 +16,13 @@ from jdag.errors import ContextError, GraphError, JdagError, RootError, kind_of
 def checked_roots(
     roots: tuple[Any, ...], cotangents: Any, *, of_loss: bool = False
 ) -> list[Any]:
-    """Return the cotangent of each root, None where that is ones.
+    """Check roots and cotangents; return the cotangent of each root, or None for ones.
 
-    With `of_loss` no one wrote ctx.backward, and a root may be a constant.
-
-    Raises:
-        RootError, GraphError: see `Context.backward`.
+    With `of_loss` the root is a program's loss, which may be a constant.
     """
     if not roots:
         raise RootError(
-            "ctx.backward() has no roots: it takes the refs to start from, such as a "
+            "ctx.backward() has no roots: expected the refs to start from, such as a "
             "loss, as ctx.backward(loss)"
         )
     for number, root in enumerate(roots):
@@ -37,23 +34,23 @@ def checked_roots(
 def _check_root(root: Any, number: int, of_loss: bool) -> None:
     if root is None:
         raise RootError(
-            f"root {number} is None; it has to be a ref: does the function that made "
-            "it return something?"
+            f"root {number} is None; it must be a ref: does the function that "
+            "computed it return something?"
         )
     if not is_ref(root) or root.key.kind == "slot":
         hint = ""
         if of_loss and isinstance(root, list | tuple | dict):
             hint = (
-                "; sum several losses in a call, and return what is not differentiated "
-                "beside the loss: (loss, aux), with has_aux=True"
+                "; sum several losses in a call, and return other values together "
+                "with the loss as (loss, aux), with has_aux=True"
             )
         elif isinstance(root, list | tuple | dict):
-            hint = "; of several write ctx.backward(*roots)"
+            hint = "; for several roots write ctx.backward(*roots)"
         elif hasattr(root, "dtype") and not is_ref(root):
-            hint = "; what was fetched, or computed here, is cut off from the graph"
+            hint = "; arrays that were fetched, or computed here, are not in the graph"
         what = root.described if is_ref(root) else kind_of(root)
         raise RootError(
-            f"root {number} is {what}; it has to be a ref, as ctx.call gives{hint}"
+            f"root {number} is {what}; it must be a ref, as returned by ctx.call{hint}"
         )
     if root.descends is not None:
         raise GraphError(
@@ -63,8 +60,8 @@ def _check_root(root: Any, number: int, of_loss: bool) -> None:
         )
     if root.leaf is not None:
         raise RootError(
-            f"root {number} is {root.leaf}, itself a leaf, so there is nothing to go "
-            "back through; a root is computed from leaves by ctx.call"
+            f"root {number} is {root.leaf}, a leaf, so there is no graph to "
+            "differentiate; a root must be computed from leaves by ctx.call"
         )
     if not root.aval.inexact:
         raise RootError(
@@ -73,8 +70,8 @@ def _check_root(root: Any, number: int, of_loss: bool) -> None:
         )
     if not (root.tracked or of_loss):
         raise RootError(
-            f"root {number}, {root!r}, is a constant: nothing that it was computed "
-            "from is tracked (a float or complex leaf, without jdag.stop_gradient)"
+            f"root {number}, {root!r}, is a constant: it depends on no tracked value "
+            "(a float or complex leaf, without jdag.stop_gradient)"
         )
 
 
@@ -84,13 +81,13 @@ def _listed(cotangents: Any, roots: Sequence[Any]) -> Sequence[Any]:
         if count == 1:
             return [cotangents]
         raise RootError(
-            f"cotangents is {kind_of(cotangents)}; for {count} roots it is a "
-            "list or tuple with one for each, in their order"
+            f"cotangents is {kind_of(cotangents)}; for {count} roots it must be a "
+            "list or tuple with one for each root, in order"
         )
     if len(cotangents) != count:
         raise RootError(
-            f"{len(cotangents)} cotangents for {count} roots; there has to be one for "
-            "each, in their order, or None"
+            f"there are {len(cotangents)} cotangents for {count} roots; expected one "
+            "or None for each root, in order"
         )
     return cotangents
 
@@ -99,106 +96,93 @@ def _seed(root: Ref, seed: Any, number: int) -> Any:
     size, is_complex = root.aval.size, root.aval.dtype.kind == "c"
     if seed is None and size == 1 and not is_complex:
         return None
-    wanted = f"root {number} is {root.aval}"
+    expected = f"root {number} is {root.aval}"
     if seed is None and size != 1:
         raise RootError(
-            f"{wanted}, of size {size}; without a cotangent its size has to "
-            "be 1: sum it in a call, or give ctx.backward cotangents="
+            f"{expected}, of size {size}; without a cotangent its size must be 1: "
+            "sum it in a call, or pass cotangents= to ctx.backward"
         )
     if seed is None:
         raise RootError(
-            f"{wanted}, complex, which needs a cotangent: take its real part in a "
-            "call, or give ctx.backward cotangents="
+            f"{expected}, which is complex and so needs a cotangent: take its real "
+            "part in a call, or pass cotangents= to ctx.backward"
         )
     if is_ref(seed):
         raise RootError(
-            f"cotangent {number} is a ref ({seed!r}); it has to be an array: "
-            "ref.fetch() gives it"
+            f"cotangent {number} is a ref ({seed!r}); it must be an array: "
+            "ref.fetch() returns it"
         )
     if isinstance(seed, jax.core.Tracer):
         raise ContextError(
             f"cotangent {number} is a tracer; jdag runs outside of jit, vmap and grad"
         )
-    return fitting(root.aval, seed, f"cotangent {number}", wanted, RootError)
+    return fitting(root.aval, seed, f"cotangent {number}", expected, RootError)
 
 
 def fitting(
-    aval: Aval, value: Any, name: str, wanted: str, kind: type[JdagError]
+    aval: Aval, value: Any, name: str, expected: str, kind: type[JdagError]
 ) -> Any:
-    """Return a value as an array that has this shape and dtype, or take a number so.
+    """Check that a value has this shape and dtype; return it as an array.
 
-    Args:
-        aval: what it has to be.
-        value: an array, or for the shape () a Python number.
-        name: what an error calls it.
-        wanted: what an error says that it has to fit.
-        kind: of the error.
-
-    Raises:
-        JdagError: it has another shape or dtype, or is no array.
+    `name` and `expected` describe the value and the expectation in errors.
     """
     try:
         value = frozen(value)
-        found = aval_of(value)
+        actual = aval_of(value)
     except JdagError as error:
-        raise kind(f"{name}: {error}; {wanted}") from error
+        raise kind(f"{name}: {error}; {expected}") from error
     if isinstance(value, int | float | complex) and not hasattr(value, "dtype"):
         if aval.shape == () and (aval.dtype.kind == "c" or type(value) is not complex):
             return jnp.asarray(value, aval.dtype)
-    elif found.shape == aval.shape and found.dtype == aval.dtype:
+    elif actual.shape == aval.shape and actual.dtype == aval.dtype:
         return value
-    raise kind(f"{name} is {found}, but {wanted}; shape and dtype have to agree")
+    raise kind(f"{name} is {actual}, but {expected}; shape and dtype must agree")
 
 
 def check_hook(
     what: str, ref: Any, fn: Any, admit: Callable[[Ref], Any], *, replaces: bool
 ) -> None:
-    """Raise unless this can be a hook; `admit` does unless the ref can be used here."""
     if not is_ref(ref):
-        raise JdagError(f"{what} takes a ref first, not {ref!r}")
+        raise JdagError(f"{what} takes a ref as first argument, not {ref!r}")
     if not callable(fn):
         raise JdagError(f"{what} takes a function of an array, not {fn!r}")
     admit(ref)
     if not replaces and ref.key.kind not in LEAF_KINDS:
         raise JdagError(
-            f"{what} takes a leaf, as cluster.put and cluster.make give, and "
-            f"{ref!r} is none; ctx.on_cotangent sees its cotangent"
+            f"{what} takes a leaf, the result of cluster.put or cluster.make, but "
+            f"{ref!r} is not a leaf; use ctx.on_cotangent for its cotangent"
         )
     if not ref.tracked:
-        raise GraphError(
-            f"{what}: {ref!r} is not tracked, so that no cotangent ever comes"
-        )
+        raise GraphError(f"{what}: {ref!r} is not tracked, so it gets no cotangent")
 
 
 def seeded_roots(
     frame: Any, number: int, roots: tuple[Ref, ...], cotangents: Any
 ) -> tuple[tuple[tuple[str, Root], ...], list[tuple[Key, Any]]]:
-    """Return the roots of a pass by owner, and the cotangents that are given."""
     for root in roots:
         if is_ref(root) and root.holder is not frame and root.leaf is None:
             frame.admit(root)
-    told: list[tuple[str, Root]] = []
-    stored: list[tuple[Key, Any]] = []
+    located: list[tuple[str, Root]] = []
+    seeds: list[tuple[Key, Any]] = []
     for index, seed in enumerate(checked_roots(roots, cotangents)):
-        root, given = roots[index], seed is not None
-        told.append((root.owner, Root(root.key, root.aval, given, index)))
-        if given:
+        root, has_seed = roots[index], seed is not None
+        located.append((root.owner, Root(root.key, root.aval, has_seed, index)))
+        if has_seed:
             key = SeedKey(frame.id, number, index)
-            stored.append((key, frame.state.value(seed)))
-    return tuple(told), stored
+            seeds.append((key, frame.state.value(seed)))
+    return tuple(located), seeds
 
 
 def unreached(ref: Ref, passes: int, context: int) -> GraphError:
-    """The error that says why a leaf has no gradient in a context."""
     assert ref.leaf is not None, ref
-    why = f"was reached by no pass, of {passes} in context {context}"
+    why = f"was not reached by any pass in context {context} ({passes} ended)"
     if not ref.aval.inexact:
         why = f"is not inexact ({ref.aval}; see allow_int)"
     elif not ref.leaf.tracked:
-        why = "is untracked, as it was put with tracked=False or kept"
+        why = "is untracked, since it was made by tracked=False or cluster.keep"
     elif ref.leaf.dropped:
         why = "was dropped by cluster.drop"
     return GraphError(
-        f"{ref.leaf} {why}, so it has no gradient; ctx.gradients() has those that "
-        "there are, and jdag.value_and_grad fills in zeros"
+        f"{ref.leaf} {why}, so it has no gradient; ctx.gradients() returns only "
+        "existing gradients, and jdag.value_and_grad returns zeros for missing ones"
     )

@@ -1,19 +1,19 @@
-"""The order in which addends are summed: a tree over their places.
+"""The order in which addends are summed: a tree over their positions.
 
-Up to eight addends are summed from left to right. Of more, each eight neighbours are
-summed to one, again and again until at most eight are left.
+Up to eight addends are summed from left to right. More addends are summed in groups of
+eight neighbours, level by level, until at most eight sums remain.
 
 Invariants
-- A place is the rank of an addend, in program order, among all that are expected. The
-  tree depends on the number of places alone, never on the order of arrival.
-- Recvs and leaves sum as addends arrive. The place of a symbolic zero stays empty there
-  and moves no other. A sum of one addend is that addend; a sum of none is again an
-  empty place. Of addends in order, or in reverse order, at most eight of each level
-  wait, so that their number grows with the logarithm of the places.
-- A vjp, or a hook on a call's output, sums what came once all is there: its places are
-  those of the addends that are no zeros.
-- FAST expects zeros for slots of transfers that no root needs, SMART does not. So with
-  such slots, and more than eight addends, the two modes may have different trees.
+- The position of an addend is its rank, in program order, among all expected addends.
+  The tree depends only on the number of positions, never on the order of arrival.
+- Recvs and leaves sum addends as they arrive. A symbolic zero leaves its position
+  empty. A group with one addend passes it on; a group without addends is an empty
+  position of the next level. If addends arrive in order, or in reverse order, at most
+  eight per level wait, so memory grows with the logarithm of their number.
+- A vjp, or a hook on the output of a call, sums once all addends have arrived: symbolic
+  zeros have no position there.
+- FAST expects zeros for slots of transfers that no root needs, SMART does not. With
+  such slots and more than eight addends, the two modes may have different trees.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,73 +23,67 @@ from msgspec import Struct
 
 from jdag.engine.names import Key
 
-# So many are summed at once, also by the machine: its bits may depend on that.
+# Maximal number of addends of a sum, also in `jdag.compute`. It affects the bits.
 ADDENDS_MAX = 8
 
-# Path of the consumer and position there; then the key of the value.
+# An edge: the consumer's path and a position in its inputs. An addend also has a key.
 AddendEdge = tuple[tuple[float, ...], int]
 Addend = tuple[tuple[float, ...], int, Key]
-# A level of the tree (0: addends), and a place there.
+# A level of the tree (level 0 holds the addends) and a position in that level.
 Spot = tuple[int, int]
 _T = TypeVar("_T")
 
 
 def top(places: Sequence[_T | None], add: Callable[[Sequence[_T]], _T]) -> list[_T]:
-    """Return the at most eight sums at the top of the tree; None is an empty place.
-
-    `add` is called with two to eight neighbours, and returns their sum.
-    """
+    """Add groups until at most eight sums are left. None is an empty position."""
     while len(places) > ADDENDS_MAX:
         sums: list[_T | None] = []
         for start in range(0, len(places), ADDENDS_MAX):
             group = places[start : start + ADDENDS_MAX]
-            came = [one for one in group if one is not None]
-            sums.append(add(came) if len(came) > 1 else next(iter(came), None))
+            present = [addend for addend in group if addend is not None]
+            sums.append(add(present) if len(present) > 1 else next(iter(present), None))
         places = sums
-    return [one for one in places if one is not None]
+    return [addend for addend in places if addend is not None]
 
 
 class Tree(Struct, eq=False):
-    """The same tree while addends arrive: which sums can be made, and what waits."""
+    """The tree while addends arrive. Incomplete groups wait for more addends."""
 
-    sizes: list[int]  # The number of places of each level, down to at most eight.
+    sizes: list[int]  # Positions per level, at most eight in the last level.
     ranks: dict[AddendEdge, int]
     addends: list[Addend]  # The sums at the top, in the form of addends.
-    groups: dict[Spot, dict[int, Key | None]] = {}  # Incomplete ones, by their sum.
+    groups: dict[Spot, dict[int, Key | None]] = {}  # Incomplete groups, by sum.
 
     def put(self, spot: Spot, key: Key | None) -> tuple[Spot, tuple[Key, ...]] | None:
-        """Put an addend, or a sum, in its place; None leaves that empty.
+        """Store an addend or a sum. A `key` of None is a symbolic zero.
 
         Returns:
-            The place of a sum that can be made now, and its addends.
+            The spot of the sum and its addends if this completes a group, else None.
         """
-        level, at = spot
+        level, position = spot
         while level + 1 < len(self.sizes):
-            above = level + 1, at // ADDENDS_MAX
+            above = level + 1, position // ADDENDS_MAX
             group = self.groups.setdefault(above, {})
-            group[at] = key
-            left = self.sizes[level] - above[1] * ADDENDS_MAX
-            if len(group) < min(left, ADDENDS_MAX):
+            group[position] = key
+            group_size = self.sizes[level] - above[1] * ADDENDS_MAX
+            if len(group) < min(group_size, ADDENDS_MAX):
                 return None
             del self.groups[above]
-            keys = tuple([group[at] for at in sorted(group)])
-            came = tuple([key for key in keys if key is not None])
-            if len(came) > 1:
-                return above, came
-            key, (level, at) = next(iter(came), None), above
+            keys = tuple([key for _, key in sorted(group.items()) if key is not None])
+            if len(keys) > 1:
+                return above, keys
+            key, (level, position) = next(iter(keys), None), above
         if key is not None:
-            self.addends.append(((at,), 0, key))
+            self.addends.append(((position,), 0, key))
         return None
 
     def waiting(self) -> list[Key]:
-        """The keys of what waits below the top."""
         groups = self.groups.values()
         return [key for group in groups for key in group.values() if key is not None]
 
 
 def addend_tree(edges: Sequence[AddendEdge], addends: list[Addend]) -> Tree:
-    """Return the tree of these edges, whose top is put into `addends`."""
     sizes = [len(edges)]
     while sizes[-1] > ADDENDS_MAX:
         sizes.append(-(-sizes[-1] // ADDENDS_MAX))
-    return Tree(sizes, {edge: at for at, edge in enumerate(sorted(edges))}, addends)
+    return Tree(sizes, {edge: rank for rank, edge in enumerate(sorted(edges))}, addends)

@@ -1,7 +1,4 @@
-"""Array types as data, and the placeholder of an array in a structure.
-
-`jdag.wire` writes these to messages, and `jdag.compute` makes values of them.
-"""
+"""Array types as data, and the placeholder of an array in a tree of arguments."""
 
 import math
 from functools import lru_cache
@@ -10,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from msgspec import Meta, Struct
 
 NBYTES_MAX = (1 << 63) - 1
-RANK_MAX = 64  # As in numpy; it also bounds the numbers that errors print.
+RANK_MAX = 64  # The limit of numpy; it also bounds the length of error texts.
 
 Axis = Annotated[int, Meta(ge=0, le=NBYTES_MAX)]
 
@@ -25,13 +22,13 @@ _BY_NBYTES = {
     8: "int64 uint64 float64 complex64 key<fry>",
     16: "complex128 key<rbg> key<urbg>",
 }
-# Bytes of an element.
+# Number of bytes of one element, by dtype.
 DTYPES = {
     dtype: nbytes for nbytes, dtypes in _BY_NBYTES.items() for dtype in dtypes.split()
 }
 if TYPE_CHECKING:
     Dtype = str
-else:  # So that decoding refuses all others.
+else:  # Decoding refuses any other dtype.
     Dtype = Literal[tuple(DTYPES)]
 
 
@@ -40,8 +37,8 @@ class ArrayType(
 ):
     """Shape, dtype name and weak type: an abstract value as data.
 
-    `device` is that of a ref's value, None for its worker's default. `dual` stands for
-    two arrays of this type, a primal and its tangent.
+    `device` names the device of a ref's value; None is the worker's default device.
+    `dual` marks a pair of arrays of this type, a primal and its tangent.
     """
 
     shape: Annotated[tuple[Axis, ...], Meta(max_length=RANK_MAX)]
@@ -51,20 +48,19 @@ class ArrayType(
     dual: bool = False
 
     @property
-    @lru_cache(4096)  # noqa: B019 - types have no lifetime of their own.
+    @lru_cache(4096)  # noqa: B019 - Equal types share an entry.
     def nbytes(self) -> int:
-        """Bytes of the elements; for a dual, of both arrays."""
+        """Bytes of the array; for a dual, the bytes of both arrays."""
         return self.array_nbytes * (1 + self.dual)
 
     @property
     @lru_cache(4096)  # noqa: B019
     def array_nbytes(self) -> int:
-        """Bytes of the elements of one array."""
         return math.prod(self.shape) * DTYPES[self.dtype]
 
 
 class Hole(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=10):
-    """The placeholder of an array in a structure of arguments."""
+    """The placeholder of an array in a tree of arguments."""
 
 
 HOLE = Hole()

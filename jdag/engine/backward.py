@@ -1,18 +1,19 @@
 """Backward on one worker: count the dependencies of a pass, then run its vjps.
 
 Inputs:  Start, Mark, Go, Cotangent, Answer and Fail; results of jobs.
-Outputs: Vjp and Fill jobs; Mark, Cotangent, Answer and Fail messages. Complete
-         cotangents are summed and passed to hooks by `jdag.engine.gradients`, which
-         also makes gradients of them.
+Outputs: Vjp and Fill jobs; Mark, Cotangent, Answer and Fail messages. The module
+         `jdag.engine.gradients` sums complete cotangents, applies hooks and accumulates
+         the gradients of leaves.
 
 Invariants
 - A worker counts all dependencies of a pass before a cotangent is delivered there.
   FAST counts once, when the worker first sees the pass. SMART counts as marks arrive;
   the owner sends Go when no mark is in flight.
 - Each counted edge delivers exactly one contribution, possibly a symbolic zero. A
-  vertex is ready when all have arrived. Its addends are then sorted by (path,
-  position), seeds last. Where more than eight are counted, recvs and leaves sum them by
-  a tree over that order, as they arrive (`addends`); a vertex waits for these sums.
+  vertex is ready when all its contributions have arrived. Its addends are then sorted
+  by (path, position), seeds last. Recvs and leaves with more than eight counted edges
+  sum their addends as they arrive, by a tree over that order (`addends`), and wait for
+  the sums.
 - A vjp's result for an input is a symbolic zero if no output that the input reaches had
   a cotangent (`function.reaches`, by tracked input and output).
 - Nothing recurses: vertices that became ready wait in `Pass.ready`.
@@ -78,9 +79,8 @@ from jdag.engine.worker_pass import (
 
 
 class Backward:
-    """The backward half of one engine."""
-
-    # Set by the engine: at the owner, a pass is idle everywhere, or has failed.
+    # Set by the engine. Called on the pass's owner when no worker has work left, or
+    # with a failure that has reached the owner.
     owner: Callable[[Pass, Failure | None], None]
 
     def __init__(self, state: State) -> None:
@@ -92,7 +92,7 @@ class Backward:
     def credited(
         self, handler: Callable[[Pass, Any], None], sender: Worker, message: Credited
     ) -> None:
-        """Handle a message with credit, unless its pass has ended or failed.
+        """Handle a message that carries credit, unless its pass has ended or failed.
 
         The first message of a SMART pass on a worker is a Start or a Mark.
         """
@@ -110,29 +110,26 @@ class Backward:
             live = Pass(fragment, message.number, mode, message.retain, sender)
             fragment.live = live
         assert live.number == message.number, (live.number, message)
-        if live.failed:  # Counting may be incomplete: nothing can take these values.
+        if live.failed:  # Counting may be incomplete, so the values have no receiver.
             self._state.drop(landing(message))
             return
-        held = live.credit
-        live.credit = credit_sum(held, message.credit) if held.units else message.credit
+        before, credit = live.credit, message.credit
+        live.credit = credit_sum(before, credit) if before.units else credit
         live.unreported += message.owed
         handler(live, message)
         self.settle(live)
 
     def start(self, live: Pass, message: Start) -> None:
-        """Roots are here: count, and begin if the message asks for it."""
         live.roots = message.roots
         if self.sight(live) and message.go:
             self.seed(live)
 
     def mark(self, live: Pass, message: Mark) -> None:
-        """SMART: the roots need these slots of sends here; count all behind them."""
         self._count(live, marked(live, message.transfers))
 
     def cotangent(self, live: Pass, message: Cotangent) -> None:
-        """Deliver the cotangents of a transfer that was sent from here."""
-        late = live.mode is Mode.FAST and not live.sighted
-        if late and not self.sight(live):
+        uncounted = live.mode is Mode.FAST and not live.sighted
+        if uncounted and not self.sight(live):
             self._state.drop(landing(message))
             return
         counted = live.counted.get(message.path, ())
@@ -146,12 +143,11 @@ class Backward:
         for slot, value in enumerate(send.inputs):
             if counted[slot]:
                 assert value is not None, (message, slot)
-                here = message.present[slot]
-                key = CotangentKey(message.context, name, slot) if here else None
+                present = message.present[slot]
+                key = CotangentKey(message.context, name, slot) if present else None
                 self._deliver(live, value, send.path, slot, key)
 
     def fail_arrived(self, sender: Worker, message: Fail) -> None:
-        """A worker that first heard of the pass from this one failed: forward it."""
         fragment = self._state.contexts.get(message.context)
         live: Pass | None = None if fragment is None else fragment.live
         if live is not None and live.number == message.number:
@@ -159,7 +155,7 @@ class Backward:
             self.fail(live, replace(message.failure, route=route))
 
     def settle(self, live: Pass) -> None:
-        """Process ready vertices, send the outbox and return the credit if passive."""
+        """Process ready vertices and send the outbox. If passive, return the credit."""
         if live.ready:
             self._work(live)
         if live.failed:
@@ -179,7 +175,7 @@ class Backward:
                     state.drop(outgoing.values)
 
     def fail(self, live: Pass, failure: Failure) -> None:
-        """Stop the pass here and report the failure, once."""
+        """Stop the pass on this worker and report its first failure."""
         if live.failed:
             return
         live.failed = True
@@ -192,26 +188,24 @@ class Backward:
             return
         fragment = live.fragment
         lost = live.parent in self._state.lost
-        told = fragment.owner if lost else live.parent
-        self._state.send(told, Fail(fragment.context, live.number, failure))
+        receiver = fragment.owner if lost else live.parent
+        self._state.send(receiver, Fail(fragment.context, live.number, failure))
 
     def fail_lost(self, live: Pass, worker: Worker) -> None:
-        """Fail the pass because a worker that it needs is lost."""
         route = (self._state.worker, worker)
         self.fail(live, self._state.lost_failure(worker, route))
 
     # ------------------------------------------------------------------- counting
 
     def sight(self, live: Pass) -> bool:
-        """Count the dependencies that are known when the pass is first seen."""
         live.sighted = True
         return self._count(live, first(live))
 
     def _count(self, live: Pass, uses: list[Uses]) -> bool:
-        """Count these edges and all behind them, and mark slots of other workers.
+        """Count edges and their dependencies' edges. In SMART mode, also mark sends.
 
         Without retain_graph, counting spends the nodes. If a node was already spent, or
-        a worker that is needed is lost, the pass fails and this returns False.
+        a needed worker is lost, the pass fails and the result is False.
         """
         nodes, received = walk(uses, live.dues)
         for node in nodes:
@@ -230,7 +224,7 @@ class Backward:
             if source in self._state.lost:
                 self.fail_lost(live, source)
                 return False
-            transfers = tuple([Marked(to.path, tuple(of)) for to, of in masks.items()])
+            transfers = tuple([Marked(r.path, tuple(m)) for r, m in masks.items()])
             context, number = live.fragment.context, live.number
             marks = partial(Mark, context, number, transfers, live.retain)
             live.outbox.append(PendingSend(source, marks))
@@ -245,7 +239,6 @@ class Backward:
         self.fail(live, self._state.failure("GraphError", message, vertex.path))
 
     def seed(self, live: Pass, _: Go | None = None) -> None:
-        """Deliver the first cotangent to each root here: the given one, or ones."""
         context, number = live.fragment.context, live.number
         for root in live.roots:
             key = SeedKey(context, number, root.number)
@@ -262,17 +255,17 @@ class Backward:
     # ----------------------------------------------------------------------- jobs
 
     def _compute(
-        self, live: Pass, job: Job, then: Callable[[], None], call_site: str = ""
+        self, live: Pass, job: Job, callback: Callable[[], None], call_site: str = ""
     ) -> None:
-        """Request a job of a pass; `then` runs unless the job or the pass fails."""
+        """Request a job of a pass. `callback` runs unless the job or the pass fails."""
         live.busy += 1
-        done = partial(self._computed, live, then, call_site)
+        done = partial(self._computed, live, callback, call_site)
         self._state.compute(job, done, live.fragment)
 
     def _computed(
         self,
         live: Pass,
-        then: Callable[[], None],
+        callback: Callable[[], None],
         call_site: str,
         failure: Failure | None,
         job: Any,
@@ -286,7 +279,7 @@ class Backward:
             route = (self._state.worker,)
             self.fail(live, replace(failure, call_site=site, route=route))
             return
-        then()
+        callback()
         self.settle(live)
 
     # ------------------------------------------------------------------ delivering
@@ -299,9 +292,9 @@ class Backward:
         position: int,
         key: Key | None,
     ) -> None:
-        """Deliver one contribution along one edge; None is a symbolic zero."""
+        """Deliver one contribution along an edge. `key=None` is a symbolic zero."""
         vertex = value.producer
-        if vertex is None:  # Sent as tracked, but it has no producer here.
+        if vertex is None:  # The call that would have produced the value failed.
             self._state.drop(() if key is None else (key,))
             return
         due = live.dues[vertex]
@@ -358,22 +351,21 @@ class Backward:
         due: Due,
         slots: Mapping[int, Sequence[Hook]],
     ) -> None:
-        """Sum the addends of these slots, apply hooks, continue with the vertex."""
         due.remaining = len(slots)
         for slot, hooks in slots.items():
-            then = partial(self._gathered, live, vertex, due, slot)
+            callback = partial(self._gathered, live, vertex, due, slot)
             aval = hooks[0].aval if hooks else None
-            addends = due.taken(slot)
-            self.gradients.total(live, vertex.path, addends, then, hooks, aval=aval)
+            addends = due.take(slot)
+            self.gradients.total(live, vertex.path, addends, callback, hooks, aval=aval)
 
     def _gathered(
         self, live: Pass, vertex: LocalVertex, due: Due, slot: int, key: Key
     ) -> None:
         due.addends[slot] = [(SEED, 0, key)]
-        live.less(vertex)
+        live.count_down(vertex)
 
     def woken(self, fragment: Fragment, node: CallNode) -> None:
-        """The forward of a node that a pass waits for has run."""
+        """Resume the pass at a node that had its cotangents before its forward ran."""
         live: Pass | None = fragment.live
         if live is None or node not in live.dues:
             return
@@ -382,7 +374,6 @@ class Backward:
         self.settle(live)
 
     def _zero(self, live: Pass, node: CallNode) -> None:
-        """Skip the vjp of a node that received only symbolic zeros."""
         if not live.retain and node.residuals is not None:
             self._state.drop((node.residuals,))
             node.residuals = None
@@ -396,35 +387,35 @@ class Backward:
         number = self._state.number_job()
         context = live.fragment.context
         assert node.residuals is not None, node.path
-        of = (number, context, live.number, node.path, node.function, node.residuals)
+        head = (number, context, live.number, node.path, node.function, node.residuals)
         addends = tuple([ordered(addends) for addends in due.addends])
         last = not live.retain
-        del live.dues[node]  # Freed early, so that a long pass stays small.
+        del live.dues[node]  # Removed early, to bound the memory of a long pass.
         if not live.retain:
             node.residuals = None
         tag = live.fragment.tag(node)
-        if tag is not None and live.retain:  # A second backward is in no schedule.
+        if tag is not None and live.retain:  # Schedules list no second backward.
             node.tag = replace(tag, listed=False)
-        outputs = [ScratchKey(context, number, at) for at in range(len(node.inputs))]
+        outputs = [ScratchKey(context, number, i) for i in range(len(node.inputs))]
         if tag is not None and tag.halves:
-            weights = tuple([type(of.producer) is LeafEnd for of in node.inputs])
-            given = addends, tuple([o for o in outputs if not weights[o.index]])
+            weights = tuple([type(value.producer) is LeafEnd for value in node.inputs])
+            inputs = tuple([o for o in outputs if not weights[o.index]])
             stash = ScratchKey(context, number, len(outputs))
-            job: Vjp = VjpInputs(*of, *given, last, tag, weights=weights, stash=stash)
+            rest = addends, inputs, last, tag
+            job: Vjp = VjpInputs(*head, *rest, weights=weights, stash=stash)
         else:
-            job = Vjp(*of, addends, tuple(outputs), last, tag)
-        then = partial(self._vjped, live, node, job, addends)
-        self._compute(live, job, then, node.call_site)
+            job = Vjp(*head, addends, tuple(outputs), last, tag)
+        callback = partial(self._vjped, live, node, job, addends)
+        self._compute(live, job, callback, node.call_site)
 
     def _second_half(self, live: Pass, node: CallNode, first: VjpInputs) -> None:
-        """Ask for the cotangents of weights."""
         context, number = live.fragment.context, self._state.number_job()
         weights = enumerate(first.weights)
-        outputs = tuple([ScratchKey(context, number, at) for at, on in weights if on])
-        of = (number, context, live.number, node.path, node.function, first.stash)
-        job = VjpWeights(*of, first.weights, outputs, first.tag)
-        then = partial(self._vjped, live, node, job, first.cotangents)
-        self._compute(live, job, then, node.call_site)
+        outputs = tuple([ScratchKey(context, number, i) for i, on in weights if on])
+        head = (number, context, live.number, node.path, node.function, first.stash)
+        job = VjpWeights(*head, first.weights, outputs, first.tag)
+        callback = partial(self._vjped, live, node, job, first.cotangents)
+        self._compute(live, job, callback, node.call_site)
 
     def _vjped(
         self,
@@ -433,23 +424,22 @@ class Backward:
         job: Vjp | VjpWeights,
         addends: Sequence[Sequence[Key]],
     ) -> None:
-        """Deliver the cotangents of inputs; an output's index is its input's."""
         if type(job) is VjpInputs:
             self._second_half(live, node, job)
-        came = [bool(of) for of in addends]
+        nonzero = [bool(keys) for keys in addends]
         for output in job.outputs:
             key: Key | None = output
             position = output.index
-            if not any(map(and_, node.function.reaches[position], came)):
+            if not any(map(and_, node.function.reaches[position], nonzero)):
                 self._state.drop((output,))
                 key = None
             self._deliver(live, node.inputs[position], node.path, position, key)
 
     def _recv(self, live: Pass, recv: RecvEnd) -> None:
         due = live.dues[recv]
-        wide = {slot: () for slot, came in enumerate(due.addends) if len(came) > 1}
-        if wide:
-            self._gather(live, recv, due, wide)
+        unsummed = {slot: () for slot, keys in enumerate(due.addends) if len(keys) > 1}
+        if unsummed:
+            self._gather(live, recv, due, unsummed)
             return
         if recv.source in self._state.lost:
             self.fail_lost(live, recv.source)
@@ -460,7 +450,7 @@ class Backward:
         zeros: tuple[Any, ...] = ()
         if len(keys) < len(present):
             slots = zip(recv.avals, recv.tracked, present, strict=True)
-            zeros = tuple([aval for aval, on, here in slots if on and not here])
+            zeros = tuple([aval for aval, on, sent in slots if on and not sent])
         context, number = live.fragment.context, live.number
         message = partial(Cotangent, context, number, recv.path, present, live.retain)
         live.outbox.append(PendingSend(recv.source, message, keys, zeros))

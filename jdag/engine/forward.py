@@ -1,15 +1,15 @@
-"""Forward: calls and transfers, and recording of the graph.
+"""Forward: runs calls and transfers, and records the graph.
 
 Inputs:  Call, Ship and Primal of any worker.
 Outputs: Forward jobs, Primal messages and acknowledgements.
 
 Invariants
-- Data may arrive before its call: it then creates an empty recv, which the call
-  completes.
-- A call runs when all its inputs have settled. If any failed, the call does not run and
-  its results hold the first failure by position.
-- A call or ship of a released context is acknowledged too, since its sender may not
-  know of the release and waits.
+- Data may arrive before its call. The data then creates a recv without avals, and the
+  call adds the avals.
+- A call runs when all its inputs have settled. If an input failed, the call does not
+  run, and its results fail with the first failure by position.
+- A call or ship of a released context is acknowledged too: its sender may wait for the
+  acknowledgement and not have received the release yet.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from jdag.engine.graph import CallNode, Fragment, RecvEnd, SendEnd, Value
 from jdag.engine.leaves import Leaves, unused
-from jdag.engine.lifetimes import Lives
+from jdag.engine.lifetimes import Lifetimes
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Call,
@@ -36,24 +36,22 @@ from jdag.engine.protocol import (
     Ship,
     Worker,
     landing,
+    made_by,
 )
 from jdag.engine.state import State, first_failure
 
 
 class Forwarding(Struct, eq=False):
-    """The forward half of one engine."""
-
     _state: State
     _leaves: Leaves
-    _lives: Lives
-    # Called when a node that a pass waits for has run.
+    _lifetimes: Lifetimes
+    # Called after a forward if all its cotangents had already arrived.
     _woken: Callable[[Fragment, CallNode], None]
 
     def call(self, sender: Worker, message: Call) -> None:
-        """Handle a call, issued by any worker."""
         state, context = self._state, message.context
         if message.discarded:
-            self._lives.discard(message.discarded)
+            self._lifetimes.discard(message.discarded)
         fragment = state.contexts.get(context) or state.fragment(context)
         if fragment is None:
             state.drop(landing(message))
@@ -93,27 +91,26 @@ class Forwarding(Struct, eq=False):
                 value.index = index
             node.residuals = ResidualsKey(context, path, 0)
             fragment.nodes[path] = node
-        else:  # Nothing of it is differentiated, in whatever pass.
+        else:  # No pass differentiates this call.
             self._state.skip(fragment, node, "BIW")
         fragment.pending += 1
         start = partial(self._start, fragment, node)
         self._state.when_settled(node.arguments, start)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
-        """The value that an input of a call denotes here."""
         if key.kind in LEAF_KINDS:
             return self._leaves.use(fragment, key)
         if key.kind == "constant":
             value = fragment.values[key] = unused(key, settled=True)
             return value
-        known = fragment.values.get(key)
-        if known is None:
+        local = fragment.values.get(key)
+        if local is None:
             return self._leaves.missing(key)
-        assert known.users, key  # Otherwise it was discarded.
-        return known
+        assert local.users, key  # Otherwise the value was discarded.
+        return local
 
     def _start(self, fragment: Fragment, node: CallNode) -> None:
-        if fragment.gone:
+        if fragment.released:
             return
         failure = first_failure(node.arguments)
         if failure is not None:
@@ -126,26 +123,22 @@ class Forwarding(Struct, eq=False):
         context, path, function = fragment.context, node.path, node.function
         inputs = tuple([value.stored for value in node.arguments])
         outputs = tuple([value.key for value in node.results])
-        id, residuals = self._state.number_job(), node.residuals
-        job = Forward(
-            *(id, context, path, function, inputs, outputs, residuals),
-            fragment.tag(node),
-        )
+        head = self._state.number_job(), context, path, function
+        job = Forward(*head, inputs, outputs, node.residuals, fragment.tag(node))
         self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
         self, fragment: Fragment, node: CallNode, failure: Failure | None, job: Any
     ) -> None:
-        if fragment.gone:
-            kept = () if job.residuals is None else (job.residuals,)
-            self._state.drop((*job.outputs, *kept))
+        if fragment.released:
+            self._state.drop(made_by(job))
             return
         if failure is not None:
             failure = replace(failure, call_site=node.call_site)
             fragment.failures.append(failure)
             self._state.skip(fragment, node, "BIW")
         elif node.residuals is None and job.residuals is not None:
-            self._state.drop((job.residuals,))  # Spent before it ran.
+            self._state.drop((job.residuals,))  # A pass spent the node before it ran.
         self._settle(fragment, node, failure)
 
     def _settle(
@@ -161,12 +154,11 @@ class Forwarding(Struct, eq=False):
         if node.waited:
             node.waited = False
             self._woken(fragment, node)
-        state.less_pending(fragment)
+        state.pending_done(fragment)
 
     def _recv(
         self, fragment: Fragment, path: Path, source: Worker, slots: int
     ) -> RecvEnd:
-        """The recv of a transfer, created by its call or its data."""
         recv = fragment.recvs.get((path, source))
         if recv is None:
             recv = RecvEnd(path, source, [None] * slots)
@@ -180,7 +172,6 @@ class Forwarding(Struct, eq=False):
         return recv
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost: fail the values that have not arrived from it."""
         for fragment in self._state.contexts.values():
             for recv in tuple(fragment.recvs.values()):
                 if recv.source == worker:
@@ -192,14 +183,13 @@ class Forwarding(Struct, eq=False):
                 self._state.settle(value, self._state.lost_failure(source))
 
     def ship(self, sender: Worker, message: Ship) -> None:
-        """The issuer of a call requests that values here be sent to its callee."""
         state = self._state
-        self._lives.discard(message.discarded)
+        self._lifetimes.discard(message.discarded)
         fragment = state.fragment(message.context)
         if fragment is not None:
             self._ship(fragment, message)
         else:
-            failures = (state.gone_failure(message.context),) * len(message.keys)
+            failures = (state.released_failure(message.context),) * len(message.keys)
             primal = Primal(message.context, message.path, state.worker, failures)
             state.send(message.destination, primal)
         state.acknowledge(sender, message.context, message.path)
@@ -211,34 +201,37 @@ class Forwarding(Struct, eq=False):
             value.users += 1
         if True in message.tracked:
             inputs = tuple([value if tracked else None for value, tracked in slots])
-            of = message.path, message.destination, inputs, message.function
-            spent = [not tracked for tracked in message.tracked]
-            fragment.sends[message.path] = SendEnd(*of, message.call_site, spent)
+            fragment.sends[message.path] = SendEnd(
+                message.path,
+                message.destination,
+                inputs,
+                message.function,
+                message.call_site,
+                spent=[not tracked for tracked in message.tracked],
+            )
         fragment.pending += 1
-        self._state.when_settled(
-            values, partial(self._shipped, fragment, message, values)
-        )
+        shipped = partial(self._shipped, fragment, message, values)
+        self._state.when_settled(values, shipped)
 
     def _shipped(
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]
     ) -> None:
         state = self._state
         failures = tuple([value.failure for value in values])
-        if fragment.gone:
+        if fragment.released:
             if fragment.owner not in state.lost:
-                return  # The abort also reaches the receiver.
-            failures = (state.gone_failure(fragment.context),) * len(values)
-        carried = zip(values, failures, strict=True)
+                return  # The receiver is aborted too.
+            failures = (state.released_failure(fragment.context),) * len(values)
+        slots = zip(values, failures, strict=True)
         state.send(
             message.destination,
             Primal(message.context, message.path, state.worker, failures),
-            tuple([value.stored for value, failure in carried if failure is None]),
+            tuple([value.stored for value, failure in slots if failure is None]),
         )
         state.release(values)
-        state.less_pending(fragment)
+        state.pending_done(fragment)
 
     def primal(self, sender: Worker, message: Primal) -> None:
-        """The values of a transfer arrived."""
         state = self._state
         fragment = state.fragment(message.context)
         if fragment is None:
@@ -249,5 +242,5 @@ class Forwarding(Struct, eq=False):
         for value, failure in zip(recv.outputs, message.failures, strict=True):
             if not value.settled:
                 state.settle(value, failure)
-            elif failure is None:
-                state.drop((value.key,))  # Too late: the loss was already reported.
+            elif failure is None:  # It has already failed with the sender's loss.
+                state.drop((value.key,))

@@ -1,4 +1,4 @@
-"""Names and marks of functions, and call sites."""
+"""Names of functions, marks on functions (attributes), and call sites."""
 
 import functools
 import os
@@ -15,16 +15,16 @@ _Marked = TypeVar("_Marked", bound=Callable[..., Any])
 _UNJITTED = "__jdag_unjitted__"
 _PROGRAM = "__jdag_program__"
 _REMOTE = "__jdag_remote__"
-CONTEXT = "__jdag_context__"  # An attribute of classes of contexts.
-TAKEN = "__jdag_taken__"  # Attribute of a class: what accepts its objects.
+CONTEXT = "__jdag_context__"  # Attribute of context classes.
+TAKEN = "__jdag_taken__"  # Attribute of a class: the functions that accept its objects.
 _PACKAGE = os.path.dirname(os.path.abspath(errors.__file__)) + os.sep
 
 
 class Applied:
-    """A callable pytree as a function of itself, and then of its arguments.
+    """A callable pytree as a function that receives the pytree as first argument.
 
-    It is identified by the class name of the pytree; everything else is in the pytree.
-    As a program it takes the context first, as programs do.
+    If the pytree is a program, the context comes first and the pytree second. The class
+    name of the pytree identifies it; all other state is in the pytree.
     """
 
     def __init__(
@@ -36,7 +36,6 @@ class Applied:
         setattr(self, _PROGRAM, program)
 
     def __call__(self, first: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call the pytree: the first argument, or the second if it is a program."""
         if is_program(self):
             return args[0](first, *args[1:], **kwargs)
         return first(*args, **kwargs)
@@ -53,10 +52,7 @@ class Applied:
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """Name a function as `module:qualname`; an object without a name goes by its class.
-
-    A partial is named `partial(...)`; objects with a name, such as `jnp.add`, keep it.
-    """
+    """Return `module:qualname` or `partial(...)`; a nameless `fn`: its class."""
     if isinstance(fn, Applied):
         return fn.name
     if isinstance(fn, functools.partial):
@@ -64,19 +60,17 @@ def name_of(fn: Callable[..., Any]) -> str:
     name = getattr(fn, "__qualname__", None) or getattr(fn, "__name__", None)
     if name is None:
         return f"{type(fn).__module__}:{type(fn).__qualname__}"
-    module = getattr(fn, "__module__", None)  # None of methods in C, as [].append.
+    module = getattr(fn, "__module__", None)  # None for C methods such as [].append.
     return f"{module}:{name}" if module else name
 
 
 def name_on(pair: Any) -> str:
-    """The name of a pair's function, with its device if one was given: `m:f@cpu:1`."""
     name: str = pair.name
     return name if pair.device is None else f"{name}@{pair.device}"
 
 
 def code_of(fn: Any) -> CodeType | None:
-    """Return the code that `fn` finally runs; None for builtins."""
-    for _ in range(100):  # A bound: wrappers may, by mistake, form a cycle.
+    for _ in range(100):  # A bound, since wrappers may form a cycle.
         if isinstance(fn, Applied):
             return fn.code
         if isinstance(fn, functools.partial):
@@ -95,38 +89,37 @@ def code_of(fn: Any) -> CodeType | None:
 
 @functools.lru_cache(maxsize=4096)
 def is_ours(file: str) -> bool:
-    """Tell whether a source file is of jdag itself."""
     return file.startswith(_PACKAGE)
 
 
 def unjitted(fn: Any = None, /, *, shapes: Any = None) -> Any:
-    """Mark `fn` to run as Python on real arrays, untraced; return it.
+    """Mark `fn` to run as plain Python on concrete arrays, untraced; return it.
 
     Args:
-        fn: a function; it may branch on values, use numpy and be impure. Its arguments
-            are untracked. Without it a decorator is returned.
-        shapes: a function that returns a `jax.ShapeDtypeStruct` for each array that
-            `fn` returns, and takes them in place of arrays. `ctx.call` then returns
-            refs at once; without it, when `fn` has run.
+        fn: a function; it may branch on values, use numpy and have side effects. Its
+            arguments must be untracked. Without `fn` a decorator is returned.
+        shapes: a function with the signature of `fn`. It receives
+            `jax.ShapeDtypeStruct`s in place of arrays and returns the structs of the
+            results. With it, `ctx.call` returns refs at once; without it, after `fn`
+            has run.
 
     Raises:
         JdagError: attributes cannot be set on `fn` (a builtin, a bound method), or
-            `shapes` is no function.
+            `shapes` is not callable.
     """
     if shapes is not None and not callable(shapes):
         raise JdagError(f"jdag.unjitted(shapes=...) takes a function, not {shapes!r}")
-    value, by = shapes or True, "jdag.unjitted"
-    mark: Any = functools.partial(_mark, mark=_UNJITTED, by=by, value=value)
+    mark: Any = functools.partial(
+        _mark, mark=_UNJITTED, decorator="jdag.unjitted", value=shapes or True
+    )
     return mark if fn is None else mark(fn)
 
 
 def is_unjitted(fn: Callable[..., Any]) -> bool:
-    """Tell whether `fn`, or what it is a partial of, is marked by `unjitted`."""
     return _is_marked(fn, _UNJITTED)
 
 
 def shapes_of(fn: Any) -> Callable[..., Any] | None:
-    """Return the `shapes` of an unjitted function, which takes what that takes."""
     mark = getattr(fn, _UNJITTED, None)
     if mark is None and isinstance(fn, functools.partial):
         shapes = shapes_of(fn.func)
@@ -135,9 +128,10 @@ def shapes_of(fn: Any) -> Callable[..., Any] | None:
 
 
 def program(fn: _Marked) -> _Marked:
-    """Mark `fn` as a program, which takes a context and then refs; return it.
+    """Mark `fn` as a program: a function whose first argument is a context.
 
-    The returned function is called with a context, directly or by `ctx.call`.
+    Returns:
+        The program; call it with a context, or run it on a worker by `ctx.call`.
 
     Raises:
         JdagError: attributes cannot be set on `fn` (a builtin, a bound method).
@@ -148,13 +142,13 @@ def program(fn: _Marked) -> _Marked:
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # In a method the first argument is its object.
+        # The first argument of a method is the object.
         first = (*args[:2], *kwargs.values())
-        if not any(getattr(type(one), CONTEXT, False) for one in first):
-            got = kind_of(args[0]) if args else "none"
+        if not any(getattr(type(argument), CONTEXT, False) for argument in first):
+            got = kind_of(args[0]) if args else "no argument"
             raise ContextError(
-                f"{name_of(fn)} is a program, which takes a context first, and got "
-                f"{got}: write ctx.call(worker, {name}, ...) to run it on a "
+                f"{name_of(fn)} is a program: its first argument must be a context, "
+                f"not {got}. Write ctx.call(worker, {name}, ...) to run it on a "
                 f"worker, or {name}(ctx, ...)"
             )
         return fn(*args, **kwargs)
@@ -163,27 +157,24 @@ def program(fn: _Marked) -> _Marked:
 
 
 def remote(fn: _Marked) -> _Marked:
-    """Mark one of jdag's own functions or classes as allowed in messages; return it."""
     return _mark(fn, _REMOTE, "jdag")
 
 
 def is_remote(fn: Any) -> bool:
-    """Tell whether `fn` itself is marked by `remote`."""
     return _REMOTE in getattr(fn, "__dict__", ())
 
 
 def is_program(fn: Callable[..., Any]) -> bool:
-    """Tell whether `fn`, or what it is a partial of, is marked by `program`."""
     return _is_marked(fn, _PROGRAM)
 
 
-def _mark(fn: _Marked, mark: str, by: str, value: Any = True) -> _Marked:
+def _mark(fn: _Marked, mark: str, decorator: str, value: Any = True) -> _Marked:
     try:
         setattr(fn, mark, value)
     except (AttributeError, TypeError) as error:
         raise JdagError(
-            f"{by} cannot mark {fn!r}, which takes no attributes; "
-            "mark a function written with def, or a functools.partial"
+            f"{decorator} cannot mark {fn!r}, since its attributes cannot be set; "
+            "mark a function defined with def, or a functools.partial"
         ) from error
     return fn
 
@@ -198,7 +189,7 @@ def _is_marked(fn: Any, mark: str) -> bool:
 
 @remote
 def transferred(*arrays: Any) -> Any:
-    """Return the arguments; `ctx.move` calls this on the target worker."""
+    """Return the arrays. `ctx.move` calls this function on the target worker."""
     return arrays
 
 
@@ -210,8 +201,8 @@ class CallSite(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        # The file by its name alone: a call site travels, so that a path would make
-        # the bytes on the wire, and with them the digest, depend on the folder.
+        # Only the file's name: call sites are part of messages, so with a path the
+        # digest of a run would depend on the folder.
         return _site(*self)
 
 
@@ -225,15 +216,16 @@ _OUTERMOST: dict[CodeType, None] = {}
 
 
 def outermost(fn: _Marked) -> _Marked:
-    """Mark a function of jdag whose callers are no call site of what it runs."""
+    """Mark a function of jdag at which `call_site` ends its search."""
     _OUTERMOST[fn.__code__] = None
     return fn
 
 
 def call_site(frame: FrameType | None = None) -> CallSite:
-    """Return the call site of the innermost frame outside of jdag, from `frame` on.
+    """Find the first call site outside of jdag, from `frame` (or the caller) outwards.
 
-    If all frames are jdag's own, up to one that is marked, the outermost one is used.
+    The search ends at an `outermost` function. If no call site is found, the last frame
+    is returned.
     """
     if frame is None:
         frame = sys._getframe(1)

@@ -1,17 +1,18 @@
-"""Complete cotangents: summed, passed to hooks, and made the gradients of leaves.
+"""Complete cotangents: sum their addends, apply hooks, accumulate leaf gradients.
 
-Inputs:  the addends of one place, in order; leaves that a pass has reached; its end.
-Outputs: a Sum for several addends, a Fill for a zero; then one Apply for each hook, in
-         the order in which the program attached them, each on the result of the one
-         before. A value that needs none of these has no effect.
+Inputs:  the addends of one cotangent, in order; leaves that a pass has reached; the end
+         of a pass.
+Outputs: a Sum job for several addends, a Fill job for a zero; then an Apply job for
+         each hook, in the order in which the program attached them, on the result of
+         the previous hook. One addend without hooks needs no job.
 
 Invariants
-- A hook is applied once in each pass that reaches its value, to the complete sum of all
-  addends, never to a part of it.
+- A hook is applied once in each pass that reaches its value, to the sum of all addends,
+  never to a partial sum.
 - The contribution of a pass to a gradient is summed first, then passed to its hooks,
   then added: its bits do not depend on earlier passes.
-- Gradients are staged in a pass, and only `End(finished)` commits them. Observing hooks
-  run then, each once per pass, one after another in program order.
+- A pass stages gradients, and only `End(finished)` commits them. After the commit,
+  observing hooks run, each once per pass, one after another in program order.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,33 +40,28 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 from jdag.engine.worker_pass import Pass
 
-Then = Callable[[Key], None]
-Told = Callable[[Failure | None], None]
+KeyCallback = Callable[[Key], None]
+FailureCallback = Callable[[Failure | None], None]
 
 
 class Gradients(Struct, eq=False):
-    """Sums of cotangents, and the gradients of leaves, on one worker."""
-
     _state: State
-    _compute: Callable[..., None]  # Requests a job of a pass, with a continuation.
+    _compute: Callable[..., None]  # Requests a job of a pass, with a callback.
 
     def total(
         self,
         live: Pass,
         path: Path,
         addends: tuple[Key, ...],
-        then: Then,
+        callback: KeyCallback,
         hooks: Sequence[Hook] = (),
         *,
         base: Key | None = None,
         aval: Any = None,
     ) -> None:
-        """Sum base (which is kept) and addends, apply hooks, and call `then`.
-
-        Without base and addends the sum is a zero of `aval`.
-        """
+        """Sum `base` and the addends (none: a zero of `aval`), then apply hooks."""
         if len(addends) == 1 and base is None:
-            self._hook(live, hooks, then, addends[0])
+            self._hook(live, hooks, callback, addends[0])
             return
         context, phase = live.fragment.context, live.number
         number = self._state.number_job()
@@ -73,61 +69,57 @@ class Gradients(Struct, eq=False):
         job: Job = Sum(number, context, phase, path, addends, base, output)
         if not addends and base is None:
             job = Fill(number, context, phase, path, aval, 0, output)
-        self._compute(live, job, partial(self._hook, live, hooks, then, output))
+        self._compute(live, job, partial(self._hook, live, hooks, callback, output))
 
-    def _hook(self, live: Pass, hooks: Sequence[Hook], then: Then, key: Key) -> None:
+    def _hook(
+        self, live: Pass, hooks: Sequence[Hook], callback: KeyCallback, key: Key
+    ) -> None:
         if not hooks:
-            then(key)
+            callback(key)
             return
         hook, *rest = hooks
         context, number = live.fragment.context, self._state.number_job()
         output = ScratchKey(context, number, 0)
         job = Apply(number, context, live.number, hook.path, hook.function, key, output)
-        go_on = partial(self._hook, live, rest, then, output)
+        go_on = partial(self._hook, live, rest, callback, output)
         self._compute(live, job, go_on, hook.call_site)
 
     def put(
         self, live: Pass, vertex: LocalVertex, tree: Tree, spot: Spot, key: Key | None
     ) -> None:
-        """Put one of many addends in its place, and request the sum that it completes.
-
-        The vertex waits for that sum as for an addend.
-        """
-        found = tree.put(spot, key)
-        if found is not None:
-            above, keys = found
+        """Put an addend in a tree. If this completes a group, compute its sum."""
+        completed = tree.put(spot, key)
+        if completed is not None:
+            above, keys = completed
             live.dues[vertex].remaining += 1
-            then = partial(self._summed, live, vertex, tree, above)
-            self.total(live, vertex.path, keys, then)
+            callback = partial(self._summed, live, vertex, tree, above)
+            self.total(live, vertex.path, keys, callback)
 
     def _summed(
         self, live: Pass, vertex: LocalVertex, tree: Tree, spot: Spot, key: Key
     ) -> None:
         self.put(live, vertex, tree, spot, key)
-        live.less(vertex)
+        live.count_down(vertex)
 
     def reached(self, live: Pass, end: LeafEnd) -> None:
-        """All cotangents of a leaf have arrived: sum them to the pass's gradient."""
         due = live.dues[end]
-        addends = due.taken(0)
+        addends = due.take(0)
         attached = live.fragment.hooks.get(end.leaf, ())
         hooks = [hook for hook in attached if hook.replaces]
-        seen = len(hooks) < len(attached)
-        then = partial(self._observe if seen else self._add, live, end)
+        is_observed = len(hooks) < len(attached)
+        callback = partial(self._observe if is_observed else self._add, live, end)
         if not addends and not hooks and end.gradient is not None:
             live.staged[end.leaf] = None  # Only zeros: the earlier gradient stays.
-            if not seen:
+            if not is_observed:
                 return
-            then = partial(live.observed.__setitem__, end.leaf)
-        self.total(live, (), addends, then, hooks, aval=end.aval)
+            callback = partial(live.observed.__setitem__, end.leaf)
+        self.total(live, (), addends, callback, hooks, aval=end.aval)
 
     def _observe(self, live: Pass, end: LeafEnd, key: Key) -> None:
-        """Keep this pass's gradient separately, for observing hooks."""
         live.observed[end.leaf] = key
         self.total(live, (), (), partial(self._add, live, end), base=key)
 
     def _add(self, live: Pass, end: LeafEnd, key: Key) -> None:
-        """Add this pass's gradient to that of earlier passes; stage the result."""
         if end.gradient is None:
             live.staged[end.leaf] = key
             return
@@ -135,7 +127,6 @@ class Gradients(Struct, eq=False):
         self.total(live, (), (key,), stage, base=end.gradient.stored)
 
     def commit(self, live: Pass, leaf: LeafId, staged: Key | None) -> None:
-        """Commit a leaf's gradient: the staged one, or (None) the existing one."""
         end = live.fragment.leaves[leaf]
         key = GradientKey(live.fragment.context, leaf, live.number)
         if staged is not None:
@@ -148,38 +139,36 @@ class Gradients(Struct, eq=False):
         end.gradient.users += 1
         live.fragment.values[key] = end.gradient
 
-    def show(self, live: Pass, then: Told) -> None:
-        """Run the observing hooks of a finished pass; then call `then`."""
-        left = [
+    def show(self, live: Pass, callback: FailureCallback) -> None:
+        remaining = [
             (hook, key)
             for leaf, key in live.observed.items()
             for hook in live.fragment.hooks[leaf]
             if not hook.replaces
         ]
-        left.sort(key=lambda pair: pair[0].path, reverse=True)
-        self._show(live, left, None, then)
+        remaining.sort(key=lambda pair: pair[0].path, reverse=True)
+        self._show(live, remaining, None, callback)
 
     def _show(
         self,
         live: Pass,
-        left: list[tuple[Hook, Key]],
+        remaining: list[tuple[Hook, Key]],
         first: Failure | None,
-        then: Told,
+        callback: FailureCallback,
     ) -> None:
-        """Run the next observing hook of `left`; `first` is the first failure."""
         fragment = live.fragment
-        if not left or fragment.gone:
+        if not remaining or fragment.released:
             self._state.drop(live.observed.values())
-            then(first)
+            callback(first)
             return
-        hook, key = left.pop()
+        hook, key = remaining.pop()
 
         def seen(failure: Failure | None, _: Job) -> None:
             raised = first
             if failure is not None and first is None:
                 route = (self._state.worker,)
                 raised = replace(failure, call_site=hook.call_site, route=route)
-            self._show(live, left, raised, then)
+            self._show(live, remaining, raised, callback)
 
         number, context = self._state.number_job(), fragment.context
         job = Apply(number, context, live.number, hook.path, hook.function, key, None)

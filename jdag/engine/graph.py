@@ -1,12 +1,12 @@
-"""One worker's part of a context: values, vertices, edges and the calls it issued.
+"""One worker's fragment of a context: values, vertices, edges and the calls it issued.
 
-A vertex is a point where cotangents are accumulated. All four kinds have the same
-shape: cotangents of `outputs` arrive, cotangents of `inputs` leave.
+A vertex accumulates cotangents. Cotangents of its `outputs` arrive; cotangents of its
+`inputs` leave. There are four kinds, here with cotangents in -> cotangents out:
 
-    CallNode a recorded vjp: tracked results of a call in, its tracked arguments out
-    SendEnd  the sending end of a transfer: a cotangent message in, the sent values out
-    RecvEnd  the receiving end: the received values in, a cotangent message out
-    LeafEnd  accumulates the gradient of a leaf: its versions in, nothing out
+    CallNode  a recorded vjp: tracked results of a call -> its tracked arguments
+    SendEnd   the sending end of a transfer: a Cotangent message -> the sent values
+    RecvEnd   the receiving end: the received values -> a Cotangent message
+    LeafEnd   accumulates the gradient of a leaf: its versions -> nothing
 
 Invariants: an edge is (vertex, position in its `inputs`), and the value there names its
 producer; a node is spent at most once, and so is each slot of a send (FAST passes do
@@ -35,7 +35,7 @@ from jdag.engine.protocol import (
 
 
 class Value:
-    """A value as the engine sees it: its storage key, and if it settled or failed."""
+    """An opaque value: its storage key, producer and users, and whether it failed."""
 
     __slots__ = (
         "failure", "index", "key", "producer", "settled", "stored", "users", "waiters",
@@ -45,20 +45,20 @@ class Value:
         self, key: Key, producer: "LocalVertex | None" = None, index: int = 0
     ) -> None:
         self.key = key
-        self.stored = key  # A gradient is stored under the key of its sum.
+        self.stored = key  # Differs for a gradient: the key of its sum.
         self.producer = producer
         self.index = index
         self.settled = False
         self.failure: Failure | None = None
         self.waiters: list[Pending] = []
-        self.users = 1  # The program is one of them: see `lives`.
+        self.users = 1  # One for the programs that can name the value: see `lifetimes`.
 
 
 class Version(Value):
-    """A version of a leaf; being the newest of a leaf that is kept is one use of it.
+    """A version of a leaf. The leaf itself counts as a user of the newest version.
 
-    While a version is being made it uses the one before, whose array it takes over if
-    the update is withdrawn.
+    Until a version has settled, it is a user of the previous version (`before`). If the
+    update is withdrawn, the version takes the array of `before`.
     """
 
     __slots__ = ("before", "leaf")
@@ -72,8 +72,6 @@ class Version(Value):
 
 
 class LeafVersions(Struct, eq=False):
-    """The versions of one leaf that are still held here."""
-
     aval: Any
     newest: int = -1
     forgotten: bool = False
@@ -81,14 +79,12 @@ class LeafVersions(Struct, eq=False):
 
 
 class Pending(Struct, eq=False):
-    """A callback that runs once, when every value that it waits for has settled."""
-
     missing: int
-    then: Callable[[], None]
+    callback: Callable[[], None]
 
 
 class CallNode(Struct, eq=False):
-    """A call that runs here; a recorded vjp if it has tracked inputs and outputs."""
+    """A call that runs here. With tracked inputs and outputs, it records a vjp."""
 
     path: Path
     function: Any
@@ -101,12 +97,12 @@ class CallNode(Struct, eq=False):
     done: bool = False
     failure: Failure | None = None
     spent: bool = False
-    waited: bool = False  # A live pass has all its cotangents and waits for it.
+    waited: bool = False  # Its cotangents are complete, but its forward has not run.
     tag: Tag | None = None
 
 
 class SendEnd(Struct, eq=False):
-    """The sending end of a transfer; None in `inputs` is an untracked slot."""
+    """The sending end of a transfer. In `inputs`, None stands for an untracked slot."""
 
     path: Path
     destination: Worker
@@ -117,59 +113,54 @@ class SendEnd(Struct, eq=False):
 
 
 class RecvEnd(Struct, eq=False):
-    """The receiving end of a transfer, created by its call or by earlier data."""
-
     path: Path
     source: Worker
     avals: list[Any]
     outputs: tuple[Value, ...] = ()
-    tracked: tuple[bool, ...] = ()  # Known from the call on, as are `avals`.
+    tracked: tuple[bool, ...] = ()  # The call sets this and `avals`.
 
 
 class LeafEnd(Struct, eq=False):
     """Accumulates the gradient of one leaf in one context. It is never spent.
 
-    `read` is the version that the context reads as the newest: the newest at its first
-    read, regardless of other programs' assignments, until its own program assigns.
+    `read` is the version that the context reads: the newest version at its first read.
+    After its program assigns to the leaf, the next read takes the newest version again.
+    Assignments of other programs do not change `read`.
     """
 
-    path: ClassVar[Path] = ()  # Of no call.
+    path: ClassVar[Path] = ()  # A leaf belongs to no call.
     leaf: LeafId
     aval: Any
-    gradient: Value | None = None  # The committed one.
+    gradient: Value | None = None  # The committed gradient.
     outputs: tuple[Value, ...] = ()
     read: Value | None = None
 
 
-LocalVertex = CallNode | RecvEnd | LeafEnd  # What a value comes from.
+LocalVertex = CallNode | RecvEnd | LeafEnd  # The producers of values.
 
-# The copies of a value, by where they are and whether they are tracked.
+# The copies of a value. Key: the copy's worker, and whether the copy is tracked.
 _Copies = dict[tuple[Worker, bool], Key]
 
 
 class FrameRecord(Struct, eq=False):
-    """One run of a program here: what it issued, and its unfinished waits."""
-
     path: Path
-    issuer: Worker | None  # Waits for its return; None at the top level.
-    # By path and receiver. For a ship: the callee that waits, and its number of slots.
+    issuer: Worker | None  # The caller's worker, or None at the top level.
+    # Key: path and receiver. A ship has a value: the waiting callee and its slot count.
     unacknowledged: dict[tuple[Path, Worker], tuple[Worker, int] | None] = {}
-    launched: dict[Path, Worker] = {}  # Programs that it called and that run.
-    news: list[Return | Tell] = []  # Of these; the first `taken` were collected before.
-    taken: int = 0
-    collector: int = 0  # The waiter of its Collected, if it waits for news.
-    asker: int = 0  # The waiter of its Asked, if it waits for an answer.
+    launched: dict[Path, Worker] = {}  # The running programs that this frame called.
+    news: list[Return | Tell] = []  # Messages that the program has not taken.
+    taken: int = 0  # Number of `news` that the program has taken.
+    collector: int = 0  # Waiter of a Collected event, if the program waits for `news`.
+    asker: int = 0  # Waiter of an Asked event, if the program waits for an answer.
     moved: dict[Key, _Copies] = {}
-    versions: dict[LeafId, Key] = {}  # The last ones transferred.
-    notices: dict[Worker, list[Key]] = {}  # See `lives`.
-    workers: dict[Worker, None] = {}  # That participate, or may;
-    listed: dict[Worker, None] = {}  # those with calls of it that a schedule lists.
+    versions: dict[LeafId, Key] = {}  # By leaf, the last version that was transferred.
+    notices: dict[Worker, list[Key]] = {}  # Discards to be sent: see `lifetimes`.
+    workers: dict[Worker, None] = {}  # Workers that may participate.
+    listed: dict[Worker, None] = {}  # Workers with scheduled calls of this frame.
     lost: Failure | None = None  # The first loss among `workers`.
 
 
 class Fragment(Struct, eq=False):
-    """The part of a context that one worker owns."""
-
     context: ContextId
     owner: Worker
     values: dict[Key, Value] = {}
@@ -177,27 +168,25 @@ class Fragment(Struct, eq=False):
     sends: dict[Path, SendEnd] = {}
     recvs: dict[tuple[Path, Worker], RecvEnd] = {}
     leaves: dict[LeafId, LeafEnd] = {}
-    # By leaf, or by key of an output; in order of path.
+    # Hooks in order of path. Key: a leaf, or the key of an output.
     hooks: dict[Key | LeafId, tuple[Hook, ...]] = {}
     frames: dict[Path, FrameRecord] = {}
-    pending: int = 0  # Calls not yet run and values not yet shipped.
-    failures: list[Failure] = []  # Those that originated here.
-    live: Any = None  # The `share.Pass` in progress here.
-    past: Any = None  # The last pass that ended here, for a drawing.
+    pending: int = 0  # Calls that have not run, and values not yet sent.
+    failures: list[Failure] = []  # Failures that originated here.
+    live: Any = None  # The `worker_pass.Pass` in progress here.
+    past: Any = None  # The last pass that ended here, for graph snapshots.
     ended: int = 0  # The number of the last pass that ended.
-    gone: bool = False  # Released; its jobs may still run.
-    release: tuple[Worker, Release] | None = None  # Waits for `pending` == 0.
-    listed: bool = False  # A schedule says when jobs of calls here run;
-    tags: list[Tag] = []  # of these calls.
+    released: bool = False  # Whether the context is released; its jobs may still run.
+    release: tuple[Worker, Release] | None = None  # To be answered at `pending` == 0.
+    listed: bool = False  # Whether a schedule orders the jobs of its tagged calls.
+    tags: list[Tag] = []
 
     def tag(self, node: CallNode) -> Tag | None:
-        """The tag of the jobs of a call from now on."""
         tag = node.tag
         return replace(tag, listed=False) if tag and not self.listed else tag
 
 
 def describe(vertex: LocalVertex | SendEnd) -> str:
-    """Describe a vertex for an error: its kind, call and call site."""
     match vertex:
         case CallNode(function=function, path=path, call_site=site):
             return f"{getattr(function, 'name', function)} (call {path}, {site})"

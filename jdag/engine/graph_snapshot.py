@@ -1,7 +1,7 @@
 """A fragment as plain data, for `ctx.graph()` and for drawing.
 
-The awaited cotangents of the last pass are recomputed from its roots and from the send
-slots that it counted here, by the same walk over edges.
+The numbers of awaited cotangents of the last pass are computed again from its roots and
+from the send slots that it counted, by the same walk over edges.
 """
 
 from collections.abc import Iterable
@@ -25,12 +25,12 @@ from jdag.engine.worker_pass import Due, walk
 
 
 class Need(Enum):
-    """The last pass's use of a send."""
+    """Whether the last pass waited for the cotangent of a send."""
 
     NONE = ""  # No pass reached this fragment.
-    NEEDED = "needed"  # Its cotangent was awaited and arrived.
-    UNNEEDED = "unneeded"  # SMART: never marked, so not awaited.
-    OWED = "owed"  # Its cotangent was awaited and never arrived.
+    NEEDED = "needed"  # The pass waited for the cotangent, and it arrived.
+    UNNEEDED = "unneeded"  # SMART mode: the pass did not mark the send.
+    OWED = "owed"  # The pass waited, but the cotangent never arrived.
 
 
 class DrawnNode(Record, gc=False):
@@ -42,21 +42,21 @@ class DrawnNode(Record, gc=False):
     inputs: Keys
     outputs: Keys
     spent: bool
-    awaited: U64  # Cotangents in the last pass, one per edge.
+    awaited: U64  # Number of cotangents in the last pass, one per edge.
 
 
 class DrawnEnd(Record, gc=False):
-    """An end of a transfer: its peer, and the keys of its tracked slots here."""
+    """A send or recv: its peer, and the keys of its tracked slots on this worker."""
 
     path: Path
     peer: Worker
     values: Keys
-    awaited: U64  # Cotangents in the last pass; for a send 1 if counted, else 0.
-    need: Need = Need.NONE  # Only of sends.
+    awaited: U64  # Number of cotangents in the last pass: for a send, 0 or 1.
+    need: Need = Need.NONE  # Only set for sends.
 
 
 class DrawnLeaf(Record, gc=False):
-    """A leaf that the context read here, and the versions it read."""
+    """A leaf, and the versions of the leaf that the context read."""
 
     leaf: LeafId
     versions: Keys
@@ -64,15 +64,13 @@ class DrawnLeaf(Record, gc=False):
 
 
 class DrawnPass(Record, gc=False):
-    """The last pass that reached a fragment."""
-
     number: U64
     mode: Mode
     outcome: Outcome
 
 
 class DrawnEdge(Record, gc=False):
-    """A value with its producer and one consumer, by path; forward direction."""
+    """A value with its producer and one consumer, such as `node (0, 1)`."""
 
     value: Key
     producer: Name
@@ -80,7 +78,7 @@ class DrawnEdge(Record, gc=False):
 
 
 class GraphSnapshot(Record, gc=False):
-    """The part of a context's graph that one worker owns."""
+    """One worker's fragment of a context's graph."""
 
     nodes: Several[DrawnNode]
     sends: Several[DrawnEnd]
@@ -91,7 +89,6 @@ class GraphSnapshot(Record, gc=False):
 
 
 def snapshot(fragment: Fragment) -> GraphSnapshot:
-    """Describe a fragment, in program order."""
     used: dict[Key, None] = {}
     edges: list[DrawnEdge] = []
 
@@ -174,7 +171,6 @@ def _need(fragment: Fragment, path: Path) -> Need:
 
 
 def _awaited(fragment: Fragment) -> dict[LocalVertex, int]:
-    """For each vertex, the number of edges that the last pass counted."""
     past, dues = fragment.past, dict[LocalVertex, Due]()
     if past is not None:
         values = tuple([fragment.values[root.key] for root in past.roots])

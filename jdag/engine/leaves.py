@@ -1,16 +1,16 @@
-"""Leaves and their versions: made, replaced and dropped in the order of messages.
+"""Leaves and their versions: created, replaced and dropped in the order of messages.
 
-The owner of a leaf numbers its versions, since programs of several workers may assign
-to it concurrently without knowing of each other. They refer to the `newest`: the last
-version assigned before the request arrived. So each update starts from the previous one
-and none is lost, whatever the order of requests; those of one worker arrive in the
-order in which it sent them. A context keeps reading the version that it read first
+The owner of a leaf numbers its versions, since programs on several workers may assign
+to it concurrently. Messages refer to the `newest` version: the last one assigned before
+the message arrived. So each update starts from the previous version, and no update is
+lost, whatever the order of requests. Requests of one worker arrive in the order in
+which it sent them. A context keeps reading the version that it read first
 (`LeafEnd.read`) until its own program assigns.
 
-A version is kept while it is the newest, while an assignment or a read waits for it,
+A version is stored while it is the newest, while an assignment or a read waits for it,
 and while a context that read it is open: `users` counts these. If the worker that
-requested a version is lost and the version cannot be made, the update is withdrawn: the
-version takes over the array of the previous one.
+requested a version is lost and the version cannot be computed, the update is withdrawn:
+the version takes the array of the previous one.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.graph import Fragment, LeafEnd, LeafVersions, Value, Version
-from jdag.engine.lifetimes import Lives
+from jdag.engine.lifetimes import Lifetimes
 from jdag.engine.protocol import (
     LEAF_KINDS,
     Assign,
@@ -46,25 +46,24 @@ from jdag.errors import ProtocolError, WorkerLost
 
 
 class Update(Struct, eq=False):
-    """An assignment in progress: its inputs are kept until it has run."""
+    """An assignment in progress. It counts as a user of its inputs."""
 
     issuer: Worker
     part: Assignment
     inputs: list[Value] = []
     outputs: list[Value] = []
-    fragments: list[Fragment] = []  # Of the inputs.
+    fragments: list[Fragment] = []  # The contexts of the inputs.
 
 
 class Leaves(Struct, eq=False):
-    """The leaves of one worker, and the assignments that it issued."""
-
     _state: State
-    _lives: Lives
+    _lifetimes: Lifetimes
 
     def assigned(self, event: Assigned) -> None:
-        """A program here assigns to leaves: send one message to each of their owners.
+        """Send the assignments of a program to the owners, one message for each owner.
 
-        If one of these is lost, nothing is sent.
+        Raises:
+            WorkerLost: an owner is lost; nothing is sent.
         """
         state = self._state
         parts: dict[Worker, list[Assignment]] = {}
@@ -74,35 +73,34 @@ class Leaves(Struct, eq=False):
                 raise WorkerLost(_lost(part, why, len(event.parts)))
             parts.setdefault(part.worker, []).append(part)
         parts.setdefault(state.worker, [])
-        messages = {to: Assign(event.path, tuple(of)) for to, of in parts.items()}
-        own = messages[state.worker]
+        messages = {to: Assign(event.path, tuple(each)) for to, each in parts.items()}
         for worker in messages:
             if worker != state.worker:
                 state.assignments[event.path, worker] = None
         state.send_each(messages)
-        state.send(state.worker, own)
+        state.send(state.worker, messages[state.worker])
         outputs = [key for part in event.parts for key in part.outputs]
-        self._lives.renewed([key for key in outputs if key.kind == "newest"])
+        self._lifetimes.renewed([key for key in outputs if key.kind == "newest"])
 
     def assign(self, issuer: Worker, message: Assign) -> None:
-        """Create the versions; they settle when the functions have run.
+        """Create an assignment's versions. They settle when its functions have run.
 
         Raises:
-            ProtocolError: a version in it is made already.
+            ProtocolError: a version exists already.
         """
-        made: dict[Key, None] = {}
-        pairs = [zip(one.outputs, one.avals, strict=True) for one in message.parts]
+        new: dict[Key, None] = {}
+        pairs = [zip(part.outputs, part.avals, strict=True) for part in message.parts]
         for key, _ in chain.from_iterable(pairs):
             leaf = self._state.leaves.get(key.name)
-            is_made = key in made or (leaf is not None and key.index <= leaf.newest)
-            if key.kind == "leaf" and is_made:
-                raise ProtocolError(f"version {key.index} of {key.name} is made twice")
-            made[key] = None
+            exists = key in new or (leaf is not None and key.index <= leaf.newest)
+            if key.kind == "leaf" and exists:
+                raise ProtocolError(f"version {key.index} of {key.name} exists already")
+            new[key] = None
         constants = {key: unused(key, settled=True) for key in landing(message)}
         updates = [Update(issuer, part) for part in message.parts]
         # All inputs are resolved first, so that no part reads another part's version.
         for update in updates:
-            self._take(update, constants)
+            self._resolve_inputs(update, constants)
         for update in updates:
             part = update.part
             for key, aval in zip(part.outputs, part.avals, strict=True):
@@ -114,7 +112,7 @@ class Leaves(Struct, eq=False):
                 self._state.when_settled(update.inputs, run)
         self._state.acknowledge(issuer, None, message.path)
 
-    def _take(self, update: Update, constants: Mapping[Key, Value]) -> None:
+    def _resolve_inputs(self, update: Update, constants: Mapping[Key, Value]) -> None:
         contexts = self._state.contexts
         for key in update.part.inputs:
             value = constants.get(key)
@@ -124,7 +122,7 @@ class Leaves(Struct, eq=False):
                 fragment = contexts[key.context]
                 value = fragment.values.get(key)
                 if value is not None:
-                    assert value.users, key  # Otherwise it was discarded.
+                    assert value.users, key  # Otherwise the value was discarded.
                     fragment.pending += 1
                     update.fragments.append(fragment)
             value = value or self.missing(key)
@@ -132,7 +130,6 @@ class Leaves(Struct, eq=False):
             update.inputs.append(value)
 
     def _next(self, key: Key, aval: Any, issuer: Worker) -> Value:
-        """The first version of a new leaf, or the next of an existing one."""
         leaf = self._state.leaves.get(key.name)
         number = key.index
         if key.kind == "leaf":
@@ -151,14 +148,14 @@ class Leaves(Struct, eq=False):
         return version
 
     def next_version(self, leaf: LeafId, issuer: Worker) -> Any:
-        """The next version of a leaf that is here, which `made` is to settle."""
         return self._next(NewestKey(None, leaf, 0), None, issuer)
 
     def _run(self, update: Update) -> None:
         state, part = self._state, update.part
         failure = first_failure(update.inputs)
         for fragment in update.fragments:
-            if fragment.gone and failure is None:  # Aborted: its values are not kept.
+            # The context was aborted: its values are dropped.
+            if fragment.released and failure is None:
                 why = f"context {fragment.context} was released before its values"
                 failure = state.failure("ContextError", f"{why} were used")
         if failure is not None:
@@ -172,36 +169,34 @@ class Leaves(Struct, eq=False):
 
     def _computed(self, update: Update, failure: Failure | None, _: Job) -> None:
         if failure is not None:
-            said = f"{failure.message}\n{_unmade(update.part)}"
+            message = f"{failure.message}\n{_not_assigned(update.part)}"
             site = update.part.call_site
-            failure = replace(failure, message=said, call_site=site)
+            failure = replace(failure, message=message, call_site=site)
         self._settle(update, failure)
 
     def _settle(self, update: Update, failure: Failure | None) -> None:
         state = self._state
         withdrawn = failure is not None and self._is_lost(update.issuer, failure)
         for value in update.outputs:
-            self.made(value, failure, withdrawn=withdrawn)
+            self.version_done(value, failure, withdrawn=withdrawn)
         state.release(update.inputs)
         for fragment in update.fragments:
-            state.less_pending(fragment)
+            state.pending_done(fragment)
 
     def _is_lost(self, issuer: Worker, failure: Failure) -> bool:
-        """Whether the requesting worker is lost, or this failure reports its loss."""
-        began = failure.error == WorkerLost.__name__ and failure.worker == issuer
-        return began or issuer in self._state.lost
+        reports_loss = failure.error == WorkerLost.__name__ and failure.worker == issuer
+        return reports_loss or issuer in self._state.lost
 
-    def made(
+    def version_done(
         self, value: Value, failure: Failure | None, *, withdrawn: bool = False
     ) -> None:
-        """A version is made, and `stored`, or has failed."""
         if not isinstance(value, Version) or value.before is None:
             self._state.settle(value, failure)
             return
         before = value.before
         if withdrawn:
-            same = partial(self._as_before, value, before)
-            self._state.when_settled((before,), same)
+            copy = partial(self._as_before, value, before)
+            self._state.when_settled((before,), copy)
         else:
             value.before = None
             self._state.settle(value, failure)
@@ -212,35 +207,32 @@ class Leaves(Struct, eq=False):
         self._state.settle(version, before.failure)
 
     def version(self, key: Key) -> Version | None:
-        """The version that a key denotes; None if it is not here."""
         leaf = self._state.leaves.get(key.name)
         if leaf is None or leaf.forgotten:
             return None
         return leaf.versions.get(leaf.newest if key.kind == "newest" else key.index)
 
     def missing(self, key: Key) -> Value:
-        """A failed value that explains why the key is not held here."""
         if key.kind == "leaf":
             leaf = self._state.leaves.get(key.name)
             newest = f"the newest is {leaf.newest}" if leaf else "it was dropped"
-            why = f"version {key.index} of {key.name} is not held any more ({newest})"
+            why = f"version {key.index} of {key.name} is no longer stored ({newest})"
         elif key.kind == "newest":
-            why = f"{key.name} is not held here: it was dropped, or is not made yet"
+            why = f"{key.name} is not stored here: it was dropped, or not assigned yet"
         else:
-            why = f"{key.kind} {key.name} of context {key.context} is not held here"
+            why = f"{key.kind} {key.name} of context {key.context} is not stored here"
         value = Value(key)
         value.settled = True
         value.failure = self._state.failure("ContextError", why)
         return value
 
     def stale(self, oldest: Mapping[LeafId, int]) -> tuple[Stale, ...]:
-        """The leaves that have newer versions than these."""
         leaves = self._state.leaves
         newer = {name: leaves[name].newest - oldest[name] for name in oldest}
-        return tuple(Stale(name, by) for name, by in newer.items() if by)
+        return tuple(Stale(name, count) for name, count in newer.items() if count)
 
     def use(self, fragment: Fragment, key: Key) -> Value:
-        """A version as a value of a context, with its `LeafEnd`."""
+        """Return a leaf version as a value of a context; create its `LeafEnd`."""
         end = fragment.leaves.get(key.name)
         is_newest = key.kind == "newest"
         if is_newest and end is not None and end.read is not None:
@@ -268,18 +260,16 @@ class Leaves(Struct, eq=False):
         return value
 
     def _mirror(self, source: Version, value: Value) -> None:
-        if not value.settled:  # An aborted context has settled it.
+        if not value.settled:  # Otherwise an abort has settled it.
             value.stored = source.stored
             self._state.settle(value, source.failure)
 
     def release(self, fragment: Fragment) -> None:
-        """A context ended: release the versions that it read."""
         leaves = self._state.leaves
         read = [key for key in fragment.values if key.kind == "leaf"]
         self._state.release(leaves[key.name].versions[key.index] for key in read)
 
     def dropped(self, event: Dropped) -> None:
-        """A program here drops leaves, here and on other workers."""
         by_worker: dict[Worker, list[LeafId]] = {}
         for leaf in event.leaves:
             by_worker.setdefault(leaf.worker, []).append(leaf)
@@ -287,7 +277,6 @@ class Leaves(Struct, eq=False):
             self._state.send(worker, Forget(tuple(leaves)))
 
     def forget(self, sender: Worker, message: Forget) -> None:
-        """Drop leaves; a version in use is dropped with its last user."""
         for name in message.leaves:
             leaf = self._state.leaves.get(name)
             if leaf is not None and not leaf.forgotten:
@@ -299,7 +288,7 @@ _NEVER = -1  # The number of a version that no key can name.
 
 
 def unused(key: Key, *, settled: bool = False) -> Value:
-    """A value that no program can name; it is dropped with its last user."""
+    """Return a value that no program can name. It is dropped with its last user."""
     value = Value(key)
     value.settled = settled
     value.users = 0
@@ -307,13 +296,13 @@ def unused(key: Key, *, settled: bool = False) -> Value:
 
 
 def _lost(part: Assignment, why: str, parts: int) -> str:
-    beside = f"; none of {parts} that were asked for together is made" * (parts > 1)
+    others = f"; no part of the assignment ({parts} parts) is done" * (parts > 1)
     return (
-        f"{part.outputs[0].name} cannot be made, called at {part.call_site}: "
-        f"{why}{beside}"
+        f"{part.outputs[0].name} cannot be assigned, called at {part.call_site}: "
+        f"{why}{others}"
     )
 
 
-def _unmade(part: Assignment) -> str:
+def _not_assigned(part: Assignment) -> str:
     names = ", ".join(str(key.name) for key in part.outputs)
-    return f"(not made: {names}; what was assigned beside that is not affected)"
+    return f"(not assigned: {names}; other leaves assigned with it are not affected)"

@@ -1,7 +1,7 @@
-"""Messages between engines; `landing` gives the keys of the values that they carry.
+"""Messages between engines, as plain data.
 
-A message is plain data. The wire encodes it as bytes; the driver attaches the values
-and stores them at the receiver under the keys that `landing(message)` gives.
+`jdag.wire` encodes a message as bytes. A message may carry values. The driver sends
+them with it, and stores them at the receiver under the keys `landing(message)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,7 +57,7 @@ _Change = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 
 
 class Incoming(Record, gc=False):
-    """A recv that a call creates: its source, and which of the slots are tracked."""
+    """A recv that a call creates: its source, and whether each slot is tracked."""
 
     source: Worker
     tracked: Mask
@@ -78,9 +78,9 @@ class OfCall(Record):
 
 
 class Numbered(Record):
-    """Base of messages about a pass of a context, or a step of a plan, by its number.
+    """Base of messages about a pass of a context or a step of a plan.
 
-    A plan has the id of a context.
+    `number` is the number of the pass or step. A plan has the id of a context.
     """
 
     context: ContextId
@@ -88,64 +88,66 @@ class Numbered(Record):
 
 
 class Call(OfCall, tag=0):
-    """Issuer to callee: run `function` on these inputs. Carries the constants."""
+    """Asks the callee to run `function` on these inputs. Carries the constants."""
 
     function: Function
     inputs: Keys
-    tracked: Mask  # Which inputs are edges.
-    outputs: Mask  # Which outputs are tracked.
+    tracked: Mask  # Whether each input is tracked.
+    outputs: Mask  # Whether each output is tracked.
     incoming: Several[Incoming]
     call_site: Name
-    discarded: Keys = ()  # No program can name these any more.
+    discarded: Keys = ()  # Keys that no program can name any more.
     tag: Tag | None = None
 
 
 class Ship(OfCall, tag=1):
-    """Issuer to an owner of arguments: send these to the callee of this path."""
+    """Asks the owner of arguments to send these values to the callee of this path."""
 
     destination: Worker
     keys: Keys
     tracked: Mask
-    function: Name  # The function that is called there.
+    function: Name  # The name of the called function.
     call_site: Name
     discarded: Keys = ()
 
 
 class Acknowledge(Record, tag=2):
-    """To the issuer: the calls, ships or assignments of these paths have arrived."""
+    """Tells the issuer that the calls, ships or assignments of these paths arrived.
+
+    The context is None for assignments and commits.
+    """
 
     context: ContextId | None
     paths: Several[Path]
 
 
 def acknowledged_at_once(messages: Sequence[Acknowledge]) -> list[Acknowledge]:
-    """As few messages as say the same, in the same order."""
     if len(messages) == 1:
         return [*messages]
     return [
-        Acknowledge(context, tuple([path for one in same for path in one.paths]))
-        for context, same in groupby(messages, attrgetter("context"))
+        Acknowledge(context, tuple([path for each in group for path in each.paths]))
+        for context, group in groupby(messages, attrgetter("context"))
     ]
 
 
 class Primal(OfCall, tag=3):
-    """Send to recv: the values of a transfer, or the failure of each missing one."""
+    """Carries a transfer's values. `failures` has None for each value that is sent."""
 
     source: Worker
     failures: Several[Failure | None]
 
 
 class Run(OfCall, tag=4):
-    """Issuer to worker: run a program there. `arguments` are data: refs and statics."""
+    """Asks a worker to run a program. `arguments` contains its encoded arguments."""
 
     function: Data
     arguments: Data
     call_site: Name
-    objects: Several[ObjectId] = ()  # On that worker, which it is handed.
+    objects: Several[ObjectId] = ()  # The hosted objects that the program uses.
 
 
 class Return(OfCall, tag=5):
-    """The program of this path ended; `workers` may hold parts of the context."""
+    """Reports the end of a program. `workers` may have fragments of the context."""
 
     result: Data
     failure: Failure | None
@@ -154,38 +156,38 @@ class Return(OfCall, tag=5):
 
 
 class Tell(OfCall, tag=22):
-    """The program of this path asks the one that called it, or is answered by that."""
+    """A request of the program of this path to its caller, or the caller's answer."""
 
     data: Data
-    answers: bool
+    answers: bool  # Whether this message is the answer.
 
 
 class Discard(Record, tag=21):
-    """A program frame to an owner: no program can name these values any more."""
+    """Tells a worker that no program can name these values any more."""
 
     context: ContextId
     keys: Keys
 
 
 class Read(Record, tag=6):
-    """Request values; untracked. Never creates a context."""
+    """Requests values without gradients. A Read never creates a fragment."""
 
     request: U64
     keys: Keys
 
 
 class Reading(Record, tag=7):
-    """Answer to a Read: the values, or the failure of each missing one."""
+    """The answer to a Read: its values, and a failure for each missing value."""
 
     request: U64
     failures: Several[Failure | None]
 
 
 class Assignment(Record):
-    """New versions of one worker's leaves: from values, or by a function there."""
+    """New versions of leaves on one worker: sent values, or results of a function."""
 
-    path: Path  # The message's path, then the index among all parts assigned with it.
-    function: Function | None  # None: the values come with the message.
+    path: Path  # The message's path, then the index of this part of the assignment.
+    function: Function | None  # If None, the message carries the values.
     inputs: Keys
     outputs: Keys
     avals: Several[Shape]
@@ -193,30 +195,27 @@ class Assignment(Record):
 
     @property
     def worker(self) -> Worker:
-        """The owner of these leaves."""
         leaf: LeafId = self.outputs[0].name
         return leaf.worker
 
 
 class Assign(Record, tag=8):
-    """Make versions of leaves, each part independently, in order.
+    """Asks to create versions of leaves, in order. Each part may fail independently.
 
-    Carries the values of parts without a function, and the constants of functions, each
-    once even if several functions use it.
+    Carries the values of parts without a function, and each constant of functions once,
+    even if several functions use it.
     """
 
-    path: Path  # (number,): leaves are assigned outside contexts, in one order.
+    path: Path  # (number,), counted by the issuer.
     parts: Several[Assignment]
 
 
 class Forget(Record, tag=9):
-    """Drop these leaves, all versions."""
-
     leaves: _Leaves
 
 
 class Attach(Record, tag=20):
-    """Issuer to the owner of a value: apply this hook to its cotangents."""
+    """Asks the worker of a value to apply this hook to the value's cotangents."""
 
     context: ContextId
     key: Key  # An output, or any version of a leaf.
@@ -224,7 +223,10 @@ class Attach(Record, tag=20):
 
 
 class Start(Numbered, tag=10):
-    """Owner to a worker with roots: count; if `go`, begin. Carries given cotangents."""
+    """Asks a worker with roots to count dependencies and, if `go`, to run the pass.
+
+    Carries the roots' given cotangents.
+    """
 
     roots: Several[Root]
     mode: Mode
@@ -235,14 +237,12 @@ class Start(Numbered, tag=10):
 
 
 class Marked(Record, gc=False):
-    """Slots of a transfer, by its path, that the roots newly need."""
-
     path: Path
     slots: Mask
 
 
 class Mark(Numbered, tag=19):
-    """Recv to send, in SMART mode: the slots of these transfers that the roots need."""
+    """In SMART mode, tells a sending worker which slots of transfers the roots need."""
 
     transfers: Several[Marked]
     retain: bool
@@ -251,7 +251,7 @@ class Mark(Numbered, tag=19):
 
 
 class Go(Numbered, tag=11):
-    """Owner to a worker with announced roots: begin."""
+    """Asks a worker with roots to run the pass."""
 
     retain: bool
     credit: Credit
@@ -259,7 +259,7 @@ class Go(Numbered, tag=11):
 
 
 class Cotangent(Numbered, tag=12):
-    """Recv to send: cotangents of a transfer's slots; absent = symbolic zero."""
+    """Returns a transfer's cotangents to its sender. Slots not `present` are zeros."""
 
     path: Path
     present: Mask
@@ -269,9 +269,10 @@ class Cotangent(Numbered, tag=12):
 
 
 class Answer(Numbered, tag=13):
-    """To the owner: this worker is passive. Returns credit and change in owed sends.
+    """Tells the owner that this worker is passive, and returns its credit.
 
-    All messages of a pass carry these two (`jdag.engine.credit`).
+    All messages of a pass carry credit and the change in owed sends
+    (`jdag.engine.credit`).
     """
 
     credit: Credit
@@ -279,35 +280,32 @@ class Answer(Numbered, tag=13):
 
 
 class Fail(Numbered, tag=14):
-    """To the worker that first sent a message of the pass: it cannot finish."""
+    """Tells the sender of the pass's first message that the pass cannot finish here."""
 
     failure: Failure
 
 
 class End(Numbered, tag=15):
-    """Owner to every participant: the pass is over."""
+    """Tells every participant that the pass is over."""
 
     outcome: Outcome
     retain: bool
 
 
 class Ended(Numbered, tag=16):
-    """Answer to End: sends still owed, and leaves that now have a gradient.
-
-    `failure`: an observing hook raised.
-    """
+    """The answer to End: sends still owed, and leaves that have a new gradient."""
 
     owed: Several[Owed] = ()
     leaves: _Leaves = ()
-    stale: Several[Stale] = ()  # Of these leaves.
-    failure: Failure | None = None
+    stale: Several[Stale] = ()  # Leaves that were updated later.
+    failure: Failure | None = None  # Raised by an observing hook.
 
 
 class Release(Record, tag=17):
-    """Owner to every participant: forget it, at once if `abort`, else when quiet.
+    """Asks every participant to forget the context: if `abort`, immediately.
 
-    `live` lists the counters of the owner's open contexts. Every other context up to
-    this one is gone; a worker remembers no more than that.
+    `live` lists the counters of the owner's open contexts. All other contexts of the
+    owner up to this one are released.
     """
 
     context: ContextId
@@ -316,65 +314,62 @@ class Release(Record, tag=17):
 
 
 class Released(Record, tag=18):
-    """Answer to Release: failures that originated here, in program order."""
+    """Answer to Release: failures that originated on this worker, in program order."""
 
     context: ContextId
     failures: Several[Failure]
 
 
 class Listing(Numbered, tag=28):
-    """To a worker with listed calls: all are there, and which actions may come.
+    """Tells a worker with scheduled calls that all calls of a context are issued.
 
-    Of pass 0, their forwards: a program waits. Else a pass begins, which needs what it
-    has `marked`, or in FAST anything.
+    If `number` is 0, the program waits, so only the forwards of these calls can occur.
+    Otherwise the pass of this number begins. If `marked`, the pass needs only the
+    marked nodes, otherwise possibly all nodes.
     """
 
     marked: bool
 
 
 class Outgoing(Record):
-    """Values that go to another worker when a segment has run."""
-
     to: Worker
     slots: Slots
 
 
 class Segment(Record):
-    """What one job of a plan computes: slots that it needs and makes, and sends.
+    """One job of a plan: its input slots, its output slots, and the slots it sends.
 
-    Under a schedule each action is a segment of its own.
+    Under a schedule each action is a separate segment.
     """
 
     function: Function
     needs: Slots
     makes: Slots
     hops: Several[Outgoing] = ()
-    tag: Tag | None = None  # Of the action that it is.
+    tag: Tag | None = None  # Under a schedule: stage and micro-batch of the action.
     action: Literal["", "F", "B", "I", "W"] = ""
 
 
 class Slotted(Record):
-    """A leaf, and the slot of the version that a step reads or makes."""
-
     leaf: LeafId
     slot: U32
 
 
 class Prepare(Numbered, tag=23):
-    """Owner to a worker: its part of a plan. Carries the constants; compile it."""
+    """Asks a worker to compile its part of a plan. Carries the constants."""
 
     segments: Several[Segment]
     constants: Slots
     reads: Several[Slotted]
     stages: Several[Slotted]
-    updates: Slots  # Segments that make what is staged, from the newest versions.
-    reports: bool  # Whether the owner waits for a Stepped of each step.
+    updates: Slots  # Segments that compute new versions from the newest versions.
+    reports: bool  # Whether the owner waits for a Stepped for each step.
 
 
 class Step(Numbered, tag=24):
-    """Owner to a worker: run your segments. Carries the inputs of the step.
+    """Asks a worker to run its segments. Carries the inputs of the step.
 
-    If `commits`, the step before succeeded everywhere: commit it first.
+    If `commits`, the previous step succeeded on all workers: commit it first.
     """
 
     slots: Slots
@@ -382,25 +377,25 @@ class Step(Numbered, tag=24):
 
 
 class Hop(Numbered, tag=25):
-    """Worker to worker: values that a segment made for others."""
+    """Carries outputs of a segment to a worker whose segments need these outputs."""
 
     slots: Slots
 
 
 class Stepped(Numbered, tag=26):
-    """To the owner: a step has run here, or failed; step 0: a segment is compiled."""
+    """Tells the owner that a step ended or, with number 0, that a segment compiled."""
 
     failure: Failure | None
 
 
 class Settle(Numbered, tag=27):
-    """Owner to a worker: the step is over; commit it, or drop it; `over`: all of it."""
+    """Asks a worker to commit a step or to drop it."""
 
     commits: bool
-    over: bool
+    over: bool  # Whether to forget the plan afterwards.
 
 
-# Of these messages one alone may be the sender: the owner of the context or plan.
+# Messages that only the owner of their context or plan may send.
 FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Step, Settle))
 
 # Messages that carry a part of a pass's credit.
@@ -414,19 +409,21 @@ Message = (
 
 
 def check_owner(message: Any, sender: Worker, names: Sequence[str]) -> None:
-    """Raise ProtocolError if one of `FROM_OWNER` is by another worker than the owner.
+    """Raise ProtocolError if a message of `FROM_OWNER` is not sent by the owner.
 
-    All else that a peer says wrongly of a context concerns it alone, or raises.
+    Other wrong messages about a context affect only their sender, or raise an error
+    later.
     """
     context = message.context
     owner = incarnated(names[context.number], context.incarnation)
     if owner != sender:
-        what = f"a {type(message).__name__} of {context}"
-        raise ProtocolError(f"{what} came from {sender!r}: its owner is {owner!r}")
+        name = f"a {type(message).__name__} of {context}"
+        raise ProtocolError(
+            f"{name} came from {sender!r}, but only {owner!r} may send it"
+        )
 
 
 def landing(message: Message) -> tuple[Key, ...]:
-    """The keys under which the values that a message carries are stored."""
     keys = _LANDING.get(message.__class__)
     return () if keys is None else tuple(keys(message))
 
@@ -449,13 +446,13 @@ def _of_step(message: Step | Hop) -> list[Key]:
 _LANDING: dict[type, Callable[[Any], list[Key]]] = {
     Cotangent: lambda message: [
         CotangentKey(message.context, (message.number, message.path), slot)
-        for slot, here in enumerate(message.present)
-        if here
+        for slot, present in enumerate(message.present)
+        if present
     ],
     Primal: lambda message: [
         ReceivedKey(message.context, (message.path, message.source), slot)
-        for slot, why in enumerate(message.failures)
-        if why is None
+        for slot, failure in enumerate(message.failures)
+        if failure is None
     ],
     Call: lambda message: [
         key
@@ -475,7 +472,7 @@ _LANDING: dict[type, Callable[[Any], list[Key]]] = {
     Hop: _of_step,
     Reading: lambda message: [
         ReadingKey(None, message.request, slot)
-        for slot, why in enumerate(message.failures)
-        if why is None
+        for slot, failure in enumerate(message.failures)
+        if failure is None
     ],
 }

@@ -1,8 +1,8 @@
 """Names and plain data in messages, jobs and events.
 
-Names are global: a key means the same value on every worker. Structs that travel bound
-every number, text and tuple by annotations, which the wire enforces. A struct is
-encoded as an array of its fields, so fields and tags are only ever appended.
+Names are global: a key means the same value on every worker. Annotations bound every
+number, string and tuple of a struct in messages; decoding enforces the bounds. A struct
+is encoded as an array of its fields, so new fields and tags are only appended.
 """
 
 import re
@@ -13,13 +13,13 @@ from msgspec import Meta, Struct
 
 from jdag.engine.arrays import ArrayType
 
-# Of a worker; both drivers take the same.
+# Names of workers: a pattern, and its description in errors.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
-NAMES = "letters, digits, _, - and ., beginning with a letter or digit, at most 64"
-ITEMS_MAX = 1 << 24  # Of a tuple in a message.
-SLOTS_MAX = 1 << 20  # Of one call or transfer.
+NAMES = "at most 64 letters, digits, _, - and ., beginning with a letter or digit"
+ITEMS_MAX = 1 << 24  # Items of a tuple in a message.
+SLOTS_MAX = 1 << 20  # Slots of one call or transfer.
 PATH_MAX = 1 << 12  # Numbers in a path: the nesting depth of programs.
-NAME_MAX = 1 << 16  # Characters of a text that names something.
+NAME_MAX = 1 << 16  # Characters of a name.
 TEXT_MAX = 1 << 28
 DATA_MAX_BYTES = 1 << 30
 
@@ -32,8 +32,7 @@ Name = Annotated[str, Meta(max_length=NAME_MAX)]
 _Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Mask = Annotated[tuple[bool, ...], Meta(max_length=SLOTS_MAX)]
 
-# What is opaque to engines travels as bytes, which the wire encodes and decodes.
-# Exceptions do not travel.
+# Data that is opaque to engines. Messages contain the data as bytes, but no exceptions.
 if TYPE_CHECKING:
     Function = Any
     Shape = Any
@@ -48,13 +47,14 @@ else:
 
 @dataclass_transform(frozen_default=True)
 class Record(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Base of everything that travels."""
+    """Base of all structs in messages."""
 
 
 class Tag(Record, gc=False):
-    """Which stage of which micro-batch a call is.
+    """The pipeline stage and micro-batch of a call.
 
-    `listed`: a schedule says when its jobs run; `halves`: I and W are listed apart.
+    If `listed`, a schedule orders the call's jobs. If `halves`, the schedule has I and
+    W as separate actions.
     """
 
     stage: U32
@@ -63,41 +63,38 @@ class Tag(Record, gc=False):
     halves: bool = False
 
 
-# Call numbers from the top frame down: the order of everything.
+# A path contains call numbers, from the top frame down. Paths define program order.
 Path = Annotated[tuple[U32, ...], Meta(max_length=PATH_MAX)]
 
 # A restarted worker is a new worker: messages to, from or about its predecessor do not
-# concern it. So each incarnation has its own name: `ps0` first, then `ps0#1`, `ps0#2`.
+# concern the new worker. So each incarnation has its own name: first `ps0`, then
+# `ps0#1`, `ps0#2`.
 Worker = Annotated[str, Meta(min_length=1, max_length=NAME_MAX)]
 Workers = Annotated[tuple[Worker, ...], Meta(max_length=ITEMS_MAX)]
-_AGAIN = "#"  # Not in the name of a worker.
+_INCARNATION = "#"  # A separator that names of workers cannot contain.
 
 
 def incarnated(name: str, incarnation: int) -> Worker:
-    """The engines' name of an incarnation of this worker."""
-    return f"{name}{_AGAIN}{incarnation}" if incarnation else name
+    return f"{name}{_INCARNATION}{incarnation}" if incarnation else name
 
 
 def named(worker: Worker) -> str:
-    """The name of the worker without its incarnation."""
-    return worker.partition(_AGAIN)[0]
+    return worker.partition(_INCARNATION)[0]
 
 
 def incarnation_of(worker: Worker) -> int:
-    """How often this worker had been started before."""
-    return int(worker.partition(_AGAIN)[2] or 0)
+    return int(worker.partition(_INCARNATION)[2] or 0)
 
 
 WORKERS_MAX = 1 << 16  # A context's id has 16 bits for the worker.
 
 
 def is_name(name: object) -> bool:
-    """Whether this is an allowed name of a worker."""
     return isinstance(name, str) and re.fullmatch(NAME, name) is not None
 
 
 class ContextId(Record, order=True, gc=False, cache_hash=True):
-    """Identifies a context: its owner's number, a 48-bit counter, the incarnation."""
+    """Identifies a context: number and incarnation of its owner, and a counter."""
 
     number: U16
     counter: U48
@@ -105,21 +102,19 @@ class ContextId(Record, order=True, gc=False, cache_hash=True):
 
     @property
     def id(self) -> int:
-        """The 64-bit id: the worker's number in its top 16 bits."""
         return self.number << 48 | self.counter
 
     def __str__(self) -> str:
-        again = f"{_AGAIN}{self.incarnation}" if self.incarnation else ""
-        return f"{self.number}{again}.{self.counter}"
+        return f"{incarnated(str(self.number), self.incarnation)}.{self.counter}"
 
 
 class ObjectId(Record, tag=14, order=True, cache_hash=True):
-    """Identifies a Python object on a worker, by the program call that made it."""
+    """Identifies a hosted object by the program call that created it."""
 
     context: ContextId
     path: Path
     worker: Worker
-    name: Name  # Of its class, for errors.
+    name: Name  # The name of its class, for errors.
 
     def __str__(self) -> str:
         path = ".".join(map(str, self.path))
@@ -127,10 +122,10 @@ class ObjectId(Record, tag=14, order=True, cache_hash=True):
 
 
 class LeafId(Record, order=True, gc=False, cache_hash=True):
-    """Identifies a leaf: the worker that keeps it, and a 64-bit number.
+    """Identifies a leaf: the worker that stores it, and a 64-bit number.
 
-    The number is the maker's number (16 bits), its incarnation (16), whether no
-    cotangent flows to it whatever its dtype (1), and a counter (31).
+    The number contains the creator's worker number (16 bits) and incarnation (16), a
+    bit that is set for untracked leaves, and a counter (31).
     """
 
     worker: Worker
@@ -140,33 +135,32 @@ class LeafId(Record, order=True, gc=False, cache_hash=True):
     def made_by(
         cls, maker: int, incarnation: int, counter: int, worker: Worker
     ) -> "LeafId":
-        """The id of a leaf on `worker`, by its maker and the last 32 bits."""
         assert incarnation < 1 << 16 and counter < 1 << 32, (incarnation, counter)
         return cls(worker, maker << 48 | incarnation << 32 | counter)
 
     @property
     def untracked(self) -> bool:
-        """Whether it was made as a leaf without gradients."""
+        """Whether the leaf has no gradients, whatever its dtype."""
         return bool(self.number >> 31 & 1)
 
     @property
     def label(self) -> str:
-        """Its number for readers, by maker and counter."""
+        """A short name: `leaf 2`, or `leaf 1.2` if worker 1 created the leaf."""
         maker, incarnation = self.number >> 48, self.number >> 32 & (1 << 16) - 1
-        by = incarnated(str(maker), incarnation)
-        by = f"{by}." if by != "0" else ""
-        return f"leaf {by}{self.number & (1 << 31) - 1}"
+        creator = incarnated(str(maker), incarnation)
+        prefix = f"{creator}." if creator != "0" else ""
+        return f"leaf {prefix}{self.number & (1 << 31) - 1}"
 
     def __str__(self) -> str:
         return f"{self.label} on {self.worker}"
 
 
 class AnyKey(Record, gc=False, cache_hash=True):
-    """Names a value in a context, on one worker: `name` and `index` differ by kind."""
+    """Names a value on one worker. The kind of key defines `name` and `index`."""
 
     kind: ClassVar[str]
     context: ContextId | None
-    name: Any  # Each kind has a type of its own.
+    name: Any  # Subclasses define the type.
     index: U32
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -174,27 +168,27 @@ class AnyKey(Record, gc=False, cache_hash=True):
         cls.kind = cls.__name__.removesuffix("Key").lower()
 
     def __lt__(self, other: "AnyKey") -> bool:
-        """Compare by kind, context, name and index; within a kind, program order."""
+        """Order by kind, context, name, index. Within a kind this is program order."""
         if self.kind != other.kind:
             return self.kind < other.kind
-        one = (self.context, self.name, self.index)
-        return one < (other.context, other.name, other.index)
+        fields = (self.context, self.name, self.index)
+        return fields < (other.context, other.name, other.index)
 
 
 class OutputKey(AnyKey, tag=0):
-    """Output `index` of the call of this path, where it ran."""
+    """Output `index` of the call of this path, on the callee."""
 
     name: Path
 
 
 class ReceivedKey(AnyKey, tag=1):
-    """Slot `index` of the transfer to a call from a worker, where it arrived."""
+    """Slot `index` of the transfer from a worker to a call, on the callee."""
 
     name: tuple[Path, Worker]
 
 
 class ConstantKey(AnyKey, tag=2):
-    """Argument `index`, which goes with the call of this path."""
+    """Constant argument `index`, sent with the call of this path."""
 
     name: Path
 
@@ -212,43 +206,43 @@ class GradientKey(AnyKey, tag=4):
 
 
 class SeedKey(AnyKey, tag=5):
-    """The cotangent given to root `index` of a pass, where the root lives."""
+    """The initial cotangent of root `index` in pass `name`, on the root's worker."""
 
     name: U32
 
 
 class CotangentKey(AnyKey, tag=6):
-    """The cotangent of slot `index` of a transfer in a pass, at the send."""
+    """The cotangent of slot `index` of a transfer in a pass, at the transfer's send."""
 
     name: tuple[U32, Path]
 
 
 class ReadingKey(AnyKey, tag=7):
-    """Value `index` of a request, on the requesting worker."""
+    """Value `index` of the answer to a Read, on the requesting worker."""
 
     name: U64
 
 
 class NewestKey(AnyKey, tag=8):
-    """The newest version of a leaf, whichever that is; `index` is 0."""
+    """The newest version of a leaf when the message arrives. `index` is 0."""
 
     name: LeafId
 
 
 class ResidualsKey(AnyKey, tag=9):
-    """The residuals of a call, where it ran; `index` is 0; never sent."""
+    """The residuals of a call, on the callee. `index` is 0. Never sent."""
 
     name: Path
 
 
 class ScratchKey(AnyKey, tag=10):
-    """Output `index` of a job, where that ran; never sent."""
+    """Output `index` of a job, on the job's worker. Never sent."""
 
     name: U64
 
 
 class SlotKey(AnyKey, tag=11):
-    """Slot `index` in a step of the plan `context`; step 0: a constant."""
+    """Slot `index` in step `name` of the plan `context`. Step 0 has the constants."""
 
     name: U32
 
@@ -264,15 +258,15 @@ else:
 Keys = Annotated[tuple[Key, ...], Meta(max_length=ITEMS_MAX)]
 
 
-LEAF_KINDS = ("leaf", "newest")  # Of keys that name a version of a leaf.
+LEAF_KINDS = ("leaf", "newest")  # Kinds of keys that name a version of a leaf.
 
 
 class Failure(Record):
-    """An error as a value: its holders, and computations on it, fail with it.
+    """An error in place of a value. Computations on the value fail with this error.
 
-    `error` names a class of `jdag.errors`. `exception` is the original, in the process
-    where it was raised (it does not travel). (`worker`, `path`) is the origin and
-    identifies the failure.
+    `error` names a class of `jdag.errors`. `exception` is the original exception; only
+    the process that raised it has it. (`worker`, `path`) is the origin and identifies
+    the failure.
     """
 
     error: Name
@@ -282,61 +276,58 @@ class Failure(Record):
     function: Name = ""
     call_site: Name = ""
     traceback: _Text = ""
-    route: Workers = ()  # From the owner down to where it failed.
+    route: Workers = ()  # From the context's owner to the worker that failed.
     exception: OwnException = None
 
 
 class Mode(Enum):
-    """Which sends a pass waits for: all of the context, or those that roots need."""
+    """A FAST pass waits for all sends, a SMART pass for the sends that roots need."""
 
     FAST = "fast"
     SMART = "smart"
 
 
 class Outcome(Enum):
-    """How a pass ended."""
-
     FINISHED = "finished"
     FAILED = "failed"
     STUCK = "stuck"
-    EXPIRED = "expired"  # Its timeout has passed.
+    EXPIRED = "expired"  # The pass exceeded its timeout.
 
 
 class Root(Record):
-    """A starting point of a pass: a value, its shape, and if a cotangent is given."""
-
     key: Key
     aval: Shape
-    given: bool
-    number: U32  # Its index among all roots of the pass.
+    given: bool  # Whether the program gives the root's cotangent, instead of ones.
+    number: U32  # The root's index among all roots of the pass.
 
 
 class Hook(Record):
-    """A function applied to a complete cotangent on its worker, in order of path.
+    """A function that runs on complete cotangents of a value, on the value's worker.
 
-    If `replaces`, its result replaces the cotangent. Otherwise it observes the gradient
-    that a pass adds to a leaf, once that has been accumulated.
+    If `replaces`, its result replaces the cotangent. Otherwise the hook observes the
+    gradient that a pass adds to a leaf, after this gradient was accumulated. Hooks run
+    in order of path.
     """
 
     path: Path
     function: Data
     replaces: bool
-    aval: Shape  # Of the cotangent.
+    aval: Shape  # The shape of the cotangent.
     call_site: Name
 
 
 class Stale(Record, order=True, gc=False):
-    """A leaf that was updated since a pass's forward read it."""
+    """A leaf that was updated after the forward of a pass read it."""
 
     leaf: LeafId
-    newer: U32  # How many versions the newest is ahead of the oldest that was read.
+    newer: U32  # Number of versions after the oldest version that the forward read.
 
 
 class Owed(Record, order=True, gc=False):
-    """A send that still waits for its cotangent, as a stuck pass reports it."""
+    """A send that still waits for its cotangent when a pass ends."""
 
     path: Path
-    worker: Worker  # Where the send is.
-    destination: Worker  # Where the cotangent should have come from.
+    worker: Worker  # The worker of the send.
+    destination: Worker  # The worker of the recv, which has not sent the cotangent.
     function: Name  # The function that was called with the sent values.
     call_site: Name

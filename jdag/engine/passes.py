@@ -1,17 +1,17 @@
 """Passes: the owner's part of a pass, and the end of a pass on every worker.
 
 Inputs:  Differentiated from programs; End and Ended from other workers; Expired from
-         the driver; from `backward`: the owner is passive and holds the whole credit,
-         or a failure reached it.
+         the driver; calls of `passive` by `backward`.
 Outputs: Start, Go, End, Ended, Resume, Alarm and Drop.
 
 Invariants
 - A pass begins when the top frame has no unacknowledged call. SMART mode first marks
-  from the roots; FAST mode with roots on several workers first announces them all. This
-  first wave is over when the owner holds the whole credit; then it sends Go.
-- Every pass ends with one End to each participating worker, and is over when all have
-  answered: then no job of it runs anywhere, unless it timed out. Only End(finished)
-  commits gradients.
+  the sends that the roots need. FAST mode with roots on several workers first announces
+  all roots. When the owner holds the full credit, this phase is over, and the owner
+  sends Go.
+- Every pass ends with one End to each participating worker, and is over when all these
+  workers have answered. Then no worker runs a job of the pass, unless the pass timed
+  out. Only End(finished) commits gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ from jdag.engine.backward import Backward
 from jdag.engine.credit import WHOLE
 from jdag.engine.graph import CallNode, Fragment
 from jdag.engine.leaves import Leaves
-from jdag.engine.lifetimes import Lives
-from jdag.engine.listing import Lists
+from jdag.engine.lifetimes import Lifetimes
+from jdag.engine.listing import Listings
 from jdag.engine.phases import NEXT, OwnedFragment, Phase
 from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import (
@@ -56,166 +56,150 @@ from jdag.engine.worker_pass import Pass, PendingSend
 
 
 class Passes(Struct, eq=False):
-    """The owner's passes, and the end of a pass on any worker."""
-
     _state: State
     _leaves: Leaves
-    _lives: Lives
+    _lifetimes: Lifetimes
     _frames: ProgramFrames
     _backward: Backward
-    _lists: Lists
+    _listings: Listings
 
     # -------------------------------------------------------------- the owner's pass
 
     def owned(self, context: ContextId) -> OwnedFragment:
-        """A context owned by this engine."""
         self._frames.frame(context, ())
-        own = self._state.owned(context)
-        assert own is not None, context
-        return own
+        fragment = self._state.owned(context)
+        assert fragment is not None, context
+        return fragment
 
     def differentiated(self, event: Differentiated) -> None:
-        """The top frame requests a pass."""
-        own = self.owned(event.context)
-        own.advance(Differentiated)
-        own.passes += 1
-        own.waiter = event.waiter
-        own.roots = event.roots
-        own.retain = event.retain
-        own.answers = []
-        top = own.frames[()]
+        fragment = self.owned(event.context)
+        fragment.advance(Differentiated)
+        fragment.passes += 1
+        fragment.waiter = event.waiter
+        fragment.roots = event.roots
+        fragment.retain = event.retain
+        fragment.answers = []
+        top = fragment.frames[()]
         if event.timeout_ns is not None:
-            expired = Expired(event.context, own.passes)
+            expired = Expired(event.context, fragment.passes)
             self._state.out.append(Alarm(event.waiter, expired, event.timeout_ns))
         if not event.retain:
-            self._lives.note_leaves(top)
-        begin = partial(self._begin, own, event.mode)
+            self._lifetimes.note_leaves(top)
+        begin = partial(self._begin, fragment, event.mode)
         self._frames.when_acknowledged(top, begin)
 
-    def never_began(self, own: OwnedFragment) -> None:
-        """Drop the given cotangents of a pass that ends while it gathers."""
-        if own.phase is Phase.GATHERING:
-            roots = [root for _, root in own.roots]
-            self._state.drop(_seeds(own, own.passes, roots))
+    def never_began(self, fragment: OwnedFragment) -> None:
+        if fragment.phase is Phase.GATHERING:
+            roots = [root for _, root in fragment.roots]
+            self._state.drop(_seeds(fragment, fragment.passes, roots))
 
-    def _begin(self, own: OwnedFragment, mode: Mode) -> None:
-        """All calls have arrived: announce the roots, or start where they all are."""
-        if own.phase is not Phase.GATHERING:
-            return  # It ended meanwhile: a worker was lost, or the timeout passed.
-        context, number, retain = own.context, own.passes, own.retain
-        live = Pass(own, number, mode, retain, parent=None, credit=WHOLE)
-        own.live = live
+    def _begin(self, fragment: OwnedFragment, mode: Mode) -> None:
+        if fragment.phase is not Phase.GATHERING:
+            return  # The pass has ended: a worker was lost, or the timeout passed.
+        context, number, retain = fragment.context, fragment.passes, fragment.retain
+        live = Pass(fragment, number, mode, retain, parent=None, credit=WHOLE)
+        fragment.live = live
         by_worker: dict[Worker, list[Root]] = {}
-        for worker, root in own.roots:
+        for worker, root in fragment.roots:
             by_worker.setdefault(worker, []).append(root)
         alone = len(by_worker) == 1 and mode is Mode.FAST
         announced = Go if alone else Start
-        own.advance(Mark if mode is Mode.SMART else announced)
+        fragment.advance(Mark if mode is Mode.SMART else announced)
         for worker, given in by_worker.items():
             roots = tuple(given)
             if worker == self._state.worker:
                 live.roots = roots
             else:
                 start = partial(Start, context, number, roots, mode, retain, alone)
-                seeds = _seeds(own, number, roots)
+                seeds = _seeds(fragment, number, roots)
                 live.outbox.append(PendingSend(worker, start, seeds))
         if live.roots and self._backward.sight(live) and alone:
             self._backward.seed(live)
         if alone:
-            self._lists.tell(own.frames[()], Listing(context, number, False))
+            listing = Listing(context, number, False)
+            self._listings.announce(fragment.frames[()], listing)
         self._backward.settle(live)
 
     def passive(self, live: Pass, failure: Failure | None) -> None:
-        """No worker has anything to do: the first wave, or the pass, is over.
-
-        Or a failure of the pass has reached its owner.
-        """
-        own = live.fragment
-        assert isinstance(own, OwnedFragment), own
+        fragment = live.fragment
+        assert isinstance(fragment, OwnedFragment), fragment
         if failure is not None:
-            self.finish(own, Outcome.FAILED, failure)
+            self.finish(fragment, Outcome.FAILED, failure)
             return
-        if own.phase is Phase.RUNNING:
+        if fragment.phase is Phase.RUNNING:
             stuck = live.unreported > 0
             outcome = Outcome.STUCK if stuck else Outcome.FINISHED
-            self.finish(own, outcome, None)
+            self.finish(fragment, outcome, None)
             return
-        own.advance(Go)
-        go = partial(Go, own.context, live.number, own.retain)
-        for worker in dict.fromkeys(worker for worker, _ in own.roots):
+        fragment.advance(Go)
+        go = partial(Go, fragment.context, live.number, fragment.retain)
+        for worker in dict.fromkeys(worker for worker, _ in fragment.roots):
             if worker != self._state.worker:
                 live.outbox.append(PendingSend(worker, go))
-        marked = Listing(own.context, live.number, live.mode is Mode.SMART)
-        self._lists.tell(own.frames[()], marked)
+        marked = Listing(fragment.context, live.number, live.mode is Mode.SMART)
+        self._listings.announce(fragment.frames[()], marked)
         self._backward.seed(live)
         self._backward.settle(live)
 
     def expired(self, event: Expired) -> None:
-        """The timeout of a pass has passed: end it; answers report the owed sends."""
-        own = self._state.owned(event.context)
-        if own is None or own.passes != event.number:
+        fragment = self._state.owned(event.context)
+        if fragment is None or fragment.passes != event.number:
             return
-        if own.phase is Phase.ENDING and own.outcome is Outcome.FAILED:
-            # Do not wait any longer for jobs of the failed pass.
-            message = End(own.context, own.passes, Outcome.EXPIRED, own.retain)
-            self._state.ask_all(own, own.awaited, message)
-        if End not in NEXT[own.phase]:
-            return  # It is already ending.
-        top = own.frames[()]
+        if fragment.phase is Phase.ENDING and fragment.outcome is Outcome.FAILED:
+            # Stop waiting for jobs of the failed pass.
+            message = End(
+                fragment.context, fragment.passes, Outcome.EXPIRED, fragment.retain
+            )
+            self._state.ask_all(fragment, fragment.awaited, message)
+        if End not in NEXT[fragment.phase]:
+            return  # The pass is already ending.
+        top = fragment.frames[()]
         waits = self._frames.unacknowledged(top)
         why = f"acknowledgements of {', '.join(waits)}" if waits else ""
-        self._frames.never_mind(top)
+        self._frames.discard_waits(top)
         failure = self._state.failure("PassTimeout", why)
-        self.finish(own, Outcome.EXPIRED, failure)
+        self.finish(fragment, Outcome.EXPIRED, failure)
 
     def finish(
-        self,
-        own: OwnedFragment,
-        outcome: Outcome,
-        failure: Failure | None,
+        self, fragment: OwnedFragment, outcome: Outcome, failure: Failure | None
     ) -> None:
-        """Send the end of the pass to every worker that took part."""
-        self.never_began(own)
-        own.advance(End)
-        own.outcome, own.failure = outcome, failure
-        # A pass that did not begin also ends on workers that have acknowledged nothing:
-        # calls still on their way to them are spent too.
-        message = End(own.context, own.passes, outcome, own.retain)
-        self._state.ask_all(own, own.frames[()].workers, message)
+        self.never_began(fragment)
+        fragment.advance(End)
+        fragment.outcome, fragment.failure = outcome, failure
+        # Sent even if the pass did not begin: workers must mark their calls as spent.
+        message = End(fragment.context, fragment.passes, outcome, fragment.retain)
+        self._state.ask_all(fragment, fragment.frames[()].workers, message)
 
     def ended(self, sender: Worker, message: Ended) -> None:
-        """A participant answered End."""
-        own = self._state.owned(message.context)
-        if own is None or own.phase is not Phase.ENDING:
+        fragment = self._state.owned(message.context)
+        if fragment is None or fragment.phase is not Phase.ENDING:
             return
-        if sender in own.awaited and message.number == own.passes:
-            del own.awaited[sender]
-            own.answers.append(message)
-            if not own.awaited:
-                self.conclude(own)
+        if sender in fragment.awaited and message.number == fragment.passes:
+            del fragment.awaited[sender]
+            fragment.answers.append(message)
+            if not fragment.awaited:
+                self.conclude(fragment)
 
-    def conclude(self, own: OwnedFragment) -> None:
-        """All have answered: resume the program."""
-        own.advance(Ended if own.lost is None else LostEvent)
-        if own.lost is not None:
-            own.outcome, own.failure = Outcome.FAILED, own.lost
-        answers = own.answers
+    def conclude(self, fragment: OwnedFragment) -> None:
+        fragment.advance(Ended if fragment.lost is None else LostEvent)
+        if fragment.lost is not None:
+            fragment.outcome, fragment.failure = Outcome.FAILED, fragment.lost
+        answers = fragment.answers
         raised = [each.failure for each in answers if each.failure is not None]
-        waits = own.outcome in (Outcome.STUCK, Outcome.EXPIRED)
+        waits = fragment.outcome in (Outcome.STUCK, Outcome.EXPIRED)
         result = PassResult(
-            own.passes,
-            own.outcome,
-            own.failure or min(raised, key=attrgetter("path"), default=None),
+            fragment.passes,
+            fragment.outcome,
+            fragment.failure or min(raised, key=attrgetter("path"), default=None),
             tuple(sorted(owed for each in answers if waits for owed in each.owed)),
             tuple(sorted(leaf for each in answers for leaf in each.leaves)),
             tuple(sorted(stale for each in answers for stale in each.stale)),
         )
-        self._state.resume(own.waiter, result)
+        self._state.resume(fragment.waiter, result)
 
     # ------------------------------------------------------------- the end of a pass
 
     def end(self, sender: Worker, message: End) -> None:
-        """The context's owner ended the pass."""
         fragment = self._state.contexts.get(message.context)
         if fragment is None:
             self._state.send(sender, Ended(message.context, message.number))
@@ -223,12 +207,12 @@ class Passes(Struct, eq=False):
             self._close_pass(fragment, message, partial(self._state.send, sender))
 
     def _close_pass(
-        self, fragment: Fragment, message: End, tell: Callable[[Ended], None]
+        self, fragment: Fragment, message: End, reply: Callable[[Ended], None]
     ) -> None:
-        """Commit or discard the local part of a pass; only gradients remain.
+        """Commit or discard the local part of a pass. Only gradients are kept.
 
-        `tell` is called with the answer when observing hooks have run or, after a
-        failure, when no job of the pass runs.
+        Calls `reply` after observing hooks have run or, if the pass failed, after its
+        jobs have ended.
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live
@@ -246,46 +230,41 @@ class Passes(Struct, eq=False):
             live.dues, live.needed = {}, {}
         if finished and live is not None and live.observed:
             self._backward.gradients.show(
-                live, lambda why: tell(replace(answer, failure=why))
+                live, lambda why: reply(replace(answer, failure=why))
             )
         elif message.outcome is Outcome.FAILED:  # Jobs may still be running.
             jobs = self._jobs(fragment, message.number)
-            self._state.when_computed(jobs, partial(tell, answer))
+            self._state.when_computed(jobs, partial(reply, answer))
         else:
-            tell(answer)
+            reply(answer)
 
     def _jobs(self, fragment: Fragment, number: int) -> list[int]:
-        jobs = self._state.jobs.items()
-        return [
-            id
-            for id, (_, part, job) in jobs
-            if part is fragment and job.phase == number
-        ]
+        parts = self._state.jobs.values()
+        jobs = [job for _, part, job in parts if part is fragment]
+        return [job.id for job in jobs if job.phase == number]
 
     def _ended(self, live: Pass, answer: Ended) -> Ended:
-        """The answer of a worker with a part in the pass; commits gradients."""
         if live.outcome is Outcome.FINISHED:
             for leaf, staged in live.staged.items():
                 self._backward.gradients.commit(live, leaf, staged)
             stale = self._leaves.stale(live.oldest) if live.oldest else ()
             return replace(answer, leaves=tuple(live.staged), stale=stale)
-        here = self._state.worker
+        worker = self._state.worker
         owed = tuple(
-            Owed(send.path, here, send.destination, send.function, send.call_site)
+            Owed(send.path, worker, send.destination, send.function, send.call_site)
             for send in live.owed.values()
         )
         return replace(answer, owed=owed)
 
     def _clear(self, live: Pass) -> None:
-        """Drop intermediate values of a pass that did not finish."""
         state, fragment = self._state, live.fragment
         dues = live.dues.values()
-        left = [key for due in dues for key in due.held()]
-        left.extend(key for key in live.staged.values() if key is not None)
+        keys = [key for due in dues for key in due.waiting()]
+        keys.extend(key for key in live.staged.values() if key is not None)
         if not live.seeded:
-            left.extend(_seeds(fragment, live.number, live.roots))
-        state.drop(left)
-        # A running sum may still read these.
+            keys.extend(_seeds(fragment, live.number, live.roots))
+        state.drop(keys)
+        # Running sums may read the observed gradients.
         observed, live.observed = tuple(live.observed.values()), {}
         jobs = self._jobs(fragment, live.number) if observed else ()
         state.when_computed(jobs, partial(state.drop, observed))
@@ -294,7 +273,6 @@ class Passes(Struct, eq=False):
                 vertex.waited = False
 
     def _spend(self, fragment: Fragment) -> None:
-        """Mark everything recorded so far as spent."""
         residuals = []
         for node in fragment.nodes.values():
             node.spent = True
@@ -306,7 +284,6 @@ class Passes(Struct, eq=False):
         self._state.drop(residuals)
 
     def lost(self, fragment: Fragment, worker: Worker) -> None:
-        """A transfer peer is lost: fail the pass, whose cotangents will not arrive."""
         live: Pass | None = fragment.live
         if live is None or live.parent is None:
             return
@@ -316,7 +293,7 @@ class Passes(Struct, eq=False):
             self._backward.fail_lost(live, worker)
 
     def abandon(self, fragment: Fragment) -> None:
-        """End a pass here without a message: an abort ends it elsewhere."""
+        """End a pass here without an answer, since an abort ends it on all workers."""
         if fragment.live is not None:
             number = fragment.live.number
             end = End(fragment.context, number, Outcome.FAILED, retain=True)

@@ -1,7 +1,8 @@
 """The phases of a context, at its owner and at participants, as tables.
 
-`NEXT` has an owner's transitions, and is what code and errors read. `TAKES` has what
-may come to an engine in each phase: coverage of explored orders is counted against it.
+`NEXT` contains the owner's transitions, for code and error texts. `TAKES` contains the
+events and messages that an engine may receive in each phase; `jdag.explore` measures
+its coverage.
 """
 
 from collections.abc import Mapping
@@ -56,21 +57,19 @@ from jdag.errors import ContextError, WorkerLost
 
 
 class Phase(Enum):
-    """What a context is doing."""
-
     OPEN = "open"
-    GATHERING = "gathering"  # A pass was requested; waiting for acknowledgements.
+    GATHERING = "gathering"  # A pass was requested, and waits for acknowledgements.
     ANNOUNCING = "announcing"  # FAST with roots on several workers: sending Starts.
-    MARKING = "marking"  # SMART: marking what the roots need.
-    RUNNING = "running"  # Cotangents flow.
+    MARKING = "marking"  # SMART: marking the sends that the roots need.
+    RUNNING = "running"  # Workers run vjps and send cotangents.
     ENDING = "ending"  # Waiting for every participant's Ended.
     FAILED = "failed"  # A participating worker was lost.
     LEAVING = "leaving"
     RELEASED = "released"
-    __hash__ = object.__hash__  # That of Enum takes a call of Python at each event.
+    __hash__ = object.__hash__  # Faster than Enum's hash, which is Python code.
 
 
-# The transitions, caused by events of its programs and by messages to or from workers.
+# The transitions. Their causes are events of programs, and sent or received messages.
 NEXT: Mapping[Phase, Mapping[type, Phase]] = {
     Phase.OPEN: {
         Issued: Phase.OPEN,
@@ -98,33 +97,30 @@ NEXT: Mapping[Phase, Mapping[type, Phase]] = {
 
 
 class PartPhase(Enum):
-    """What a context is doing on a worker that does not own it."""
-
     ABSENT = "absent"
     OPEN = "open"
     PASS = "in a pass"
     FAILED = "in a failed pass"
-    LEAVING = "leaving"  # Released, but calls have not run or values are not sent.
+    LEAVING = "leaving"  # Released, but calls or transfers are pending.
     RELEASED = "released"
     __hash__ = object.__hash__
 
 
-Situation = tuple[Phase | PartPhase, type]  # An event in a phase.
-Triple = tuple[str, str, str]  # The same in words: role, phase, event.
+Situation = tuple[Phase | PartPhase, type]  # A phase, and an event in this phase.
+Triple = tuple[str, str, str]  # Role, phase and event, as strings.
 
 
 def triple(phase: Phase | PartPhase, event: type) -> Triple:
-    """Return an event in a phase, in words."""
     role = "owner" if isinstance(phase, Phase) else "participant"
     return role, phase.value, event.__name__
 
 
-# What programs do in frames that are not their context's top one, and what comes of it.
+# Events of all program frames, not only of the top frame, and messages about calls.
 _FRAMES = (Issued, Launched, Attached, Discarded, Collected, TimedOut, Answered)
 _CALLS = (Call, Ship, Run, Return, Tell, Attach, Discard, Listing)
-_WORKERS = (Lost, Joined)  # Concerns all contexts.
+_WORKERS = (Lost, Joined)  # These events concern all contexts.
 
-# What may come to an engine, by the phase of the context that it is about.
+# The events and messages that an engine may receive about a context in this phase.
 TAKES: Mapping[Phase | PartPhase, tuple[type, ...]] = {
     Phase.OPEN: (
         *(Computed, Primal, Acknowledge, Awaited, Asked, Returned, Differentiated),
@@ -176,42 +172,39 @@ OF_CONTEXTS = frozenset([event for events in TAKES.values() for event in events]
 
 
 class OwnedFragment(Fragment, eq=False):
-    """The fragment of a context on its owner."""
-
     phase: Phase = Phase.OPEN
     lost: Failure | None = None  # The first loss of a participating worker.
     waiter: int = 0
-    passes: int = 0
-    roots: tuple[tuple[Worker, Root], ...] = ()  # Roots and `retain` of the last pass.
+    passes: int = 0  # Number of passes so far. The next fields describe the last pass.
+    roots: tuple[tuple[Worker, Root], ...] = ()
     retain: bool = False
     outcome: Outcome = Outcome.FINISHED
     failure: Failure | None = None
     awaited: dict[Worker, None] = field(default_factory=dict)
     answers: list[Ended] = field(default_factory=list)
-    # Failures that workers found, collected as the context is released.
+    # Failures on all workers, from their answers to Release.
     gathered: list[Failure] = field(default_factory=list)
 
     def advance(self, cause: type) -> None:
-        """Make the transition of `cause`; the error lists the allowed ones."""
         following = NEXT[self.phase].get(cause)
         if following is None:
             if self.lost is not None:
-                said = f"context {self.context} has failed"
-                raise WorkerLost(f"{said}: {self.lost.message}")
+                raise WorkerLost(
+                    f"context {self.context} has failed: {self.lost.message}"
+                )
             allowed = ", ".join(kind.__name__ for kind in NEXT[self.phase]) or "nothing"
             raise ContextError(
-                f"context {self.context} is {self.phase.value} and cannot take "
-                f"{cause.__name__}; it takes {allowed}"
+                f"context {self.context} is {self.phase.value} and cannot handle "
+                f"{cause.__name__}; in this phase it handles {allowed}"
             )
         self.phase = following
 
 
 def phase_of(part: Fragment) -> Phase | PartPhase:
-    """Return the phase of a context on a worker that has a part of it."""
     if isinstance(part, OwnedFragment):
         return part.phase
     if part.release is not None:
         return PartPhase.LEAVING
     if part.live is not None:
         return PartPhase.FAILED if part.live.failed else PartPhase.PASS
-    return PartPhase.RELEASED if part.gone else PartPhase.OPEN
+    return PartPhase.RELEASED if part.released else PartPhase.OPEN

@@ -1,9 +1,8 @@
-"""The interface of engines and drivers: jobs, events, effects and their parts.
+"""The interface of engines and drivers: jobs, events and effects, as data.
 
-Everything here is data. Values are opaque: a `Key` names one, the driver holds it.
-Functions, shapes and the arguments and results of programs are opaque too: the engine
-passes them on unread. Names and messages are defined in modules of their own and
-re-exported here.
+Values are opaque: a `Key` names a value, and the driver stores it. Functions, shapes,
+and the arguments and results of programs are opaque to the engine, too. This module
+also exports `names` and `messages`.
 """
 
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from jdag.engine.names import *
 
 
 class Forward(Struct, frozen=True):
-    """Run a function: read `inputs`, write `outputs`, keep `residuals` if tracked."""
+    """Run a function: read `inputs`, write `outputs` and, if tracked, `residuals`."""
 
     id: int
     context: ContextId | None
@@ -32,7 +31,7 @@ class Forward(Struct, frozen=True):
 
 
 class PassJob(Struct, frozen=True):
-    """A job of a pass; `path` is that of its call, transfer, root or hook."""
+    """A job of a pass. `path` is the path of the job's call, transfer, root or hook."""
 
     id: int
     context: ContextId
@@ -41,36 +40,27 @@ class PassJob(Struct, frozen=True):
 
 
 class Vjp(PassJob, frozen=True):
-    """Run a recorded vjp: a tuple of addends per output, an output per tracked input.
-
-    The addends are dropped afterwards; if this is the last use, the residuals too.
-    """
+    """Run a recorded vjp. Then drop the addends and, if `last`, the residuals."""
 
     function: Any
     residuals: Key
-    cotangents: tuple[tuple[Key, ...], ...]
-    outputs: tuple[Key, ...]
+    cotangents: tuple[tuple[Key, ...], ...]  # Addends for each output of the call.
+    outputs: tuple[Key, ...]  # One key for each tracked input.
     last: bool
     tag: Tag | None = None
     action: ClassVar[str] = "B"
 
 
 class VjpInputs(Vjp, frozen=True, kw_only=True):
-    """The first half of a recorded vjp: all but the cotangents of `weights`.
+    """The first half of a recorded vjp: cotangents of all inputs but the weights."""
 
-    It writes `stash`, which holds what the second half needs.
-    """
-
-    weights: Mask  # Of the tracked inputs.
-    stash: Key
+    weights: Mask  # Which tracked inputs are weights.
+    stash: Key  # Intermediate values for the second half.
     action: ClassVar[str] = "I"
 
 
 class VjpWeights(PassJob, frozen=True):
-    """The second half of a recorded vjp: the cotangents of `weights`.
-
-    The stash is dropped afterwards.
-    """
+    """The second half of a recorded vjp: cotangents of the weights. Drops `stash`."""
 
     function: Any
     stash: Key
@@ -81,7 +71,7 @@ class VjpWeights(PassJob, frozen=True):
 
 
 class Sum(PassJob, frozen=True):
-    """Add cotangents left to right, `base` first if given; `base` is kept."""
+    """Sum `base` and cotangents from left to right; then drop all but `base`."""
 
     addends: tuple[Key, ...]
     base: Key | None
@@ -89,18 +79,16 @@ class Sum(PassJob, frozen=True):
 
 
 class Fill(PassJob, frozen=True):
-    """Make an array of zeros or ones of the given shape and dtype."""
-
     aval: Any
     value: int
     output: Key
 
 
 class Apply(PassJob, frozen=True):
-    """Apply a hook to a cotangent; `output` holds the result that replaces it.
+    """Apply a hook to a cotangent.
 
-    Without an output the hook only observes, and the input is kept; otherwise the input
-    is dropped.
+    `output` is the key of the replacement, and the input is dropped. If `output` is
+    None, the hook only observes, and the input is kept.
     """
 
     function: Any
@@ -109,9 +97,10 @@ class Apply(PassJob, frozen=True):
 
 
 class RunSegment(PassJob, frozen=True):
-    """Run a segment of a plan; `phase` is the step, `path` has the segment's index.
+    """Run a segment of a plan. `phase` is the step, `path` has the segment's index.
 
-    `last` are those inputs that no other job reads: they are dropped when it begins.
+    `last` lists the inputs that no other job reads: these are dropped when the job
+    begins.
     """
 
     function: Any
@@ -123,8 +112,6 @@ class RunSegment(PassJob, frozen=True):
 
 
 class CompileSegment(PassJob, frozen=True):
-    """Compile a segment of a plan."""
-
     function: Any
 
 
@@ -135,7 +122,6 @@ Job = (
 
 
 def made_by(job: Job) -> tuple[Key, ...]:
-    """The values that a job makes."""
     match job:
         case Forward() if job.residuals is not None:
             return (*job.outputs, job.residuals)
@@ -152,30 +138,30 @@ def made_by(job: Job) -> tuple[Key, ...]:
 
 
 class Computed(Struct, frozen=True):
-    """A job is done: its outputs are held, or it failed and none are."""
+    """A job is done: either the driver stores its outputs, or the job failed."""
 
     job: int
     failure: Failure | None = None
 
 
 class Arrived(Struct, frozen=True):
-    """A message arrived; its values are already stored under `landing(message)`."""
+    """A message arrived. Its values are already stored under `landing(message)`."""
 
     sender: Worker
     message: Message
 
 
 class Lost(Struct, frozen=True):
-    """An incarnation of a worker is gone for good; `why` is the cause, if known."""
+    """An incarnation of a worker is lost for ever. `why` is the cause, if known."""
 
     worker: Worker
     why: str = ""
 
 
 class Joined(Struct, frozen=True):
-    """The worker of this name joined again; all its former incarnations are gone.
+    """The worker of this name joined again. All its former incarnations are lost.
 
-    A Lost event for these is not required first. Repeating the event has no effect.
+    No Lost event is required first. Repeating the event has no effect.
     """
 
     name: str
@@ -183,7 +169,7 @@ class Joined(Struct, frozen=True):
 
 
 class Argument(Struct, frozen=True):
-    """An argument as its issuer knows it: key, owner, and whether it is tracked."""
+    """An argument of a call: key, owner, and whether the argument is tracked."""
 
     key: Key
     owner: Worker
@@ -191,22 +177,20 @@ class Argument(Struct, frozen=True):
 
 
 class OfFrame(Struct, frozen=True):
-    """Base of what concerns a frame, or one call of it, by its path."""
+    """Base of events and effects of the frame, or of the call of a frame, at `path`."""
 
     context: ContextId
     path: Path
 
 
 class Wait(Struct, frozen=True):
-    """Base of events about a program that waits, until its waiter is resumed."""
+    """Base of events of a program that waits until `waiter` is resumed."""
 
     waiter: int
     context: ContextId
 
 
 class Opened(Struct, frozen=True):
-    """A program opened a context here: this engine owns it."""
-
     context: ContextId
 
 
@@ -219,31 +203,30 @@ class Issued(OfFrame, frozen=True):
     arguments: tuple[Argument, ...]
     outputs: tuple[bool, ...]
     call_site: str
-    discarded: tuple[tuple[Key, Worker], ...] = ()  # It no longer names these.
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # Keys without refs.
     tag: Tag | None = None
 
 
 class Discarded(OfFrame, frozen=True):
-    """The frame of this path is about to wait and no longer names these keys."""
+    """The frame of this path has no refs to these keys, and is about to wait."""
 
     keys: tuple[tuple[Key, Worker], ...]
 
 
 class Launched(OfFrame, frozen=True):
-    """A program here calls a program, which runs at the same time."""
-
     worker: Worker
     function: Any
     arguments: Any
     call_site: str
-    objects: tuple[ObjectId, ...] = ()  # On that worker, among the arguments.
+    objects: tuple[ObjectId, ...] = ()  # Arguments that are hosted objects.
 
 
 class Collected(Wait, frozen=True):
-    """The frame of this path waits for news of the programs that it launched.
+    """The frame of this path waits for messages from programs that it launched.
 
-    Resume gives those after the first `taken`: a Return for each program that ended, a
-    Tell for each that asks. None come if the timeout passes first.
+    The result contains the messages after the first `taken` messages: a Return for each
+    program that ended, a Tell for each request. The result is empty if the timeout
+    passes first.
     """
 
     path: Path
@@ -252,47 +235,45 @@ class Collected(Wait, frozen=True):
 
 
 class TimedOut(Wait, frozen=True):
-    """The timeout of a Collected has passed."""
-
     path: Path
 
 
 class Asked(Wait, frozen=True):
-    """The program of this path asks its caller: Resume gives (data, failure)."""
+    """A program sends its caller a request. The result is a pair (data, failure)."""
 
     path: Path
     data: Any
 
 
 class Answered(OfFrame, frozen=True):
-    """A program here answers the program of this path, which it launched."""
+    """A program here answers a request of the program of this path."""
 
     data: Any
 
 
 class Returned(OfFrame, frozen=True):
-    """The program of this path, which ran here, ended; `failure` if it raised."""
+    """The program of this path ended here. `failure` is set if the program raised."""
 
     result: Any
     failure: Failure | None
-    discarded: tuple[tuple[Key, Worker], ...] = ()  # No program names these any more.
+    discarded: tuple[tuple[Key, Worker], ...] = ()  # Keys without refs.
 
 
 class Awaited(Wait, frozen=True):
-    """The owner's top frame waits until everything that it issued has arrived."""
+    """The owner's top frame waits until everything that it issued is acknowledged."""
 
 
 class Fetched(Struct, frozen=True):
-    """A program here waits for values: Resume gives a key or a failure for each."""
+    """A program here waits for values. For each, the result has a key or a failure."""
 
     waiter: int
     keys: tuple[tuple[Key, Worker], ...]
 
 
 class Assigned(Struct, frozen=True):
-    """A program here makes versions of leaves on any workers: all are sent, or none.
+    """A program here assigns to leaves on any workers: all parts are sent, or no part.
 
-    The constants and values that they are made from are already stored.
+    The constants and values that the messages carry are already stored.
     """
 
     path: Path
@@ -300,13 +281,11 @@ class Assigned(Struct, frozen=True):
 
 
 class Dropped(Struct, frozen=True):
-    """A program here drops leaves."""
-
     leaves: tuple[LeafId, ...]
 
 
 class Differentiated(Wait, frozen=True):
-    """The owner's top frame requests a pass: Resume gives a `PassResult`.
+    """The owner's top frame requests a pass. The result is a `PassResult`.
 
     Given cotangents are already stored under their seed keys.
     """
@@ -318,8 +297,6 @@ class Differentiated(Wait, frozen=True):
 
 
 class Expired(Struct, frozen=True):
-    """The timeout of a pass has passed."""
-
     context: ContextId
     number: int
 
@@ -334,9 +311,9 @@ class Attached(Struct, frozen=True):
 
 
 class Planned(Struct, frozen=True):
-    """A program here made a plan: prepare it on these workers.
+    """A program here compiled a plan: prepare it on these workers.
 
-    Its constants are already stored. A step gives the `results`, which come here.
+    Its constants are already stored. `results`: the slots that a step returns.
     """
 
     context: ContextId
@@ -347,30 +324,30 @@ class Planned(Struct, frozen=True):
 class Compiled(Wait, frozen=True):
     """A program here waits until more than `seen` segments are compiled.
 
-    Resume gives their number, or the failure of one.
+    The result is the number of compiled segments, or a failure.
     """
 
     seen: int
 
 
 class Stepping(Wait, frozen=True):
-    """A program here runs a step: Resume gives the results' keys, or the failure.
+    """A program here runs a step. The result is the keys of its values, or a failure.
 
-    The inputs, for each worker in turn, are already stored.
+    The inputs are already stored.
     """
 
     number: int
-    inputs: tuple[tuple[Worker, tuple[int, ...]], ...]
+    inputs: tuple[tuple[Worker, tuple[int, ...]], ...]  # Slots for each worker.
 
 
 class Unplanned(Struct, frozen=True):
-    """No program names a plan any more."""
+    """No program has a reference to this plan."""
 
     context: ContextId
 
 
 class Left(Wait, frozen=True):
-    """The owner's top frame leaves the context: Resume gives unseen failures."""
+    """The owner's top frame leaves the context. The result is a tuple of failures."""
 
 
 Event = (
@@ -387,32 +364,32 @@ class Send(Struct, frozen=True):
     to: Worker
     message: Message
     values: tuple[Key, ...] = ()
-    zeros: tuple[Any, ...] = ()  # Shapes of the symbolic zeros, which are not sent.
+    zeros: tuple[Any, ...] = ()  # Shapes of symbolic zeros, for statistics. Not sent.
 
 
 class Compute(Struct, frozen=True):
-    """Run a job when the device is free; then report `Computed`."""
+    """Run a job when the device is free. Then report `Computed`."""
 
     job: Job
 
 
 class Drop(Struct, frozen=True):
-    """These values are not needed any more. Keys that are not held are ignored."""
+    """Delete these values. Keys that are not stored are ignored."""
 
     keys: tuple[Key, ...]
 
 
 class Spawn(OfFrame, frozen=True):
-    """Start a program as the frame of this path; report `Returned` when it ends."""
+    """Start a program as the frame of this path. Report `Returned` when it ends."""
 
     function: Any
     arguments: Any
     call_site: str
-    objects: tuple[ObjectId, ...] = ()  # It alone is handed these, until then.
+    objects: tuple[ObjectId, ...] = ()  # Locked for this program until it ends.
 
 
 class Resume(Struct, frozen=True):
-    """Resume a waiting program; the event that named the waiter defines the result."""
+    """Resume a waiting program. The event with this waiter defines the result."""
 
     waiter: int
     result: Any
@@ -427,19 +404,16 @@ class Alarm(Struct, frozen=True):
 
 
 class Skip(Struct, frozen=True):
-    """Of this call no jobs with these actions will be asked for; None: of any call.
-
-    `number` is the step, if the context is a plan's.
-    """
+    """No more jobs of these actions will run for a call or, if no tag, for any call."""
 
     context: ContextId
     tag: Tag | None
     actions: str
-    number: int = 0
+    number: int = 0  # The number of the step, if the context is a plan.
 
 
 class Listed(Struct, frozen=True):
-    """Of a schedule's list a context, or step `number` of a plan, has these alone."""
+    """Only these actions of a schedule will run in a context, or in a plan's step."""
 
     context: ContextId
     actions: tuple[tuple[str, Tag], ...]
@@ -450,14 +424,11 @@ Effect = Send | Compute | Drop | Spawn | Resume | Alarm | Skip | Listed
 
 
 class PassResult(Struct, frozen=True):
-    """How a pass ended, for the program that requested it.
-
-    A finished pass has a failure if an observing hook raised.
-    """
+    """The result of a pass. If it finished, `failure` comes from an observing hook."""
 
     number: int
     outcome: Outcome
     failure: Failure | None
     owed: tuple[Owed, ...]
-    leaves: tuple[LeafId, ...]  # Leaves it reached, in order; empty unless finished.
-    stale: tuple[Stale, ...] = ()  # Leaves of these that were updated since, in order.
+    leaves: tuple[LeafId, ...]  # Leaves with new gradients, sorted.
+    stale: tuple[Stale, ...] = ()  # Leaves updated after the forward, sorted.

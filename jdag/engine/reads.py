@@ -4,8 +4,8 @@ Inputs:  Fetched from programs here, Read and Reading from other workers.
 Outputs: Resume, Read and Reading.
 
 Invariants: every Fetched is resumed and every Read is answered, even if the values,
-their context or their worker are lost; a leaf version that is read is kept until then,
-regardless of assignments in the meantime.
+their context or their worker are lost; a leaf version is stored until it has been read,
+even if the leaf is assigned to.
 """
 
 from collections.abc import Sequence
@@ -30,22 +30,18 @@ from jdag.engine.protocol import (
 from jdag.engine.state import State
 
 _Answered = Key | Failure
-# A requested key and its value; a leaf version is kept until the answer is sent.
-Found = tuple[Key, Value]
+# A requested key and its value. The request counts as a user of leaf versions.
+_Requested = tuple[Key, Value]
 
 
 class Fetch(Struct, eq=False):
-    """One program's wait for values, from one or several workers."""
-
     waiter: int
     results: list[_Answered | None]
-    missing: int  # Workers that have not answered.
-    own: dict[int, Found]  # This worker's own values, by index.
+    missing: int  # Number of workers that have not answered.
+    local: dict[int, _Requested]  # Values on this worker, by index.
 
 
 class Reads(Struct, eq=False):
-    """Reads by this worker's programs, and reads that it answers."""
-
     _state: State
     _leaves: Leaves
     _number: int = 0
@@ -53,97 +49,95 @@ class Reads(Struct, eq=False):
     _requests: dict[int, tuple[Fetch, Worker, list[int]]] = {}
 
     def fetched(self, event: Fetched) -> None:
-        """A program here waits for values."""
         parts: dict[Worker, list[int]] = {}
-        for place, (_, owner) in enumerate(event.keys):
-            parts.setdefault(owner, []).append(place)
+        for index, (_, owner) in enumerate(event.keys):
+            parts.setdefault(owner, []).append(index)
         fetch = Fetch(event.waiter, [None] * len(event.keys), len(parts), {})
-        for owner, places in parts.items():
-            keys = tuple([event.keys[place][0] for place in places])
+        for owner, indices in parts.items():
+            keys = tuple([event.keys[index][0] for index in indices])
             if owner == self._state.worker:
-                found = self._find(keys)
-                fetch.own = dict(zip(places, found, strict=True))
-                give = partial(self._give, fetch, (), ())
-                self._state.when_settled([value for _, value in found], give)
+                requested = self._look_up(keys)
+                fetch.local = dict(zip(indices, requested, strict=True))
+                callback = partial(self._store_answers, fetch, (), ())
+                self._state.when_settled([value for _, value in requested], callback)
             elif owner in self._state.lost:
-                self._give_lost(fetch, places, owner)
+                self._store_lost(fetch, indices, owner)
             else:
                 self._number += 1
-                self._requests[self._number] = fetch, owner, places
+                self._requests[self._number] = fetch, owner, indices
                 self._state.send(owner, Read(self._number, keys))
         if not parts:
             self._state.resume(event.waiter, ())
 
-    def _give_lost(self, fetch: Fetch, places: Sequence[int], worker: Worker) -> None:
+    def _store_lost(self, fetch: Fetch, indices: Sequence[int], worker: Worker) -> None:
         failure = self._state.lost_failure(worker)
-        self._give(fetch, places, [failure] * len(places))
+        self._store_answers(fetch, indices, [failure] * len(indices))
 
-    def _give(
-        self, fetch: Fetch, places: Sequence[int], answers: Sequence[_Answered]
+    def _store_answers(
+        self, fetch: Fetch, indices: Sequence[int], answers: Sequence[_Answered]
     ) -> None:
-        """Store one worker's answers; resume the program when all have answered."""
-        for place, answer in zip(places, answers, strict=True):
-            fetch.results[place] = answer
+        for index, answer in zip(indices, answers, strict=True):
+            fetch.results[index] = answer
         fetch.missing -= 1
         if fetch.missing:
             return
-        for place, found in fetch.own.items():
-            fetch.results[place] = self._answer(found)
+        for index, requested in fetch.local.items():
+            fetch.results[index] = self._answer(requested)
         self._state.resume(fetch.waiter, tuple(fetch.results))
-        if fetch.own:
-            self._let_go(tuple(fetch.own.values()))
+        if fetch.local:
+            self._release(tuple(fetch.local.values()))
 
-    def _find(self, keys: Sequence[Key]) -> list[Found]:
-        found = []
+    def _look_up(self, keys: Sequence[Key]) -> list[_Requested]:
+        requested = []
         for key in keys:
             version = self._leaves.version(key) if key.kind in LEAF_KINDS else None
             if version is not None:
                 version.users += 1
-            found.append((key, version or self._value(key)))
-        return found
+            requested.append((key, version or self._value(key)))
+        return requested
 
     def _value(self, key: Key) -> Value:
         fragment = self._state.contexts.get(key.context)
         value = None if fragment is None else fragment.values.get(key)
         return self._leaves.missing(key) if value is None else value
 
-    def _answer(self, found: Found) -> _Answered:
-        """The stored key of a settled value, or its failure.
+    def _answer(self, requested: _Requested) -> _Answered:
+        """Return the stored key of a settled value, or the value's failure.
 
-        Unless it is kept for the read it is looked up again: it may have been dropped
-        while others were awaited.
+        A value that is not a version is looked up again: it may have been dropped while
+        the read waited for other values.
         """
-        key, value = found
-        again = value if type(value) is Version else self._value(key)
-        return value.failure or again.failure or again.stored
+        key, value = requested
+        current = value if type(value) is Version else self._value(key)
+        return value.failure or current.failure or current.stored
 
-    def _let_go(self, found: Sequence[Found]) -> None:
-        self._state.release(value for _, value in found if type(value) is Version)
+    def _release(self, requested: Sequence[_Requested]) -> None:
+        self._state.release(value for _, value in requested if type(value) is Version)
 
     def read(self, sender: Worker, message: Read) -> None:
-        """Another worker requests values: answer when all have settled."""
         first = message.keys[0] if len(message.keys) == 1 else None
         if first is not None and first.context is not None:
-            # The common case: one value of a context that has already settled.
+            # A fast path for the common case: one settled value of a context.
             fragment = self._state.contexts.get(first.context)
             value = None if fragment is None else fragment.values.get(first)
             if value is not None and value.settled and value.failure is None:
                 reading = Reading(message.request, (None,))
                 self._state.send(sender, reading, (value.stored,))
                 return
-        found = self._find(message.keys)
-        reply = partial(self._reply, sender, message, found)
-        self._state.when_settled([value for _, value in found], reply)
+        requested = self._look_up(message.keys)
+        reply = partial(self._reply, sender, message, requested)
+        self._state.when_settled([value for _, value in requested], reply)
 
-    def _reply(self, sender: Worker, message: Read, found: Sequence[Found]) -> None:
-        answers = [self._answer(one) for one in found]
+    def _reply(
+        self, sender: Worker, message: Read, requested: Sequence[_Requested]
+    ) -> None:
+        answers = [self._answer(each) for each in requested]
         failures = tuple([a if isinstance(a, Failure) else None for a in answers])
-        held = tuple([answer for answer in answers if isinstance(answer, AnyKey)])
-        self._state.send(sender, Reading(message.request, failures), held)
-        self._let_go(found)
+        keys = tuple([answer for answer in answers if isinstance(answer, AnyKey)])
+        self._state.send(sender, Reading(message.request, failures), keys)
+        self._release(requested)
 
     def reading(self, sender: Worker, message: Reading) -> None:
-        """The answer to a read of this worker arrived."""
         request = self._requests.pop(message.request, None)
         if request is None:
             self._state.drop(landing(message))
@@ -152,12 +146,11 @@ class Reads(Struct, eq=False):
             ReadingKey(None, message.request, slot) if failure is None else failure
             for slot, failure in enumerate(message.failures)
         ]
-        fetch, _, places = request
-        self._give(fetch, places, answers)
+        fetch, _, indices = request
+        self._store_answers(fetch, indices, answers)
 
     def lost(self, worker: Worker) -> None:
-        """A worker is lost: fail the reads that it has not answered."""
-        for number, (fetch, asked, places) in tuple(self._requests.items()):
-            if asked == worker:
+        for number, (fetch, owner, indices) in tuple(self._requests.items()):
+            if owner == worker:
                 del self._requests[number]
-                self._give_lost(fetch, places, worker)
+                self._store_lost(fetch, indices, worker)

@@ -1,15 +1,15 @@
-"""What a segment of a plan computes, as data: nodes, and how they are wired.
+"""Segments of a plan as data: nodes, and the numbers of their input values.
 
-The values of a segment are numbered: first its arrays, then the residuals that earlier
-segments made for it, then what its nodes make, in order. A node makes:
+The values of a segment are numbered: first its input arrays, then the residuals from
+earlier segments, then the outputs of its nodes, in order. The outputs of a node:
 
-    FORWARD  the outputs of a pair for `inputs[0]`; if `keeps`, then its residuals
+    FORWARD  the outputs of a pair for `inputs[0]`; if `keeps`, also its residuals
     VJP      a cotangent for each tracked input of a pair; `inputs[0]` is the residuals,
              the others are the addends for each tracked output, in order
-    INPUTS   the same for inputs that are no `weights`, then the stash for WEIGHTS
+    INPUTS   the same for inputs that are not `weights`, and a stash for WEIGHTS
     WEIGHTS  a cotangent for each of `weights`; `inputs[0]` is the stash
     SUM      the sum of `inputs[0]`, in the order of `addends`
-    FILL     zeros, or ones if `keeps`, like the value `inputs[0]`
+    FILL     zeros, or ones if `keeps`, with the shape and dtype of `inputs[0]`
 """
 
 from enum import Enum
@@ -24,8 +24,6 @@ _Several = Annotated[tuple[Slots, ...], Meta(max_length=SLOTS_MAX)]
 
 
 class NodeKind(Enum):
-    """What a node of a segment does."""
-
     FORWARD = "forward"
     VJP = "vjp"
     SUM = "sum"
@@ -35,10 +33,10 @@ class NodeKind(Enum):
 
 
 class SegmentNode(Record):
-    """One node; `pair` is the index of its pair among those of the segment."""
+    """A node. `pair` is the index of the node's pair among the segment's pairs."""
 
     kind: NodeKind
     pair: U32
     inputs: _Several
     keeps: bool = False
-    weights: Mask = ()  # Of the tracked inputs.
+    weights: Mask = ()  # Which tracked inputs are weights.

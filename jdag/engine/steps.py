@@ -1,18 +1,18 @@
-"""One worker's part of plans: steps, run segment by segment.
+"""One worker's part of plans: runs steps segment by segment.
 
-Inputs:  Prepare, Step, Hop and Settle, of other workers and of `plans` here; results of
-         jobs.
+Inputs:  Prepare, Step, Hop and Settle, from other workers and from `plans` here;
+         results of jobs.
 Outputs: CompileSegment and RunSegment jobs; Hop and Stepped; new versions of leaves.
 
 Invariants
-- A worker runs a step from its Step on, with the versions of leaves that are the newest
-  at that moment. Values of other steps are never used: a hop of a step that is over is
-  dropped, one of a step to come waits.
-- A segment runs once all slots that it needs are there; a slot is dropped after its
-  last use.
-- New versions of leaves are staged until the owner commits the step. A commit starts
-  from the newest versions: where these are not those that the step read, because
-  another program has stepped meanwhile, the updates run again on them.
+- A step begins when its Step arrives, with the newest versions of leaves at that time.
+  Values of other steps are never used: the hop of a finished step is dropped, the hop
+  of a step that has not begun waits.
+- A segment runs once all its input slots are stored; a slot is dropped after its last
+  use.
+- New versions of leaves are staged until the owner commits the step. If another program
+  has changed the leaves since the step read them, the commit runs the updates again, on
+  the newest versions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,61 +51,53 @@ from jdag.engine.state import State, first_failure
 
 
 class StepState(Struct, eq=False):
-    """A step of a plan on one worker, until it is committed or dropped."""
-
     context: ContextId
     number: int
-    left: list[int]  # By segment, the slots that it still needs.
-    uses: dict[int, int]  # By slot, those of its uses that are still to come.
-    here: dict[int, Key] = {}
+    missing: list[int]  # By segment, the number of missing input slots.
+    uses: dict[int, int]  # By slot, the number of remaining uses.
+    keys: dict[int, Key] = {}  # By slot, the stored values.
     begun: bool = False
-    undone: int = 0  # Segments.
-    jobs: dict[int, None] = {}  # That are asked for.
+    undone: int = 0  # Number of segments that have not run.
+    jobs: dict[int, None] = {}  # Jobs in progress.
     reported: bool = False
-    versions: dict[LeafId, Version] = {}  # That it reads.
+    versions: dict[LeafId, Version] = {}  # The versions that the step reads.
 
 
 class WorkerPlan(Struct, eq=False):
-    """One worker's part of a plan."""
-
     owner: Worker
     prepare: Prepare
-    results: tuple[int, ...]  # On the owner, what a step gives.
-    readers: dict[int, list[int]] = {}
-    uses: dict[int, int] = {}
-    needs: list[int] = []  # By segment, how many slots.
-    free: list[int] = []  # Segments that need none.
-    acts: tuple[tuple[str, Tag], ...] = ()  # Its actions of a schedule.
-    runs: dict[int, StepState] = {}
-    over: int = 0  # The last step that is over.
+    results: tuple[int, ...]  # On the owner: the slots that a step returns.
+    readers: dict[int, list[int]] = {}  # By slot, the segments that read it.
+    uses: dict[int, int] = {}  # By slot, the number of uses in a step.
+    needs: list[int] = []  # By segment, the number of its input slots.
+    free: list[int] = []  # Segments without input slots.
+    actions: tuple[tuple[str, Tag], ...] = ()  # The worker's actions in a schedule.
+    runs: dict[int, StepState] = {}  # Steps in progress, by number.
+    last_over: int = 0  # The number of the last finished or dropped step.
 
     def run(self, number: int) -> StepState:
-        """Return the state of a step, which may have begun elsewhere."""
         run = self.runs.get(number)
         if run is None:
-            left, uses = self.needs.copy(), self.uses.copy()
+            missing, uses = self.needs.copy(), self.uses.copy()
             context = self.prepare.context
-            run = StepState(context, number, left, uses, undone=len(left))
+            run = StepState(context, number, missing, uses, undone=len(missing))
             self.runs[number] = run
         return run
 
 
 class Steps(Struct, eq=False):
-    """The parts of plans on one worker, and the steps that are under way."""
-
     _state: State
     _leaves: Leaves
     parts: dict[ContextId, WorkerPlan] = {}
-    # What comes of plans of this worker; set by the engine.
+    # Set by the engine. Called for plans that this worker owns.
     stepped: Callable[[Worker, Stepped], None] = lambda *_: None
-    came: Callable[[ContextId, int, int], None] = lambda *_: None
+    results_arrived: Callable[[ContextId, int, int], None] = lambda *_: None
 
     def prepare(self, sender: Worker, message: Prepare) -> None:
-        """Take this worker's part of a plan, and compile it."""
         self.begin(message, ())
 
     def begin(self, message: Prepare, results: tuple[int, ...]) -> None:
-        """Take a part; `results` are slots that its owner, which is here, waits for."""
+        """Compile this worker's part of a plan. Only the owner has `results`."""
         state, context = self._state, message.context
         owner = state.owner(context)
         part = self.parts[context] = WorkerPlan(owner, message, results)
@@ -120,10 +112,10 @@ class Steps(Struct, eq=False):
             id = state.number_job()
             job = CompileSegment(id, context, 0, (index,), segment.function)
             state.compute(job, partial(self._compiled, context), None)
-        acts = [(one.action, one.tag) for one in message.segments if one.tag]
-        part.acts = tuple(acts)
-        kept = [one.slot for one in message.stages]
-        for slot in (*results, *message.constants, *kept):
+        actions = [(each.action, each.tag) for each in message.segments if each.tag]
+        part.actions = tuple(actions)
+        staged = [stage.slot for stage in message.stages]
+        for slot in (*results, *message.constants, *staged):
             uses[slot] = uses.get(slot, 0) + 1
 
     def _compiled(self, context: ContextId, failure: Failure | None, _: Job) -> None:
@@ -139,10 +131,9 @@ class Steps(Struct, eq=False):
             self._state.send(part.owner, message)
 
     def step(self, sender: Worker, message: Step) -> None:
-        """Begin a step here: read the leaves, run what needs no hop."""
         context, number = message.context, message.number
         part = self.parts.get(context)
-        if part is None or number <= part.over:
+        if part is None or number <= part.last_over:
             self._state.drop(landing(message))
             return
         if message.commits:
@@ -158,7 +149,7 @@ class Steps(Struct, eq=False):
             value.users += 1
             values.append(value)
         for slot in message.slots:
-            run.here[slot] = SlotKey(context, number, slot)
+            run.keys[slot] = SlotKey(context, number, slot)
         if values:
             self._state.when_settled(values, partial(self._begin, part, run, values))
         else:
@@ -166,87 +157,73 @@ class Steps(Struct, eq=False):
 
     def _begin(self, part: WorkerPlan, run: StepState, values: Sequence[Value]) -> None:
         if part.runs.get(run.number) is not run:
-            return  # Dropped meanwhile.
+            return  # The step was dropped.
         if values and (failure := first_failure(values)) is not None:
             self._failed(part, run, failure)
             return
         run.begun = True
-        if part.acts:
-            self._state.out.append(Listed(run.context, part.acts, run.number))
+        if part.actions:
+            self._state.out.append(Listed(run.context, part.actions, run.number))
         for slot in part.prepare.constants:
-            run.here[slot] = SlotKey(run.context, 0, slot)
+            run.keys[slot] = SlotKey(run.context, 0, slot)
         for read, value in zip(part.prepare.reads, values, strict=True):
-            run.here[read.slot] = value.stored
-        self._come(part, run, tuple(run.here), part.free)
-        self._done(part, run)  # If there is nothing to do.
+            run.keys[read.slot] = value.stored
+        self._arrived(part, run, tuple(run.keys), part.free)
+        self._done(part, run)  # A part may have no segments.
 
     def hop(self, sender: Worker, message: Hop) -> None:
-        """Values of a step came from another worker."""
         part, state = self.parts.get(message.context), self._state
-        if part is None or message.number <= part.over:
+        if part is None or message.number <= part.last_over:
             state.drop(landing(message))
             return
         run = part.run(message.number)
-        came = [slot for slot in message.slots if slot not in run.here]
-        for slot in came:
-            run.here[slot] = SlotKey(message.context, message.number, slot)
+        new = [slot for slot in message.slots if slot not in run.keys]
+        for slot in new:
+            run.keys[slot] = SlotKey(message.context, message.number, slot)
         if run.begun:
-            self._come(part, run, came)
+            self._arrived(part, run, new)
 
-    def _come(
+    def _arrived(
         self,
         part: WorkerPlan,
         run: StepState,
         slots: Sequence[int],
         ready: Sequence[int] = (),
     ) -> None:
-        """Values are here: run the segments that waited for the last of these."""
-        left, found = run.left, [*ready]
+        missing, complete = run.missing, [*ready]
         for slot in slots:
             for index in part.readers.get(slot, ()):
-                left[index] -= 1
-                if not left[index]:
-                    found.append(index)
+                missing[index] -= 1
+                if not missing[index]:
+                    complete.append(index)
         if results := part.results:
-            came = 0
-            for slot in slots:
-                came += slot in results
-            if came:
-                self.came(run.context, run.number, came)
-        found.sort()
-        for index in found:
+            count = sum([slot in results for slot in slots])
+            if count:
+                self.results_arrived(run.context, run.number, count)
+        complete.sort()
+        for index in complete:
             self._run(part, run, index)
 
     # ---------------------------------------------------------------------- segments
 
     def _run(self, part: WorkerPlan, run: StepState, index: int) -> None:
         context, segment = part.prepare.context, part.prepare.segments[index]
-        if segment.hops and not segment.makes:  # It only passes values on.
+        if segment.hops and not segment.makes:  # The segment only forwards values.
             self._ran(part, run, index)
             return
-        number, here, uses = run.number, run.here, run.uses
-        inputs, outputs, last = [], [], []
+        number, keys, uses = run.number, run.keys, run.uses
+        inputs, last = [], []
         for slot in segment.needs:
-            key = here[slot]
+            key = keys[slot]
             inputs.append(key)
-            if uses[slot] == 1 and _is_own(key, run):
+            if uses[slot] == 1 and _is_of_step(key, run):
                 last.append(key)
-                del here[slot]
-        for slot in segment.makes:
-            outputs.append(SlotKey(context, number, slot))
-        id = self._state.number_job()
-        job = RunSegment(
-            id,
-            context,
-            run.number,
-            (index,),
-            segment.function,
-            tuple(inputs),
-            tuple(outputs),
-            tuple(last),
-            segment.tag,
-            segment.action,
-        )
+                del keys[slot]
+        outputs = [SlotKey(context, number, slot) for slot in segment.makes]
+        id, action = self._state.number_job(), (segment.tag, segment.action)
+        head = id, context, number, (index,), segment.function
+        ends = tuple(inputs), tuple(outputs), tuple(last)
+        job = RunSegment(*head, *ends, *action)
         run.jobs[id] = None
         self._state.compute(job, partial(self._computed, part, run, index), None)
 
@@ -265,36 +242,34 @@ class Steps(Struct, eq=False):
             self._failed(part, run, failure)
         else:
             segment = part.prepare.segments[index]
-            run.here.update(zip(segment.makes, job.outputs, strict=True))
+            run.keys.update(zip(segment.makes, job.outputs, strict=True))
             self._ran(part, run, index)
 
     def _ran(self, part: WorkerPlan, run: StepState, index: int) -> None:
         state, segment = self._state, part.prepare.segments[index]
         context, number = part.prepare.context, run.number
-        here = run.here
+        keys = run.keys
         for out in segment.hops:
-            keys = tuple(map(here.__getitem__, out.slots))
-            state.send(out.to, Hop(context, number, out.slots), keys)
-        gone: list[Key] = []
+            sent = tuple(map(keys.__getitem__, out.slots))
+            state.send(out.to, Hop(context, number, out.slots), sent)
+        unused: list[Key] = []
         for slot in segment.needs:
-            if slot in here:
-                self.used(run, slot, gone)
+            if slot in keys:
+                self.used(run, slot, unused)
         for slot in segment.makes:
             if not run.uses.get(slot):
-                gone.append(here.pop(slot))
-        state.drop(gone)
+                unused.append(keys.pop(slot))
+        state.drop(unused)
         run.undone -= 1
-        self._come(part, run, segment.makes)
+        self._arrived(part, run, segment.makes)
         self._done(part, run)
 
-    def used(self, run: StepState, slot: int, gone: list[Key]) -> None:
-        """Count a use of a slot; add the key to be dropped, if it was the last."""
+    def used(self, run: StepState, slot: int, unused: list[Key]) -> None:
         run.uses[slot] -= 1
-        if not run.uses[slot] and _is_own(run.here[slot], run):
-            gone.append(run.here.pop(slot))
+        if not run.uses[slot] and _is_of_step(run.keys[slot], run):
+            unused.append(run.keys.pop(slot))
 
     def _done(self, part: WorkerPlan, run: StepState) -> None:
-        """Report the step if all segments have run here."""
         if run.undone or part.runs.get(run.number) is not run or run.reported:
             return
         run.reported = True
@@ -305,7 +280,6 @@ class Steps(Struct, eq=False):
             self._report(prepare.context, Stepped(prepare.context, run.number, None))
 
     def _failed(self, part: WorkerPlan, run: StepState, failure: Failure) -> None:
-        """The step cannot go on here: drop it, and report that to the owner."""
         if part.owner != self._state.worker:
             self.drop(part, run)
         route = (self._state.worker,)
@@ -313,16 +287,14 @@ class Steps(Struct, eq=False):
         context = part.prepare.context
         self._report(context, Stepped(context, run.number, failed))
 
-    # ------------------------------------------------------------------ ends of steps
+    # ---------------------------------------------------------------- commit and drop
 
     def settle(self, sender: Worker, message: Settle) -> None:
-        """The owner commits a step or drops it, or the whole plan."""
         self.settled(message)
         if message.commits:
             self._state.send(sender, Acknowledge(None, (path_of(message),)))
 
     def settled(self, message: Settle) -> None:
-        """Commit a step or drop it."""
         part = self.parts.get(message.context)
         if part is None:
             return
@@ -334,33 +306,32 @@ class Steps(Struct, eq=False):
             self.forget(part)
 
     def _abandon(self, part: WorkerPlan, number: int) -> None:
-        """Drop this step and all before it."""
-        for run in [run for of, run in part.runs.items() if of <= number]:
+        for run in [run for run in part.runs.values() if run.number <= number]:
             self.drop(part, run)
-        part.over = max(part.over, number)
+        part.last_over = max(part.last_over, number)
 
     def drop(self, part: WorkerPlan, run: StepState) -> None:
-        """Drop a step, and its values when its jobs have ended."""
+        """Drop a step. Its values are dropped when its jobs have ended."""
         del part.runs[run.number]
-        part.over = max(part.over, run.number)
-        if part.acts and run.undone:  # Some of its actions will not come.
+        part.last_over = max(part.last_over, run.number)
+        if part.actions and run.undone:  # Some actions will not run.
             self._state.out.append(Skip(run.context, None, "", run.number))
-        self._let_go(run, ())
+        self._drop_values(run, ())
 
-    def _let_go(self, run: StepState, kept: Sequence[Key]) -> None:
-        if not run.here and not run.versions:
+    def _drop_values(self, run: StepState, committed: Sequence[Key]) -> None:
+        if not run.keys and not run.versions:
             return
-        own = [k for k in run.here.values() if _is_own(k, run) and k not in kept]
+        keys = [key for key in run.keys.values() if _is_of_step(key, run)]
+        dropped = [key for key in keys if key not in committed]
         versions = tuple(run.versions.values())
 
         def drop() -> None:
-            self._state.drop(own)
+            self._state.drop(dropped)
             self._state.release(versions)
 
         self._state.when_computed(tuple(run.jobs), drop)
 
     def forget(self, part: WorkerPlan) -> None:
-        """Drop a part with all its steps."""
         context = part.prepare.context
         self._abandon(part, max(part.runs, default=0))
         del self.parts[context]
@@ -368,46 +339,47 @@ class Steps(Struct, eq=False):
         self._state.drop([SlotKey(context, 0, slot) for slot in constants])
 
     def _commit(self, part: WorkerPlan, number: int) -> None:
-        """Make what a step staged the newest versions of its leaves."""
         run = part.runs.get(number)
         if run is None:
             return
         del part.runs[number]
-        part.over = max(part.over, number)
+        part.last_over = max(part.last_over, number)
         leaves, stages = self._leaves, part.prepare.stages
         newest: dict[LeafId, Version] = {}
-        for one in stages:
-            version = leaves.version(NewestKey(None, one.leaf, 0))
-            if version is not None:  # It was not dropped.
-                newest[one.leaf] = version
-        stages = tuple([one for one in stages if one.leaf in newest])
-        made = {one.slot: leaves.next_version(one.leaf, part.owner) for one in stages}
+        for stage in stages:
+            version = leaves.version(NewestKey(None, stage.leaf, 0))
+            if version is not None:  # The leaf was not dropped.
+                newest[stage.leaf] = version
+        new = {
+            stage.slot: leaves.next_version(stage.leaf, part.owner)
+            for stage in stages
+            if stage.leaf in newest
+        }
         if any([run.versions.get(leaf) is not newest[leaf] for leaf in newest]):
-            self._update_again(part, run, newest, made)
+            self._update_again(part, run, newest, new)
             return
-        for slot, value in made.items():
-            value.stored = run.here[slot]
-            leaves.made(value, None)
-        self._let_go(run, [value.stored for value in made.values()])
+        for slot, value in new.items():
+            value.stored = run.keys[slot]
+            leaves.version_done(value, None)
+        self._drop_values(run, [value.stored for value in new.values()])
 
     def _update_again(
         self,
         part: WorkerPlan,
         run: StepState,
         newest: Mapping[LeafId, Version],
-        made: Mapping[int, Version],
+        new: Mapping[int, Version],
     ) -> None:
-        """Run the updates on the newest versions, which another program has made."""
         updates, reads = part.prepare.updates, part.prepare.reads
-        left = dict.fromkeys(updates)
-        of = {read.slot: newest[read.leaf] for read in reads if read.leaf in newest}
+        remaining = dict.fromkeys(updates)
+        current = {r.slot: newest[r.leaf] for r in reads if r.leaf in newest}
         for index in updates:
             segment = part.prepare.segments[index]
-            before = {slot: of[slot] for slot in segment.needs if slot in of}
+            before = {slot: current[slot] for slot in segment.needs if slot in current}
             for value in before.values():
                 value.users += 1
-            then = partial(self._update, part, run, index, before, made, left)
-            self._state.when_settled(tuple(before.values()), then)
+            update = partial(self._update, part, run, index, before, new, remaining)
+            self._state.when_settled(tuple(before.values()), update)
 
     def _update(
         self,
@@ -415,40 +387,37 @@ class Steps(Struct, eq=False):
         run: StepState,
         index: int,
         before: Mapping[int, Version],
-        made: Mapping[int, Version],
-        left: dict[int, None],
+        new: Mapping[int, Version],
+        remaining: dict[int, None],
     ) -> None:
         segment, context = part.prepare.segments[index], part.prepare.context
-        here = {**run.here, **{slot: of.stored for slot, of in before.items()}}
+        keys = run.keys | {slot: version.stored for slot, version in before.items()}
 
         def updated(failure: Failure | None, _: Any) -> None:
             for slot in segment.makes:
-                if (value := made.get(slot)) is not None:
-                    value.stored = run.here[slot]
-                    self._leaves.made(value, failure)
+                if (value := new.get(slot)) is not None:
+                    value.stored = run.keys[slot]
+                    self._leaves.version_done(value, failure)
             self._state.release(before.values())
-            del left[index]
-            if not left:
-                self._let_go(run, [value.stored for value in made.values()])
+            del remaining[index]
+            if not remaining:
+                self._drop_values(run, [value.stored for value in new.values()])
 
         failure = first_failure(before.values())
         if failure is not None:
             updated(failure, None)
             return
-        inputs = tuple([here[slot] for slot in segment.needs])
-        outputs = tuple([run.here[slot] for slot in segment.makes])
+        inputs = tuple([keys[slot] for slot in segment.needs])
+        outputs = tuple([run.keys[slot] for slot in segment.makes])
         id, function = self._state.number_job(), segment.function
-        job = RunSegment(
-            id, context, run.number, (index,), function, inputs, outputs, ()
-        )
-        self._state.compute(job, updated, None)
+        head = id, context, run.number, (index,), function
+        self._state.compute(RunSegment(*head, inputs, outputs, ()), updated, None)
 
 
 def path_of(message: Settle) -> Path:
-    """The path under which a commit is acknowledged; no assignment has such a one."""
+    """The path in the Acknowledge of a commit. No assignment has such a path."""
     return (0, message.context.counter & (1 << 32) - 1, message.number)
 
 
-def _is_own(key: Key, run: StepState) -> bool:
-    """Whether a value was made in this step; versions, constants are not."""
+def _is_of_step(key: Key, run: StepState) -> bool:
     return key.kind == "slot" and key.context == run.context and key.name == run.number

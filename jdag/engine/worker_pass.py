@@ -1,9 +1,9 @@
-"""One worker's share of one pass: what it waits for, and what it is about to send.
+"""The state of one pass on one worker: awaited contributions and messages to send.
 
-Each counted edge is one contribution to wait for. FAST counts once, when the pass is
-first seen: everything behind the roots and all sends here. SMART counts only what the
-roots need, as marks arrive: from the roots here, and from each slot of a send that a
-recv elsewhere needs. A recv that is reached marks its slots, each once.
+Each counted edge is one contribution to wait for. FAST counts once, at the first
+message of the pass: all dependencies of the roots and of all sends here. SMART counts
+only what the roots need, as marks arrive: dependencies of the roots here, and of each
+marked slot of a send. A recv that is reached marks its slots, each once.
 
 Invariants: `remaining` of a vertex is the number of its counted edges that have not yet
 delivered; a worker that is not passive holds credit; `outbox` is empty when the
@@ -31,13 +31,13 @@ from jdag.engine.protocol import (
     Worker,
 )
 
-SEED = (inf,)  # Sorts after every path: seeds come last.
-# Edges to count: path of the consumer, position of the first one there, their values.
+SEED = (inf,)  # This path sorts last, so seeds are the last addends.
+# Edges to count: the consumer's path, the first edge's position, the edges' values.
 Uses = tuple[tuple[float, ...], int, tuple[Value, ...]]
 
 
 class PendingSend(Struct):
-    """A message to be sent once its credit and change in owed sends are known.
+    """A message of a pass before its credit and its change in owed sends are known.
 
     `values` are sent with it; `zeros` are the shapes of the symbolic zeros.
     """
@@ -49,90 +49,88 @@ class PendingSend(Struct):
 
 
 class Due(Struct):
-    """Cotangents of one vertex: those that arrived, and how many are still awaited.
+    """The cotangents of one vertex: arrived addends, and the number still awaited.
 
-    Of a recv or leaf, `edges` are those that are counted, each with its slot. Sums of
-    many in one slot are awaited too.
+    `edges` has the counted edges of a recv or leaf, each with its slot, until the first
+    addend arrives. `remaining` includes sums of trees.
     """
 
     addends: list[list[Addend]]
     edges: list[tuple[AddendEdge, int]] | None
     remaining: int = 0
-    hooked: bool = False  # Hooks were applied.
-    trees: dict[int, Tree] = {}  # Of slots with many addends.
+    hooked: bool = False  # Whether hooks were applied.
+    trees: dict[int, Tree] = {}  # For slots with more than eight addends.
 
     def plant(self) -> None:
-        """Make the trees, when the first addend arrives: all edges are counted."""
+        """Create the trees at the first addend. All edges are counted by then."""
         by_slot: dict[int, list[AddendEdge]] = {}
         for edge, slot in self.edges or ():
             by_slot.setdefault(slot, []).append(edge)
-        many = [slot for slot, edges in by_slot.items() if len(edges) > ADDENDS_MAX]
         self.trees = {
-            slot: addend_tree(by_slot[slot], self.addends[slot]) for slot in many
+            slot: addend_tree(edges, self.addends[slot])
+            for slot, edges in by_slot.items()
+            if len(edges) > ADDENDS_MAX
         }
         self.edges = None
 
-    def held(self) -> list[Key]:
-        """The keys of all cotangents and sums that wait here."""
+    def waiting(self) -> list[Key]:
         keys = [key for slot in self.addends for _, _, key in slot]
-        for one in self.trees.values():
-            keys += one.waiting()
+        for tree in self.trees.values():
+            keys += tree.waiting()
         return keys
 
-    def taken(self, slot: int) -> tuple[Key, ...]:
-        """Remove and return one slot's addends, in order; the caller drops them."""
-        taken = ordered(self.addends[slot])
+    def take(self, slot: int) -> tuple[Key, ...]:
+        """Remove and return a slot's addends, in order. The caller must drop them."""
+        addends = ordered(self.addends[slot])
         self.addends[slot] = []
-        return taken
+        return addends
 
 
 def ordered(addends: list[Addend]) -> tuple[Key, ...]:
-    """The keys of addends in program order, whatever their order of arrival."""
     if len(addends) == 1:
         return (addends[0][2],)
     return tuple([key for _, _, key in sorted(addends)])
 
 
 class Pass(Struct, eq=False):
-    """One backward pass as one worker sees it."""
-
     fragment: Fragment
     number: int
     mode: Mode
     retain: bool
-    # The worker that first sent a message of the pass; failures go there. None at the
+    # The sender of the pass's first message, which receives failures. None at the
     # owner.
     parent: Worker | None
     credit: Credit = NOTHING
-    unreported: int = 0  # Change in owed sends, not yet sent.
+    unreported: int = 0  # Change in the number of owed sends, not yet sent.
     outbox: list[PendingSend] = []
-    # Jobs, and nodes that have all cotangents but whose forward has not run.
+    # Number of jobs in progress, plus nodes that have all cotangents before their
+    # forward.
     busy: int = 0
-    owed: dict[Path, SendEnd] = {}
-    counted: dict[Path, list[bool]] = {}  # Per send, which slots are counted.
+    owed: dict[Path, SendEnd] = {}  # Counted sends without a cotangent.
+    counted: dict[Path, list[bool]] = {}  # By send, whether each slot is counted.
     needed: dict[Value, None] = {}  # SMART: slots of recvs that roots need.
     dues: dict[LocalVertex, Due] = {}
     ready: list[Any] = []  # Vertices that have all their contributions.
     staged: dict[LeafId, Key | None] = {}
-    oldest: dict[LeafId, int] = {}  # The oldest version differentiated.
-    observed: dict[LeafId, Key] = {}  # This pass's gradients, for hooks.
+    oldest: dict[LeafId, int] = {}  # By leaf, the oldest version that the pass reached.
+    observed: dict[LeafId, Key] = {}  # Gradients of this pass, for observing hooks.
     roots: tuple[Root, ...] = ()  # Roots on this worker.
-    seeded: bool = False  # The roots have their cotangents.
-    sighted: bool = False  # FAST: dependencies have been counted here.
+    seeded: bool = False  # Whether the roots have their cotangents.
+    sighted: bool = False  # FAST: whether dependencies have been counted here.
     failed: bool = False
-    outcome: Outcome | None = None  # None while it is in progress.
+    outcome: Outcome | None = None  # None while the pass is in progress.
 
-    def less(self, vertex: LocalVertex) -> None:
-        """One that a vertex waited for is there; after the last it is ready."""
+    def count_down(self, vertex: LocalVertex) -> None:
         due = self.dues[vertex]
         due.remaining -= 1
         if due.remaining == 0:
             self.ready.append(vertex)
 
     def parcel(self) -> list[tuple[PendingSend, Credited]]:
-        """Empty the outbox: split the credit among its messages, with a part if busy.
+        """Empty the outbox; split the credit among its messages.
 
-        The first message carries the change in owed sends.
+        A worker that is still busy keeps a part of the credit. The first message
+        carries the change in owed sends.
         """
         outbox, self.outbox = self.outbox, []
         count = len(outbox) + (self.busy > 0)
@@ -147,7 +145,6 @@ class Pass(Struct, eq=False):
 
 
 def first(live: Pass) -> list[Uses]:
-    """Edges to count from first: roots here and, in FAST, unspent slots of sends."""
     values = live.fragment.values
     uses: list[Uses] = [(SEED, r.number, (values[r.key],)) for r in live.roots]
     if live.mode is Mode.FAST:
@@ -159,16 +156,14 @@ def first(live: Pass) -> list[Uses]:
 
 
 def marked(live: Pass, transfers: Iterable[Marked]) -> list[Uses]:
-    """Edges to count from when these slots of sends are marked."""
     uses: list[Uses] = []
     for transfer in transfers:
-        slots = [slot for slot, here in enumerate(transfer.slots) if here]
+        slots = [slot for slot, needed in enumerate(transfer.slots) if needed]
         uses.extend(_owe(live, live.fragment.sends[transfer.path], slots))
     return uses
 
 
 def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Uses]:
-    """Count slots of a send, which is one dependency, owed until answered."""
     counted = live.counted.get(send.path)
     if counted is None:
         counted = live.counted[send.path] = [False] * len(send.inputs)
@@ -187,10 +182,10 @@ def _owe(live: Pass, send: SendEnd, slots: list[int]) -> list[Uses]:
 def walk(
     uses: Iterable[Uses], dues: dict[LocalVertex, Due]
 ) -> tuple[list[CallNode], list[tuple[RecvEnd, int]]]:
-    """Count in `dues` these edges and those to everything behind them.
+    """Count in `dues` these edges and all edges to their dependencies.
 
     Returns:
-        The nodes that had no due before, and the slots of recvs that were reached.
+        The nodes that had no `Due` before, and the slots of recvs that were reached.
     """
     reached: list[CallNode] = []
     received: list[tuple[RecvEnd, int]] = []
@@ -200,7 +195,7 @@ def walk(
             for position, value in enumerate(values, start):
                 vertex = value.producer
                 if vertex is None:
-                    continue  # It was never here; its call holds the failure.
+                    continue  # The value is missing, so its call fails.
                 due = dues.get(vertex)
                 if due is None:
                     due = dues[vertex] = Due([[] for _ in vertex.outputs], None)

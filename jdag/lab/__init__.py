@@ -1,3 +1,3 @@
-"""Runs as experiments: sweeps, re-timing, and exploration of all orders of events."""
+"""Experiments over many runs: sweeps, re-timing, exploration of event orders."""
 
 from jdag.lab import strategies as strategies

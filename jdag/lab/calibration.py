@@ -1,12 +1,12 @@
-"""Costs of a scenario's functions and links, measured on processes of this host.
+"""Measures the costs of a scenario's functions and links on processes of this host.
 
 Inputs:  a scenario whose program returns a `Case`.
-Outputs: the tables of a file of costs (`jdag.scenario.costs`). Durations of functions
-    are those of jobs in steps of the program. Links and jobs: chains of calls of
-    `relay`, from worker to worker or on one, take `hop_ns` a call beside the function;
-    that is `job_ns` on one worker, and with a link its latency and n / bandwidth more.
-Invariants: medians, compilation left out; nothing but time differs between two files
-    of the same machine.
+Outputs: the tables of a cost file (`jdag.scenario.costs`). Durations of functions are
+         measured in steps of the program. Links and job overhead are measured with
+         chains of calls of `relay`: `hop_ns` is the time of a call minus the time of
+         the function itself. If all calls are on one worker, this is `job_ns`. Over a
+         link it also includes the latency and n / bandwidth, for n bytes.
+Invariants: all values are medians of runs without compilation.
 """
 
 import os
@@ -34,51 +34,45 @@ from jdag.scenario.program import raising_nothing
 from jdag.settings.toml_files import wrong
 from jdag.settings.validation import COUNT, converted
 
-_Times = Mapping[str, Sequence[Sequence[Any]]]  # What `Node.times` returns.
+_Times = Mapping[str, Sequence[Sequence[Any]]]  # As returned by `Node.times`.
 
 WARM, STEPS = 3, 15
-SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # Bytes that travel in a probe.
+SIZES = (1 << 10, 1 << 18, 1 << 20, 1 << 22)  # Bytes of a probe's messages.
 SHORT, LONG = 2, 10  # Calls in a chain.
-_WIDTH = 384  # Of `relay`: it takes longer than jobs that run on the loop.
-_TYPES = ("I", "W")
+_WIDTH = 384  # Makes `relay` too long to run on the event loop.
 
 
 class StepTime(NamedTuple):
-    """When a step began, had issued its calls, and was over."""
-
     began_ns: int
     issued_ns: int
     ended_ns: int
 
     @property
     def ns(self) -> int:
-        """How long it took."""
         return self.ended_ns - self.began_ns
 
 
 @contextmanager
 def in_one_line(scenario: Scenario) -> Iterator[None]:
-    """Turn what goes wrong with a scenario into a ScenarioError of one line."""
     with wrong(scenario.path), raising_nothing(scenario.settings.program):
         try:
             yield
         except ScenarioError:
             raise
-        except JdagError as error:  # The traceback of a worker follows.
+        except JdagError as error:  # The worker's traceback is left out.
             raise ScenarioError(text_of(error).partition("\n\n")[0]) from error
 
 
 class CaseSteps:
-    """The steps of a case on a cluster: a context with its passes, or one of a plan."""
+    """The steps of a case on a cluster: eager contexts, or steps of a compiled plan."""
 
     def __init__(self, case: Case, cluster: Cluster, *, planned: bool = False) -> None:
         self._case, self._cluster = case, cluster
         self._refs = case.put(cluster)
-        fetch(list(self._refs.values()))  # They have arrived.
+        fetch(list(self._refs.values()))  # Wait until the parameters have arrived.
         self._plan = compile(case.roots, cluster) if planned else None
 
     def step(self) -> StepTime:
-        """Run one step; return its time, of the cluster's clock."""
         cluster, case = self._cluster, self._case
         began_ns = issued_ns = cluster.now_ns
         if self._plan is not None:
@@ -99,26 +93,26 @@ def calibrate(
     device: str | None = None,
     steps: int = STEPS,
 ) -> dict[str, dict[str, Any]]:
-    """Measure what a scenario's program costs on processes of this host.
+    """Measure the costs of a scenario's program on processes of this host.
 
     Args:
-        file: the scenario; its program returns a `Case`, of which some steps are run.
-        out: the file of costs to write; None: none.
-        device: where workers compute, as of `jdag.launch`.
-        steps: how many are measured, after `WARM`.
+        file: the scenario; its program returns a `Case`.
+        out: path of the cost file to write; None: no file.
+        device: the device of the workers, as for `jdag.launch`.
+        steps: number of measured steps. Three steps run before, without measurement.
 
     Returns:
         The tables of the file: measured, network, devices.
 
     Raises:
-        ScenarioError: one line: an argument is unusable, the file cannot be written, or
-            the program is not a `Case` or does not run on processes.
+        ScenarioError: an argument is unusable, the file cannot be written, or the
+            program does not return a `Case` or fails on processes.
     """
     converted(COUNT, steps, "steps")
     scenario = load(Path(file))
     settings = scenario.settings
     driver = driver_of(settings, "rpc", device=device)
-    if out is not None:  # What cannot be written is known before the run.
+    if out is not None:  # Fail before the run if the file cannot be written.
         with _writing(out):
             is_new = not Path(out).exists()
             Path(out).open("a", encoding="utf-8").close()
@@ -127,13 +121,12 @@ def calibrate(
     with in_one_line(scenario), configured(settings), closing(driver):
         case = scenario.case
         cluster = driver.cluster(settings.seed, clean=True)
-        step_ns, found = measured(CaseSteps(case, cluster), cluster, steps)
+        step_ns, device_table = measured(CaseSteps(case, cluster), cluster, steps)
         network, job_ns = probe(cluster, settings.names, steps)
-    about = {"scenario": settings.name, "step_ns": step_ns}
     tables = {
-        "measured": {**about, **_machine()},
+        "measured": {"scenario": settings.name, "step_ns": step_ns, **_machine()},
         "network": network,
-        "devices": {"job_ns": job_ns, **found},
+        "devices": {"job_ns": job_ns, **device_table},
     }
     if out is not None:
         with _writing(out):
@@ -153,44 +146,41 @@ def _writing(out: str | os.PathLike[str]) -> Iterator[None]:
 def measured(
     steps: CaseSteps, cluster: Cluster, count: int
 ) -> tuple[list[int], dict[str, Any]]:
-    """Return how long steps on processes took, and what functions and calls cost.
-
-    Of the steps the least, the median and the most.
-    """
+    """Return [least, median, largest] time of steps in ns, and a device's table."""
     _ = [steps.step() for _ in range(WARM)], cluster.driver.times()
-    taken = [steps.step() for _ in range(count)]
+    step_times = [steps.step() for _ in range(count)]
     times = cluster.driver.times()
-    calls = sum([n for each in times.values() for _, of, n, _ in each if of == "F"])
-    issue_ns = statistics.median([one.issued_ns - one.began_ns for one in taken])
+    calls = sum([n for each in times.values() for _, key, n, _ in each if key == "F"])
+    issue_ns = statistics.median([t.issued_ns - t.began_ns for t in step_times])
     call_ns = round(issue_ns * count / max(calls, 1))
-    took_ns = [one.ns for one in taken]
-    middle_ns = round(statistics.median(took_ns))
+    durations_ns = [step.ns for step in step_times]
+    middle_ns = round(statistics.median(durations_ns))
     costs = {"call_ns": call_ns, **costs_of(times)}
-    return [min(took_ns), middle_ns, max(took_ns)], costs
+    return [min(durations_ns), middle_ns, max(durations_ns)], costs
 
 
 def costs_of(times: _Times) -> dict[str, Any]:
-    """Return `sum_ns` and `functions` of a `DeviceModel` from durations on workers.
+    """Return `sum_ns` and `functions` of a `DeviceModel` from workers' job durations.
 
-    A function that was called with several types of inputs has an entry for each, and
-    one with their mean. Durations on several workers are averaged, too.
+    A function that was called with several input types has an entry for each of them,
+    and an entry without types with the mean. Durations on several workers are averaged.
     """
-    found: dict[str, dict[str, list[tuple[int, int]]]] = {}
-    for name, action, count, ns in [one for each in times.values() for one in each]:
+    durations: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for name, action, count, ns in [row for rows in times.values() for row in rows]:
         for key in dict.fromkeys((name, name.partition("(")[0])):
-            of = found.setdefault(key, defaultdict(list))
-            of[action].append((count, ns))
+            actions = durations.setdefault(key, defaultdict(list))
+            actions[action].append((count, ns))
     means = {
-        name: {action: _mean(each) for action, each in of.items()}
-        for name, of in sorted(found.items())
+        name: {action: _mean(rows) for action, rows in actions.items()}
+        for name, actions in sorted(durations.items())
     }
     sums = means.pop("", {})
     types = [name.partition("(")[0] for name in means if "(" in name]
     return {
         "sum_ns": sums.get("sum", 0),
         "functions": {
-            name: _costs(of)
-            for name, of in means.items()
+            name: _costs(actions)
+            for name, actions in means.items()
             if "(" not in name or types.count(name.partition("(")[0]) > 1
         },
     }
@@ -202,17 +192,17 @@ def _mean(counted: Sequence[tuple[int, int]]) -> int:
 
 
 def _costs(actions: Mapping[str, int]) -> list[int]:
-    """Return F, I and W if they ran apart, else F and B."""
-    apart = [actions.get(action, 0) for action in _TYPES]
-    back = apart if any(apart) else [actions.get("B", 0)]
-    return [actions.get("F", 0), *back]
+    """Return [F, I, W] if the halves of the vjp ran separately, otherwise [F, B]."""
+    apart = [actions.get(action, 0) for action in ("I", "W")]
+    return [actions.get("F", 0), *(apart if any(apart) else [actions.get("B", 0)])]
 
 
 def fit_link(sizes: Sequence[int], hops_ns: Sequence[float]) -> tuple[int, int | None]:
-    """Return latency in ns and bandwidth in bytes/s of hops of so many bytes.
+    """Return latency in ns and bandwidth in bytes/s of a link.
 
-    The alpha-beta model by least squares of relative errors (Hockney 1994); the
-    bandwidth is None if the largest message takes no ns longer than an empty one.
+    Fits the alpha-beta model (Hockney 1994) to the times `hops_ns` of messages of these
+    sizes in bytes, by least squares of relative errors. The bandwidth is None if the
+    largest message takes no longer than an empty one.
     """
     hops = np.maximum(np.asarray(hops_ns, dtype=float), 1.0)
     beta, alpha = np.polyfit(np.asarray(sizes, dtype=float), hops, 1, w=1 / hops)
@@ -221,56 +211,52 @@ def fit_link(sizes: Sequence[int], hops_ns: Sequence[float]) -> tuple[int, int |
 
 
 def relay(w: Any, x: Any) -> Any:
-    """Pass on a value, after some computing that does not depend on its size."""
+    """Return `x` times a scalar. The time to compute the scalar depends only on `w`."""
     return x * jnp.mean(jnp.tanh(w @ w))
 
 
 def _total(x: Any) -> Any:
-    """A scalar."""
     return jnp.sum(x)
 
 
 def chain(workers: Sequence[str], length: int, nbytes: int) -> Case:
-    """Calls of `relay` one after the other, by turns on the workers, and a sum."""
-    on = [workers[number % len(workers)] for number in range(length)]
+    """Return a case of consecutive calls of `relay` on the workers in turn."""
+    owners = [workers[number % len(workers)] for number in range(length)]
 
     def program(ctx: Any, params: Any) -> Any:
         x = params["x"]
-        for number, worker in enumerate(on):
+        for number, worker in enumerate(owners):
             x = ctx.call(worker, relay, params[f"w{number}"], x)
-        return ctx.call(on[-1], _total, x)
+        return ctx.call(owners[-1], _total, x)
 
     params: dict[str, Any] = {f"w{n}": jnp.eye(_WIDTH) for n in range(length)}
     params["x"] = jnp.ones(nbytes // 4, jnp.float32)
-    placement = {f"w{number}": worker for number, worker in enumerate(on)}
-    return Case(program, params, {**placement, "x": on[0]})
+    placement = {f"w{number}": worker for number, worker in enumerate(owners)}
+    return Case(program, params, {**placement, "x": owners[0]})
 
 
 def probe(
     cluster: Cluster, workers: Sequence[str], rounds: int
 ) -> tuple[dict[str, int], int]:
-    """Return the keys of a link between the first two workers, and `job_ns`."""
-    here = hop_ns(cluster, workers[1:2] or workers, SIZES[0], rounds)
-    job_ns = max(round(here), 0)
+    """Measure the link of the first two workers; return its settings and `job_ns`."""
+    local_ns = hop_ns(cluster, workers[1:2] or workers, SIZES[0], rounds)
+    job_ns = max(round(local_ns), 0)
     if len(workers) == 1:
         return {}, job_ns
-    apart = [hop_ns(cluster, workers[:2], nbytes, rounds) for nbytes in SIZES]
-    latency_ns, rate = fit_link(SIZES, [ns - job_ns for ns in apart])
-    found = {"latency_ns": latency_ns}
-    return (found if rate is None else {**found, "bandwidth_bytes_per_s": rate}), job_ns
+    hops_ns = [hop_ns(cluster, workers[:2], nbytes, rounds) for nbytes in SIZES]
+    latency_ns, rate = fit_link(SIZES, [ns - job_ns for ns in hops_ns])
+    link = {"latency_ns": latency_ns}
+    return (link if rate is None else {**link, "bandwidth_bytes_per_s": rate}), job_ns
 
 
 def hop_ns(cluster: Cluster, workers: Sequence[str], nbytes: int, rounds: int) -> float:
-    """Return what a call, or its vjp, takes beside the function in a chain.
-
-    It is how much longer a step takes for each further call of a chain.
-    """
+    """Return what a further call, or vjp, adds to a step, less the function's time."""
     chains = [CaseSteps(chain(workers, n, nbytes), cluster) for n in (SHORT, LONG)]
     _ = [each.step() for each in chains for _ in range(WARM)], cluster.driver.times()
-    taken = [[each.step().ns for each in chains] for _ in range(rounds)]
-    found = costs_of(cluster.driver.times())["functions"]
-    function_ns: int = sum(found[f"{__name__}:{relay.__name__}"])
-    longer: float = statistics.median([long - short for short, long in taken])
+    step_times = [[each.step().ns for each in chains] for _ in range(rounds)]
+    functions = costs_of(cluster.driver.times())["functions"]
+    function_ns: int = sum(functions[f"{__name__}:{relay.__name__}"])
+    longer: float = statistics.median([long - short for short, long in step_times])
     return (longer / (LONG - SHORT) - function_ns) / 2
 
 

@@ -1,11 +1,11 @@
-"""A campaign: the exploration of a scenario in chunks, over processes, resumable.
+"""A campaign explores a scenario in chunks, over processes. It can be continued.
 
-Inputs:  a scenario's file, what `Explored` runs are made of, how many; a folder.
+Inputs:  a scenario's file, settings of the exploration, a number of runs, a folder.
 Outputs: the `Report` of all chunks up to the first failure.
 
-Invariants: a chunk is a function of its numbers and, where runs follow from each other,
-of what the one before has learned; so the report depends neither on the number of
-processes, nor on how often the campaign was interrupted.
+Invariants: the result of a chunk depends only on its run numbers and, under
+`Exhaustive`, on the chunk before it. So the report depends neither on the number of
+processes, nor on interruptions of the campaign.
 """
 
 import json
@@ -31,20 +31,21 @@ from jdag.scenario.program import raising_nothing
 from jdag.settings.toml_files import wrong
 from jdag.settings.validation import converted
 
-_RUNS_MAX = 10_000_000  # Of one call; another seed gives others.
-_CHUNK = 25  # Runs that are lost if a process dies, and that one request asks for.
+_RUNS_MAX = 10_000_000  # Limit of one call; another seed gives other runs.
+_CHUNK = 25  # Runs of one request. If a process dies, the runs of its request are lost.
 
 
 @lru_cache(maxsize=1)
-def _loaded(path: Path, said: str) -> tuple[Scenario, Subject, Strategy]:
-    scenario, wanted = load(path), json.loads(said)
-    settings, values = scenario.settings, wanted["values"] or scenario.settings.values
+def _loaded(path: Path, text: str) -> tuple[Scenario, Subject, Strategy]:
+    scenario, wanted = load(path), json.loads(text)
+    settings = scenario.settings
+    values = wanted["values"] or settings.values
     subject = Subject(scenario.case, settings.names, values, wanted["faults"])
     return scenario, subject, parsed_strategy(wanted["strategy"])
 
 
 def attempt(path: Path, request: Any) -> dict[str, Any]:
-    """Run a chunk, (settings as JSON, first run, last run); return its report."""
+    """Run a chunk: `request` is (settings, first run, end). Return JSON data."""
     try:
         scenario, subject, strategy = _loaded(path, request[0])
         settings = scenario.settings
@@ -53,14 +54,14 @@ def attempt(path: Path, request: Any) -> dict[str, Any]:
             configured(settings, exact=True),
             raising_nothing(settings.program),
         ):
-            found = exploration(subject, sound, range(*request[1:]), strategy)
+            report = exploration(subject, sound, range(*request[1:]), strategy)
     except ScenarioError as error:
         return {"error": str(error)}
-    failure = found.failure
+    failure = report.failure
     return {
-        "counts": [found.runs, found.redundant, found.picks, found.lost],
-        "seen": [order.hex() for order in found.seen],
-        "reached": [found.reached[triple] for triple in TRIPLES],
+        "counts": [report.runs, report.redundant, report.picks, report.lost],
+        "seen": [order.hex() for order in report.seen],
+        "reached": [report.reached[triple] for triple in TRIPLES],
         "failure": failure and [failure.run, [*failure.choices]],
         "learned": [*strategy.learned],
     }
@@ -76,45 +77,42 @@ def campaign(
     folder: Path | None = None,
     show: Callable[[int], object] = lambda runs: None,
 ) -> Report:
-    """Explore a scenario.
+    """Explore a scenario in chunks.
 
-    Args:
-        path: the scenario's file.
-        wanted: its "values", None for the scenario's own, "strategy" and "faults".
-        runs: how many at most, up to `_RUNS_MAX`.
-        jobs: how many processes run at once.
-        on: "ray": on the nodes of Ray, which see the file at the same path.
-        folder: keeps what was run; another call with it goes on. None: nothing is kept.
-        show: called with the number of runs so far.
-
-    Raises:
-        ScenarioError: a setting that is unusable: names it, its value, what is allowed.
+    `wanted` has the keys "values" (None: the scenario's), "strategy" and "faults".
+    `on="ray"` runs chunks on the nodes of Ray, which must have the file at the same
+    path. Finished chunks are kept in `folder`, and another call continues from them.
+    `show` is called with the number of runs so far. Raises ScenarioError if a setting
+    is unusable.
     """
     converted(Annotated[int, Meta(ge=1, le=_RUNS_MAX)], runs, "--runs")
-    said = json.dumps(wanted)
+    text = json.dumps(wanted)
     _loaded.cache_clear()
-    scenario, subject, strategy = _loaded(path, said)
+    scenario, subject, strategy = _loaded(path, text)
     if (jobs > 1 or on is not None) and isinstance(strategy, Exhaustive):
         key, value = ("--jobs", jobs) if on is None else ("--on", on)
-        allowed = "one process with exhaustive, where runs follow from those before"
+        allowed = "one process with exhaustive, where each run depends on the last"
         raise ScenarioError(unusable(key, value, allowed))
     check_on(on)
     starts = range(0, runs, _CHUNK)
-    chunks = [(said, start, min(start + _CHUNK, runs)) for start in starts]
+    chunks = [(text, start, min(start + _CHUNK, runs)) for start in starts]
     about = {**identity(path, scenario), **wanted, "runs": runs, "format": FORMAT}
-    kept: Any = nullcontext((None, {}))
+    chunk_journal: Any = nullcontext((None, {}))
     if folder is not None:
-        kept = journal("--resume", folder, about)
+        chunk_journal = journal("--resume", folder, about)
     report, number = Report(), 0
     waiting: dict[int, Any] = {}
-    with kept as (file, done), closing(_played(path, chunks, done, jobs, on)) as played:
-        for at, reply in played:
+    with (
+        chunk_journal as (file, done),
+        closing(_played(path, chunks, done, jobs, on)) as replies_by_chunk,
+    ):
+        for chunk, reply in replies_by_chunk:
             if "error" in reply:
                 raise ScenarioError(reply["error"])
-            if file is not None and at not in done:
-                file.write(f"{json.dumps([at, reply])}\n")
+            if file is not None and chunk not in done:
+                file.write(f"{json.dumps([chunk, reply])}\n")
                 file.flush()
-            waiting[at] = reply
+            waiting[chunk] = reply
             while number in waiting:
                 report.add(_read(waiting.pop(number), subject, strategy, scenario))
                 number += 1
@@ -128,9 +126,9 @@ def campaign(
 def _played(
     path: Path, chunks: list[Any], done: Mapping[int, Any], jobs: int, on: str | None
 ) -> Generator[tuple[int, Any]]:
-    """Yield chunks with their numbers: those that are done, and others as they end."""
+    """Yield (number, reply) of each chunk: first finished chunks, then new chunks."""
     yield from sorted(done.items())
-    missing = {at: chunk for at, chunk in enumerate(chunks) if at not in done}
+    missing = {n: chunk for n, chunk in enumerate(chunks) if n not in done}
     yield from replies(attempt, path, missing, jobs, on)
 
 
@@ -149,6 +147,6 @@ def _read(
         run, choices = reply["failure"]
         with configured(scenario.settings, exact=True):
             subject.first()
-            played = run_again(subject, choices)
-            report.failure = run_failure(subject, played, sound, run)
+            result = run_again(subject, choices)
+            report.failure = run_failure(subject, result, sound, run)
     return report

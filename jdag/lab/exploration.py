@@ -1,8 +1,8 @@
-"""Exploration: one program in many orders of its events, each held to a property.
+"""Exploration: runs a program in many orders of its events; a property checks each run.
 
 Inputs:  a program and its workers, a property, a strategy, a budget of faults.
-Outputs: a `Report`: how many runs and orders there were, and the first run that breaks
-         the property, as the choices that repeat it.
+Outputs: a `Report` with the counts of runs and orders, and with the choices that repeat
+         the first run that violates the property.
 """
 
 import hashlib
@@ -20,28 +20,31 @@ from jdag.errors import ScenarioError, WorkerLost, named_text, unusable
 from jdag.lab.failures import Property, RunFailure, run_failure
 from jdag.lab.strategies import EVERYWHERE, Pick, RandomWalk, Strategy
 from jdag.lab.subject import Explored, Subject
-from jdag.scenario.case import Case, difference, worst
+from jdag.scenario.case import Case
+from jdag.scenario.player import difference, worst
 from jdag.settings.validation import COUNT, converted
 from jdag.sim.simulation import COLLECTOR
 from jdag.sim.untimed import PossibleStep
 from jdag.wire.encoding import encoded
 
-RELATIVE_MAX = 1e-5  # Of float32; what the oracle fuses may differ in the last bits.
+RELATIVE_MAX = 1e-5  # For float32; fused code of the oracle differs in the last bits.
 
 
 @dataclass(slots=True)
 class Report:
-    """What an exploration found.
+    """Result of an exploration.
 
     Attributes:
-        runs: how many there were.
-        redundant: how many more were given up, as their orders had been seen.
-        picks: how often a step was picked among several, over all runs.
-        lost: how many runs a worker's crash ended.
-        failure: the first run that broke the property; None if none did.
-        bound: what the strategy promises; "" for nothing.
-        reached: in how many runs an event came in a phase: by role, phase and event
-            (`jdag.engine.phases`).
+        runs: number of runs.
+        redundant: number of further runs, which were stopped because an earlier run had
+            the same order.
+        picks: number of picks among several possible steps, summed over all runs.
+        lost: number of runs that a worker's crash ended.
+        failure: the first run that violated the property; None if no run did.
+        bound: the strategy's guarantee; "" if it gives no guarantee.
+        seen: hashes of the orders that occurred.
+        reached: for each (role, phase, event) of `jdag.engine.phases`, the number of
+            runs in which the event reached an engine in this role and phase.
     """
 
     runs: int = 0
@@ -55,57 +58,55 @@ class Report:
 
     @property
     def unreached(self) -> tuple[Triple, ...]:
-        """What may come to an engine, and has not in any run.
+        """Triples of role, phase and event that did not occur in any run.
 
-        Much of it cannot come in one program: it has no such call, pass or fault.
+        A single program cannot reach all triples, since it lacks some kinds of calls,
+        passes or faults.
         """
         return tuple([triple for triple in TRIPLES if triple not in self.reached])
 
     def coverage(self) -> list[str]:
-        """Lines that say how much was reached, and what was not, by role and phase."""
-        left = self.unreached
+        unreached = self.unreached
         lines = [
-            f"{len(TRIPLES) - len(left)} of {len(TRIPLES)} triples of role, phase and"
-            f" event reached{', but not:' if left else ''}"
+            f"{len(self.reached)} of {len(TRIPLES)} triples of role, phase and event"
+            f" reached{', but not:' if unreached else ''}"
         ]
-        for (role, phase), of in groupby(left, itemgetter(0, 1)):
-            lines.append(f"  {role}, {phase}: {', '.join([event for *_, event in of])}")
+        for (role, phase), triples in groupby(unreached, itemgetter(0, 1)):
+            events = ", ".join([event for *_, event in triples])
+            lines.append(f"  {role}, {phase}: {events}")
         return lines
 
-    def add(self, other: "Report") -> None:
-        """Add what further runs found; they count as long as there is no failure."""
+    def add(self, later: "Report") -> None:
         if self.failure is None:
-            self.runs += other.runs
-            self.redundant += other.redundant
-            self.picks += other.picks
-            self.lost += other.lost
-            self.failure, self.bound = other.failure, other.bound
-            self.seen |= other.seen
-            self.reached += other.reached
+            self.runs += later.runs
+            self.redundant += later.redundant
+            self.picks += later.picks
+            self.lost += later.lost
+            self.failure, self.bound = later.failure, later.bound
+            self.seen |= later.seen
+            self.reached += later.reached
 
     @property
     def orders(self) -> int:
-        """How many runs differed in the order of steps on some worker."""
+        """Number of runs that differ in the order of steps on some worker."""
         return len(self.seen)
 
     @property
     def counts(self) -> str:
-        """How many runs and orders there were, and how many a crash ended."""
         ended = f", {self.lost:,} of them ended by a crash" if self.lost else ""
         more = f" ({self.redundant:,} more seen before)" if self.redundant else ""
         runs, orders = _counted(self.runs, "run"), _counted(self.orders, "order")
         return f"{runs}{more}{ended}, {orders}, {_counted(self.picks, 'choice point')}"
 
     def __str__(self) -> str:
-        found = (
-            "no violation" if self.failure is None else f"violated by {self.failure}"
-        )
-        covered = f"{len(self.reached)} of {len(TRIPLES)} triples"
-        return "; ".join(filter(None, [self.counts, covered, self.bound, found]))
+        failure = self.failure
+        outcome = "no violation" if failure is None else f"violated by {failure}"
+        coverage = f"{len(self.reached)} of {len(TRIPLES)} triples"
+        return "; ".join(filter(None, [self.counts, coverage, self.bound, outcome]))
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'s' * (count != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def explore(
@@ -118,25 +119,29 @@ def explore(
     values: Literal["real", "abstract"] = "real",
     faults: Mapping[str, int] | None = None,
 ) -> Report:
-    """Run a program in many orders of its events, until one breaks a property.
+    """Run a program in many orders of its events, until a run violates a property.
 
-    No time passes: each message at the head of a link, ready job, program to be woken
-    or started, and fault of the budget may be the next thing to happen.
+    No time passes. The next event may be any of these: a message at the head of a link,
+    a ready job, a program that is to be started or resumed, a fault within the budget.
 
     Args:
-        program: a `jdag.scenario.Case`, which has an oracle; or a function that takes a
-            cluster, and returns a pytree of arrays and refs, if anything.
-        workers: their names; the program runs on the first.
-        property: takes an `Explored` run; returns False or raises AssertionError if the
-            run breaks it, and True or None if not. None: `sound`.
-        runs: how many at most.
+        program: a `jdag.scenario.Case`, which has an oracle; or a function of a cluster
+            that returns a pytree of arrays and refs, or None.
+        workers: names of the workers; the program runs on the first.
+        property: function of an `Explored` run that returns False or raises
+            AssertionError if the run violates the property, and otherwise returns True
+            or None. None: `sound`.
+        runs: maximum number of runs.
         strategy: one of `jdag.strategies`; None: `RandomWalk()`.
-        values: "real", where JAX computes, or "abstract", where shapes alone are known.
-        faults: how many there may be in a run, by kind: "crash", "rejoin", "drop",
-            "duplicate". Delays are no fault: each frame may be late in any order.
+        values: "real", or "abstract": only shapes and dtypes are computed.
+        faults: limit of each kind of fault in a run: "crash", "rejoin", "drop",
+            "duplicate". Frames may be late even without a fault.
+
+    Returns:
+        A `Report`.
 
     Raises:
-        ScenarioError: a setting that is unusable: names it, its value, what is allowed.
+        ScenarioError: an argument is unusable.
     """
     converted(COUNT, runs, "runs")
     strategy = RandomWalk() if strategy is None else strategy
@@ -152,28 +157,27 @@ def explore(
 def exploration(
     subject: Subject, property: Property, runs: Iterable[int], strategy: Strategy
 ) -> Report:
-    """Explore a subject by the runs of these numbers."""
     report = Report()
     strategy.planned(len(subject.first().choices))
-    what = f"strategy: pick of {type(strategy).__qualname__}"
-    with ExitStack() as leaving:
-        leaving.callback(COLLECTOR.opened(subject))  # Once, not for each run.
+    index_name = f"strategy: pick of {type(strategy).__qualname__}"
+    with ExitStack() as stack:
+        stack.callback(COLLECTOR.opened(subject))  # Once, not for each run.
         for run in runs:
             pick = _begun(strategy, run)
             if pick is None:
                 break
-            played = subject.play(pick, what)
-            strategy.ended(len(played.choices))
-            if played.explored is None:
+            result = subject.play(pick, index_name)
+            strategy.ended(len(result.choices))
+            if result.explored is None:
                 report.redundant += 1
                 continue
             report.runs += 1
-            report.picks += played.picks
-            explored = played.explored
+            report.picks += result.picks
+            explored = result.explored
             report.lost += explored.crashed and explored.error is not None
-            report.seen[order_of(played.steps)] = None
-            report.reached.update(played.reached)
-            report.failure = run_failure(subject, played, property, run)
+            report.seen[order_of(result.steps)] = None
+            report.reached.update(result.reached)
+            report.failure = run_failure(subject, result, property, run)
             if report.failure is not None:
                 break
     report.bound = strategy.bound()
@@ -181,7 +185,6 @@ def exploration(
 
 
 def _begun(strategy: Strategy, run: int) -> Pick | None:
-    """What picks in a run, None if there are no more."""
     pick = strategy.begin(run)
     if not (pick is None or callable(pick)):
         called = f"strategy: {type(strategy).__qualname__}.begin({run})"
@@ -191,38 +194,38 @@ def _begun(strategy: Strategy, run: int) -> Pick | None:
 
 
 def sound(run: Explored) -> None:
-    """The default property: what the oracle says, always the same bits, nothing left.
+    """The default property of a run.
 
-    A run in which a worker crashed may end by that.
+    Gradients agree with the oracle, their bits equal those of the default run, and no
+    worker still holds values, contexts or passes. A run in which a worker crashed may
+    end with an error that reports the loss.
     """
     if run.error is not None:
-        said = " ".join(named_text(run.error).split())  # In one line.
-        assert run.crashed and (isinstance(run.error, WorkerLost) or "lost" in said), (
-            said
-        )
-    living = [one for one in run.info.values() if not one["lost"]]
+        message = " ".join(named_text(run.error).split())  # Joined to one line.
+        is_loss = isinstance(run.error, WorkerLost) or "lost" in message
+        assert run.crashed and is_loss, message
+    live_infos = [info for info in run.info.values() if not info["lost"]]
     for name in ("live_contexts", "live_passes"):
-        held = sum(int(one[name]) for one in living)
-        assert not held, f"{name}: {held} are left"
-    assert run.crashed or not run.left, f"{run.left} values are left"
-    assert run.same_bits, "the result has other bits than in the order of first choices"
+        count = sum(int(info[name]) for info in live_infos)
+        assert not count, f"{name} is {count} after the run; expected 0"
+    assert run.crashed or not run.left, f"workers still hold {run.left} values"
+    assert run.same_bits, "the result's bits differ from those of the default order"
     if run.result is not None and run.expected is not None:
         near(run.result, run.expected)
 
 
 def near(result: Sequence[Any], expected: Sequence[Any], where: str = "") -> None:
-    """Raise AssertionError if a gradient is not what the oracle says."""
-    apart = worst(list(map(difference, result, expected)))
-    said = f"{where}a gradient is off the oracle's by {apart:.1e}"
-    assert apart <= RELATIVE_MAX, said
+    difference_max = worst(list(map(difference, result, expected)))
+    message = f"{where}a gradient differs from the oracle's by {difference_max:.1e}"
+    assert difference_max <= RELATIVE_MAX, message
 
 
 def order_of(steps: Iterable[PossibleStep]) -> bytes:
-    """A hash of the order of steps on each worker, which is all that workers see."""
+    """Return a hash of the orders of steps, as far as workers can distinguish them."""
     spans: list[dict[str, list[PossibleStep]]] = [defaultdict(list)]
     for step in steps:
         spans[-1][step.worker].append(step)
         if step.kind in EVERYWHERE:
             spans.append(defaultdict(list))
-    said = [sorted(by_worker.items()) for by_worker in spans]
-    return hashlib.sha256(encoded(said)).digest()
+    ordered = [sorted(by_worker.items()) for by_worker in spans]
+    return hashlib.sha256(encoded(ordered)).digest()

@@ -1,10 +1,10 @@
-"""Runs that broke a property: shrunk, saved, and repeated from a file.
+"""Runs that violated a property: shrunk, saved, and repeated from a file.
 
 Inputs:  a subject, the choices of a run, a property; or a file.
-Outputs: a `RunFailure`; a file of JSON from which `replay` repeats the run.
+Outputs: a `RunFailure`; a JSON file from which `replay` repeats the run.
 
-Invariants: a failure's choices repeat it, in any process; a shrunk one breaks the
-property too, and has no more choices that are not the first.
+Invariants: the choices of a failure repeat it, in any process. A shrunk failure also
+violates the property, and differs from the default order in no more choices.
 """
 
 import json
@@ -29,31 +29,35 @@ from jdag.sim.untimed import PossibleStep
 FORMAT = 3
 _SHOWN_MAX = 4
 OTHER_BITS = (
-    "the steps are those that were saved, but the digest differs: values or messages "
-    "in the trace are others now"
+    "the steps equal the saved ones, but the digest differs: values or messages in the "
+    "trace have changed"
 )
 _KEYS = {
     **{"jdag": str, "program": str, "scenario": str, "workers": list, "values": str},
     **{"run": int, "why": str, "choices": list, "steps": list, "held": list},
     **{"faults": dict, "digest": str, "property": str},
 }
-_SAID = {str: "a text", list: "a list", int: "an integer", dict: "a table"}
+_NOUNS = {str: "a string", list: "a list", int: "an integer", dict: "a table"}
 
 Property = Callable[[Explored], object]
 
 
 @dataclass(frozen=True, eq=False)
 class RunFailure:
-    """A run that broke the property; `choices` repeat it.
+    """A run that violated the property; `choices` repeat it.
 
     Attributes:
-        run: its number.
-        why: what the property said.
-        choices: for each step the index that was picked; after these, 0.
-        steps: what was picked.
-        firsts: the first one of those that each was picked of.
-        held: steps that waited until nothing else could happen, where these are all
-            that the order has beside first choices.
+        run: the number of the run.
+        why: the property's message.
+        choices: the index of the picked step at each pick. After these picks, the index
+            is always 0.
+        steps: the step that was picked at each pick.
+        firsts: the first of the possible steps at each pick.
+        explored: the run.
+        subject: the program, workers and faults.
+        property: the violated property.
+        held: steps that waited until nothing else could happen, if the order differs
+            from the default order only in these steps.
     """
 
     run: int
@@ -68,82 +72,81 @@ class RunFailure:
 
     @cached_property
     def digest(self) -> str:
-        """Of the trace of the run."""
         return str(self.explored.trace.digest)
 
     def __str__(self) -> str:
-        off = [number for number, choice in enumerate(self.choices) if choice]
+        changed = [number for number, choice in enumerate(self.choices) if choice]
         where = "the first choice everywhere"
         if self.held:
-            said = [f"{step} waits until nothing else can happen" for step in self.held]
-            where += f", but {', '.join(said)}"
-        elif off:
-            said = [f"at step {n}: {self.picked(n)}" for n in off[:_SHOWN_MAX]]
-            more = f" and {len(off) - _SHOWN_MAX} more" if len(off) > _SHOWN_MAX else ""
-            where += f" but {', '.join(said)}{more}"
+            texts = [f"{s} waits until nothing else can happen" for s in self.held]
+            where += f", but {', '.join(texts)}"
+        elif changed:
+            texts = [f"at step {n}: {self.picked(n)}" for n in changed[:_SHOWN_MAX]]
+            if len(changed) > _SHOWN_MAX:
+                texts[-1] += f" and {len(changed) - _SHOWN_MAX} more"
+            where += f" but {', '.join(texts)}"
         return f"run {self.run}: {self.why} ({where})"
 
     def picked(self, number: int) -> str:
-        """What was picked at a step, and before which other one, in words."""
-        return said_of(self.steps[number], self.firsts[number])
+        return pick_text(self.steps[number], self.firsts[number])
 
     def shrink(self, runs: int = 1_000) -> "RunFailure":
-        """A failure that is as simple as `runs` runs find.
+        """Return a simpler failure, found within `runs` more runs.
 
-        The simplest has one step that waits; else as few choices that are not the first
-        as delta debugging leaves (Zeller, Hildebrandt, "Simplifying and Isolating
-        Failure-Inducing Input", IEEE Transactions on Software Engineering 2002).
+        This first tries to delay a single step. If that does not violate the property,
+        delta debugging minimizes the number of choices other than 0 (Zeller,
+        Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE
+        Transactions on Software Engineering 2002).
         """
         converted(COUNT, runs, "runs")
-        alone = self.subject.play(_first)
-        found = run_failure(self.subject, alone, self.property, self.run)
-        if found is not None:
-            return found
+        result = self.subject.play(lambda steps: 0)
+        failure = run_failure(self.subject, result, self.property, self.run)
+        if failure is not None:
+            return failure
         for step in dict.fromkeys(self.steps):
             if runs <= 0:
                 return self
             runs -= 1
-            played = self.subject.play(partial(_but, step))
-            found = run_failure(self.subject, played, self.property, self.run)
-            if found is not None:
-                return replace(found, held=(step,))
+            result = self.subject.play(partial(_delayed, step))
+            failure = run_failure(self.subject, result, self.property, self.run)
+            if failure is not None:
+                return replace(failure, held=(step,))
         best, width = self, len(self.choices)
         while width and runs > 0:
-            before, at = best, 0
-            while at < len(best.choices) and runs > 0:
-                end = at + width
-                if any(best.choices[at:end]):
-                    zeros = [0] * len(best.choices[at:end])
-                    tried = [*best.choices[:at], *zeros, *best.choices[end:]]
+            previous, start = best, 0
+            while start < len(best.choices) and runs > 0:
+                end = start + width
+                if any(best.choices[start:end]):
+                    zeros = [0] * len(best.choices[start:end])
+                    tried = [*best.choices[:start], *zeros, *best.choices[end:]]
                     best = self._smaller(best, tried)
                     runs -= 1
-                at = end
-            if best is before:
+                start = end
+            if best is previous:
                 width //= 2
         return best
 
     def _smaller(self, best: "RunFailure", choices: Sequence[int]) -> "RunFailure":
-        found = run_failure(
-            self.subject, run_again(self.subject, choices), self.property, self.run
-        )
-        if found is None or _weight(found) >= _weight(best):
+        result = run_again(self.subject, choices)
+        failure = run_failure(self.subject, result, self.property, self.run)
+        if failure is None or _weight(failure) >= _weight(best):
             return best
-        return found
+        return failure
 
     def save(self, path: str | Path, scenario: str = "") -> None:
-        """Write what `jdag.replay` repeats this run from, as JSON.
+        """Write a JSON file from which `jdag.replay` repeats this run.
 
         Args:
             path: the file.
-            scenario: the file of the scenario, if it is one; else the place of what was
-                explored is kept: module:name, if a module or a script with a guard has
-                it at top level.
+            scenario: path of the scenario's file, if the program comes from a scenario.
+                Otherwise the saved file names the program as module:name, if it is
+                defined at the top level of a module or of a script with a main guard.
 
         Raises:
             ScenarioError: the file cannot be written.
         """
         subject = self.subject
-        held = {
+        data = {
             "format": FORMAT,
             "jdag": version_of("jdag"),
             "program": subject.name,
@@ -159,7 +162,7 @@ class RunFailure:
             "held": [str(step) for step in self.held],
             "digest": self.digest,
         }
-        text = json.dumps(held, indent=1) + "\n"
+        text = json.dumps(data, indent=1) + "\n"
         try:
             Path(converted(PATH, path, "path")).write_text(text, encoding="utf-8")
         except OSError as error:
@@ -173,149 +176,135 @@ def replay(
 
     Args:
         path: the file.
-        program: what was explored.
+        program: the explored program.
 
     Returns:
-        The run, and the steps that were picked in it.
+        The `Explored` run, and the steps picked in it.
 
     Warns:
-        UserWarning: the steps are the same, but the digest of the trace is not. It has
-            the names of functions, and is not compared of a program of another name, as
-            one of a script (`__main__`) has that is imported now.
+        UserWarning: the steps are the same, but the digest of the trace differs. Traces
+            contain function names, so digests are compared only if the program has the
+            same name (a script's `__main__` differs when it is imported).
 
     Raises:
-        ScenarioError: the file is no such one, or the run is another than it was; names
-            the first step that differs.
+        ScenarioError: the file was not written by `save`, or the run differs; the error
+            names the first step that differs.
     """
-    held = read_failure(path)
-    subject = Subject(program, held["workers"], held["values"], held["faults"])
-    played = replayed(held, path, subject)
-    run = played.explored
+    data = read_failure(path)
+    subject = Subject(program, data["workers"], data["values"], data["faults"])
+    result = replayed(data, path, subject)
+    run = result.explored
     assert run is not None
-    if has_other_bits(held, subject, run):
+    if has_other_bits(data, subject, run):
         warnings.warn(f"{path}: {OTHER_BITS}", stacklevel=2)
-    return run, tuple(played.steps)
+    return run, tuple(result.steps)
 
 
-def has_other_bits(held: Mapping[str, Any], subject: Subject, run: Explored) -> bool:
-    """Whether a program of the same name has another trace than was saved."""
-    digest: str = held["digest"]
-    return subject.name == held["program"] and run.trace.digest != digest
+def has_other_bits(data: Mapping[str, Any], subject: Subject, run: Explored) -> bool:
+    """Whether the program has the saved name, but the trace a different digest."""
+    digest: str = data["digest"]
+    return subject.name == data["program"] and run.trace.digest != digest
 
 
-def replayed(held: Mapping[str, Any], path: str | Path, subject: Subject) -> RunResult:
-    """As `replay`, of what was read from the file; the digest is not compared."""
-    subject.first()  # What it raises, it raises in every order.
-    played = run_again(subject, held["choices"])
-    steps = map(str, played.steps)
-    for number, (now, then) in enumerate(zip_longest(steps, held["steps"])):
-        if now != then:
+def replayed(data: Mapping[str, Any], path: str | Path, subject: Subject) -> RunResult:
+    """Repeat the run that a file's data describes. Does not compare the digest."""
+    subject.first()  # Raises errors that are not due to the order.
+    result = run_again(subject, data["choices"])
+    steps = map(str, result.steps)
+    for number, (actual, expected) in enumerate(zip_longest(steps, data["steps"])):
+        if actual != expected:
             raise ScenarioError(
-                f"{path}: the run is another one than was saved: pick {number} is "
-                f"{now or 'none'!r}, and was {then or 'none'!r}; {held['program']} has "
-                f"changed since, or jdag, which was {held['jdag']}"
+                f"{path}: the run differs from the saved one: pick {number} is "
+                f"{actual or 'none'!r}, not {expected or 'none'!r}; {data['program']} "
+                f"has changed, or jdag, whose version was {data['jdag']}"
             )
-    return played
+    return result
 
 
 def read_failure(path: str | Path) -> dict[str, Any]:
-    """Read what `RunFailure.save` wrote.
-
-    Raises:
-        ScenarioError: the file is no such one, or cannot be read; names what is wrong.
-    """
-    file, wrong = (
-        Path(converted(PATH, path, "path")),
-        f"{path} is no run that jdag explore saved",
-    )
+    """Read a file of `RunFailure.save`. Raises ScenarioError if it is unusable."""
+    file = Path(converted(PATH, path, "path"))
+    prefix = f"{path} is not a run that jdag explore saved"
     try:
-        held = json.loads(file.read_text(encoding="utf-8"))
-        _check(held)
+        data = json.loads(file.read_text(encoding="utf-8"))
+        _check(data)
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error
     except (ValueError, RecursionError, ScenarioError) as error:
-        raise ScenarioError(f"{wrong}: {error}") from error
-    return dict(held)
+        raise ScenarioError(f"{prefix}: {error}") from error
+    return dict(data)
 
 
-def _check(held: Any) -> None:
-    found = held.get("format") if isinstance(held, dict) else held
-    if found != FORMAT:
-        raise ScenarioError(unusable("format", found, str(FORMAT)))
+def _check(data: Any) -> None:
+    version = data.get("format") if isinstance(data, dict) else data
+    if version != FORMAT:
+        raise ScenarioError(unusable("format", version, str(FORMAT)))
     for key, kind in _KEYS.items():
-        if not isinstance(held.get(key), kind):
-            raise ScenarioError(unusable(key, held.get(key), _SAID[kind]))
+        if not isinstance(data.get(key), kind):
+            raise ScenarioError(unusable(key, data.get(key), _NOUNS[kind]))
     for key in ("steps", "held"):
-        if not all(isinstance(step, str) for step in held[key]):
-            raise ScenarioError(unusable(key, held[key], "a list of texts"))
-    Script(held["choices"])
-    check_subject(held["workers"], held["values"], held["faults"])
+        if not all(isinstance(step, str) for step in data[key]):
+            raise ScenarioError(unusable(key, data[key], "a list of strings"))
+    Script(data["choices"])
+    check_subject(data["workers"], data["values"], data["faults"])
 
 
 def run_again(subject: Subject, choices: Sequence[int]) -> RunResult:
-    """Run a subject with these choices."""
     return subject.play(Script(choices).pick)
 
 
 def run_failure(
-    subject: Subject, played: RunResult, property: Property, run: int
+    subject: Subject, result: RunResult, property: Property, run: int
 ) -> RunFailure | None:
-    """The failure that a run is; None if it keeps the property."""
-    explored = played.explored
+    explored = result.explored
     assert explored is not None, run
     name, why = getattr(property, "__name__", "the property"), ""
     try:
-        if not _kept(property(explored)):
+        if not _is_satisfied(property(explored)):
             why = f"{name} is False"
     except AssertionError as error:
         why = str(error).partition("\n")[0] or f"{name} does not hold"
     if not why:
         return None
-    last = max([n for n, choice in enumerate(played.choices) if choice], default=-1)
+    last = max([n for n, choice in enumerate(result.choices) if choice], default=-1)
     return RunFailure(
         run=run,
         why=why,
-        choices=tuple(played.choices[: last + 1]),
-        steps=tuple(played.steps),
-        firsts=tuple(played.firsts),
+        choices=tuple(result.choices[: last + 1]),
+        steps=tuple(result.steps),
+        firsts=tuple(result.firsts),
         explored=explored,
         subject=subject,
         property=property,
     )
 
 
-def _kept(found: Any) -> bool:
-    """Whether what a property returned says so; a bool may be of NumPy or JAX."""
-    if found is None:
+def _is_satisfied(result: Any) -> bool:
+    if result is None:
         return True
-    is_one = getattr(found, "shape", None) == ()
-    if isinstance(found, bool) or (is_one and found.dtype.kind == "b"):
-        return bool(found)
-    allowed = "None or a bool, or that it raises AssertionError"
-    raise ScenarioError(unusable("what the property returns", found, allowed))
+    is_scalar = getattr(result, "shape", None) == ()
+    if isinstance(result, bool) or (is_scalar and result.dtype.kind == "b"):
+        return bool(result)
+    allowed = "None or a bool, or an AssertionError"
+    raise ScenarioError(unusable("result of the property", result, allowed))
 
 
-def said_of(step: PossibleStep, first: PossibleStep) -> str:
-    """A step in words, and the first choice that it comes before."""
-    return f"{_worded(step)} before {_worded(first)}"
+def pick_text(step: PossibleStep, first: PossibleStep) -> str:
+    """Return "PICKED before FIRST", where FIRST is the first possible step."""
+    return f"{_step_text(step)} before {_step_text(first)}"
 
 
-def _worded(step: PossibleStep) -> str:
-    name, _, where = step.of.partition(" ")
+def _step_text(step: PossibleStep) -> str:
+    name, _, where = step.detail.partition(" ")
     path = where.partition(":")[2]
     if step.kind == "main":
-        return "the main program goes on"
+        return "the main program continues"
     if step.kind != "compute" or not path:
         return str(step)
     return f"{step.worker}'s {name.lower()} of call {path}"
 
 
-def _first(steps: Sequence[PossibleStep]) -> int:
-    return 0
-
-
-def _but(held: PossibleStep, steps: Sequence[PossibleStep]) -> int:
-    """The first step that is not held, if there is one."""
+def _delayed(held: PossibleStep, steps: Sequence[PossibleStep]) -> int:
     return next((n for n, step in enumerate(steps) if step != held), 0)
 
 

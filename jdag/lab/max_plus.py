@@ -1,12 +1,14 @@
-"""Times as longest paths: a graph whose edges cost what parameters say.
+"""Longest paths in a graph of events, whose edges have costs that depend on parameters.
 
-A node happens when all its predecessors have, and the cost of the edge from each has
-passed. An edge costs `amount` times a parameter, in ns.
+Each incoming edge of a node gives a time: the time of the edge's source plus the cost
+of the edge. The node's time is the largest of these. The cost of an edge is `amount`
+times a parameter, in ns.
 
-Inputs:  nodes in an order in which edges point forward; edges in the order of the nodes
-         that they enter; costs of edges.
-Outputs: times of nodes, exact for ints; `span`, for many settings at once, in JAX, with
-         the gradient by parameters along longest paths.
+Inputs:  the number of nodes, in topological order; edges, sorted by the node that they
+         enter; costs of edges.
+Outputs: the times of nodes, which are exact for ints; `span`, a JAX function that takes
+         many settings at once and has a gradient by the parameters, along the longest
+         paths.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_CHUNK = 256  # Settings at a time: their times stay in the cache.
+_CHUNK = 256  # Settings per batch, whose times fit into the cache.
 
 
 class MaxPlus:
-    """A graph of longest paths, ready to be asked many times.
+    """A graph of longest paths. Nodes without incoming edges have time 0.
 
-    Args:
-        nodes: how many there are; those without edges happen at 0.
-        edges: (from, to) by node; `to` never decreases.
+    `edges` has (source, target) of each edge, sorted by target.
     """
 
     def __init__(self, nodes: int, edges: Sequence[tuple[int, int]]) -> None:
@@ -34,7 +34,7 @@ class MaxPlus:
         targets = np.array([target for _, target in edges], np.int64)
         assert (np.diff(targets) >= 0).all() and (self.sources < targets).all()
         starts = np.searchsorted(targets, np.arange(nodes + 1))
-        # (node, its first edge, and the one after its last), where there are any.
+        # (node, index of its first edge, end of its edges), for nodes with edges.
         self._entered = [
             (node, int(starts[node]), int(starts[node + 1]))
             for node in range(nodes)
@@ -42,17 +42,17 @@ class MaxPlus:
         ]
 
     def times(self, costs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """When each node happens, and the edge that it waited for last (-1: none)."""
+        """Return each node's time, and the edge that determines it (-1: no edge)."""
         sources = self.sources.tolist()
-        at, by = [0] * self.nodes, [-1] * self.nodes
+        times, edges = [0] * self.nodes, [-1] * self.nodes
         for node, first, end in self._entered:
-            best, latest = first, at[sources[first]] + costs[first]
+            best, latest = first, times[sources[first]] + costs[first]
             for edge in range(first + 1, end):
-                time = at[sources[edge]] + costs[edge]
-                if time > latest:
-                    best, latest = edge, time
-            at[node], by[node] = latest, best
-        return at, by
+                arrival = times[sources[edge]] + costs[edge]
+                if arrival > latest:
+                    best, latest = edge, arrival
+            times[node], edges[node] = latest, best
+        return times, edges
 
     def span(
         self,
@@ -61,86 +61,86 @@ class MaxPlus:
         starts: Sequence[int],
         ends: Sequence[int],
     ) -> Callable[..., Any]:
-        """A JAX function from `count` parameters to a time between nodes.
+        """Return a JAX function from `count` parameters to the time between nodes.
 
-        Args:
-            matrix: edges, parameters and amounts of what edges cost, beside each other:
-                an edge may be there with several parameters.
-            count: how many parameters there are.
-            starts: nodes; the time begins when the first of them happens.
-            ends: nodes; it ends when the last of them happens.
+        The time begins at the earliest of the nodes `starts` and ends at the latest of
+        `ends`. `matrix` has edges, parameters and amounts, as parallel arrays. If an
+        edge occurs several times, its costs add up.
         """
         between = np.array(starts), np.array(ends)
         shape: Any = jax.ShapeDtypeStruct
 
-        def times(of: Any) -> Any:
-            at, _ = self._many(of, matrix)
-            return at[between[1]].max(0) - at[between[0]].min(0)
+        def times(settings: Any) -> Any:
+            node_times, _ = self._many(settings, matrix)
+            return node_times[between[1]].max(0) - node_times[between[0]].min(0)
 
-        def slopes(of: Any) -> Any:
-            return self._slopes(of, matrix, *between)
+        def slopes(settings: Any) -> Any:
+            return self._slopes(settings, matrix, *between)
 
         def called(function: Callable[[Any], Any], values: Any, axes: int) -> Any:
-            """What a function of some settings at a time gives; the last axes go."""
+            """Run a host function on batches. It reduces the last `axes` axes."""
             dtype = values.dtype
 
-            def host(given: Any) -> Any:
-                found = np.concatenate([*map(function, _chunks(given, count))])
-                return found.reshape(given.shape[: given.ndim - axes]).astype(dtype)
+            def host(settings: Any) -> Any:
+                results = np.concatenate([*map(function, _chunks(settings, count))])
+                shape = settings.shape[: settings.ndim - axes]
+                return results.reshape(shape).astype(dtype)
 
-            found = shape(values.shape[: values.ndim - axes], dtype)
-            return jax.pure_callback(host, found, values, vmap_method="broadcast_all")
+            result_shape = shape(values.shape[: values.ndim - axes], dtype)
+            return jax.pure_callback(
+                host, result_shape, values, vmap_method="broadcast_all"
+            )
 
         span: Any = jax.custom_vjp(lambda values: called(times, values, 1))
         span.defvjp(
             lambda values: (called(times, values, 1), values),
-            lambda values, given: (called(slopes, values, 0) * given[..., None],),
+            lambda values, g: (called(slopes, values, 0) * g[..., None],),
         )
         return lambda values: span(jnp.asarray(values))
 
     def _many(self, values: Any, matrix: tuple[Any, Any, Any]) -> tuple[Any, Any]:
-        """When each node happens with some settings, and what edges cost."""
+        """Return the times of nodes and the costs of edges, for several settings."""
         edges, parameters, amounts = matrix
         costs = np.zeros((len(self.sources), len(values)))
         np.add.at(costs, edges, amounts[:, None] * values.T[parameters])
-        at = np.zeros((self.nodes, len(values)))
+        times = np.zeros((self.nodes, len(values)))
         sources = self.sources.tolist()
         for node, first, end in self._entered:
-            here = at[node]
-            np.add(at[sources[first]], costs[first], out=here)
+            latest = times[node]
+            np.add(times[sources[first]], costs[first], out=latest)
             for edge in range(first + 1, end):
-                np.maximum(here, at[sources[edge]] + costs[edge], out=here)
-        return at, costs
+                np.maximum(latest, times[sources[edge]] + costs[edge], out=latest)
+        return times, costs
 
     def _slopes(
         self, values: Any, matrix: tuple[Any, Any, Any], starts: Any, ends: Any
     ) -> Any:
-        """The gradients of the spans of some settings by the parameters."""
+        """Return the gradients of several settings' spans by the parameters."""
         edges, parameters, amounts = matrix
-        at, costs = self._many(values, matrix)
+        node_times, costs = self._many(values, matrix)
         order = np.argsort(edges, kind="stable")
         begins = np.searchsorted(edges[order], np.arange(len(self.sources) + 1))
         entered = {node: (first, end) for node, first, end in self._entered}
-        found = np.zeros_like(values)
-        lasts = ends[at[ends].argmax(0)].tolist()
-        firsts = starts[at[starts].argmin(0)].tolist()
-        # What comes before both, such as set-up, counts for nothing.
+        gradients = np.zeros_like(values)
+        lasts = ends[node_times[ends].argmax(0)].tolist()
+        firsts = starts[node_times[starts].argmin(0)].tolist()
+        # Costs on both paths, such as the set-up, cancel.
         walks = [(1, node) for node in lasts], [(-1, node) for node in firsts]
         for setting, (sign, node) in chain(*map(enumerate, walks)):
-            here = node
-            while here in entered:
-                first, end = entered[here]
+            visited = node
+            while visited in entered:
+                first, end = entered[visited]
                 sources = self.sources[first:end]
                 edge = first
                 if end > first + 1:
-                    times = at[sources, setting] + costs[first:end, setting]
+                    times = node_times[sources, setting] + costs[first:end, setting]
                     edge += int(times.argmax())
                 for row in order[begins[edge] : begins[edge + 1]]:
-                    found[setting, parameters[row]] += sign * amounts[row]
-                here = int(self.sources[edge])
-        return found
+                    gradients[setting, parameters[row]] += sign * amounts[row]
+                visited = int(self.sources[edge])
+        return gradients
 
 
 def _chunks(values: Any, count: int) -> list[Any]:
     flat = np.asarray(values, np.float64).reshape(-1, count)
-    return [flat[at : at + _CHUNK] for at in range(0, len(flat), _CHUNK)]
+    return [flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK)]

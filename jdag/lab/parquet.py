@@ -1,4 +1,4 @@
-"""The table of a sweep as a Parquet file, by pyarrow: the extra `jdag[sweep]`."""
+"""Writes tables of sweeps as Parquet files. Needs pyarrow, the extra `jdag[sweep]`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +13,13 @@ except ImportError:
     pyarrow = None
 
 
-def need_pyarrow(what: str) -> None:
-    """Raise ScenarioError if pyarrow is not installed; `what` needs it."""
+def need_pyarrow(feature: str) -> None:
     if pyarrow is None:
-        said = f"{what} needs pyarrow, which is not here: pip install 'jdag[sweep]'"
-        raise ScenarioError(said)
+        raise ScenarioError(f"{feature} needs pyarrow: pip install 'jdag[sweep]'")
 
 
 def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows; a column of values of several types is one of texts.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write rows to a file. Cells of a column of mixed types become strings."""
     columns = {}
     for name in dict.fromkeys([name for row in rows for name in row]):
         cells = [row.get(name) for row in rows]

@@ -1,6 +1,6 @@
-"""Names by which another process finds what was explored, and its property.
+"""Locations by which another process finds an explored program and its property.
 
-A place is module:name, or script.py:name for what the program that was started has.
+A place is module:name, or script.py:name for objects of the script that was started.
 """
 
 import os
@@ -17,7 +17,7 @@ _imported = cache(import_script)
 
 
 def place_of(thing: Any) -> str:
-    """The place of an object; "" if it has none, as in a script without a guard."""
+    """Return the place of an object, or "" (also in a script without a main guard)."""
     for name, module in [*sys.modules.items()]:
         for key, value in [*getattr(module, "__dict__", {}).items()]:
             if value is thing and name != MAIN:
@@ -27,21 +27,16 @@ def place_of(thing: Any) -> str:
     return ""
 
 
-def check_is_here(file: str, named: str) -> None:
-    """Raise ScenarioError if a file is not there; `named`: a command that names it."""
+def check_is_here(file: str, command: str) -> None:
     if not Path(file).exists():
-        said = "run this in the folder in which that was explored, or name it"
-        raise ScenarioError(f"{file} is no file in {Path.cwd()}: {said}: {named}")
+        raise ScenarioError(
+            f"{file} does not exist in {Path.cwd()}: run this command in the folder of "
+            f"the exploration, or give the path: {command}"
+        )
 
 
-def at(place: str, bug: str | Path = "bug.json", what: str = "program") -> Any:
-    """The object at a place; modules of the current folder come first.
-
-    `bug` is the file of the saved run, `what` the name of the object in errors.
-
-    Raises:
-        ScenarioError: nothing is there.
-    """
+def object_at(place: str, bug: str | Path = "bug.json", what: str = "program") -> Any:
+    """Return the object at a place. Errors name its role `what` and the file `bug`."""
     where, _, name = place.rpartition(":")
     if not where.endswith(".py"):
         return imported(place, Path.cwd(), what)
@@ -49,5 +44,5 @@ def at(place: str, bug: str | Path = "bug.json", what: str = "program") -> Any:
     try:
         return getattr(_imported(where), name)
     except (JdagError, AttributeError) as error:
-        allowed = f"what a script has above its guard; {error}"
+        allowed = f"a name that the script defines above its main guard; {error}"
         raise ScenarioError(unusable(what, place, allowed)) from error

@@ -1,4 +1,4 @@
-"""Prediction of a step's time by simulation with measured costs, beside real ones."""
+"""Predicts a step's time by simulation with measured costs. May also measure it."""
 
 import os
 import statistics
@@ -19,13 +19,13 @@ from jdag.settings.validation import NATURAL, converted
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a step takes.
+    """Predicted costs of a step.
 
     Attributes:
-        step_ns: by simulation.
-        busy: for each worker the share of the step in which it computes.
-        peak_activations: for each worker the most bytes that it holds for backward.
-        measured_ns: real steps, one after the other; empty if none were asked for.
+        step_ns: simulated time of a step.
+        busy: fraction of the step in which each worker computes.
+        peak_activations: maximum bytes that each worker holds for the backward pass.
+        measured_ns: times of real steps, or () if no steps were measured.
     """
 
     step_ns: int
@@ -35,12 +35,11 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The share of the step in which workers are idle, on average."""
+        """Fraction of the step in which workers are idle, on average."""
         return 1 - statistics.mean(self.busy.values())
 
     @property
     def ratio(self) -> float | None:
-        """Predicted / the median of measured steps; None without these."""
         if not self.measured_ns:
             return None
         return self.step_ns / statistics.median(self.measured_ns)
@@ -53,20 +52,24 @@ def predict(
     measure: int = 0,
     device: str | None = None,
 ) -> Prediction:
-    """Predict a step of a scenario's program, with values as shapes if that will do.
+    """Predict the time of a step of a scenario's program, by simulation.
 
-    Links have no jitter.
+    Values are abstract (shapes and dtypes) unless the program depends on them. Links
+    have no jitter.
 
     Args:
         file: the scenario; its program returns a `Case`.
-        costs: the file that `jdag calibrate` wrote, in place of the tables of network
-            and devices; None: what the scenario says.
-        measure: how many real steps to run as well, on processes of this host.
-        device: where these compute, as of `jdag.launch`.
+        costs: a cost file of `jdag calibrate`, which replaces the scenario's network
+            and devices; None: use the scenario's.
+        measure: number of real steps to run as well, on processes of this host.
+        device: the device of these processes, as for `jdag.launch`.
+
+    Returns:
+        A `Prediction`.
 
     Raises:
-        ScenarioError: one line: an argument or file is unusable, the scenario has
-            faults, the costs lack a function, or a step fails or takes no time.
+        ScenarioError: an argument or file is unusable, the scenario has faults, the
+            costs lack a function, or a step fails or takes no time.
     """
     converted(NATURAL, measure, "measure")
     if device is not None and not measure:
@@ -84,21 +87,20 @@ def predict(
             allowed = "no faults in a scenario whose steps are predicted"
             raise ScenarioError(unusable("faults[0].kind", kind, allowed))
         try:
-            found = _simulated(load(path, changes={**changes, "values": "abstract"}))
+            figures = _simulated(load(path, changes={**changes, "values": "abstract"}))
         except ScenarioError:
             raise
-        except Exception:  # It looks at values.
-            found = _simulated(scenario)
-        if not found[0]:
+        except Exception:  # The program depends on values, which abstract runs lack.
+            figures = _simulated(scenario)
+        if not figures[0]:
             allowed = "a file of costs, or None if links or devices take time"
             raise ScenarioError(unusable("costs", settings.costs, allowed))
-        return Prediction(
-            *found, () if real is None else _real(scenario, measure, real)
-        )
+        measured = () if real is None else _real(scenario, measure, real)
+        return Prediction(*figures, measured)
 
 
 def _simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int]]:
-    """Simulate the second step of a scenario: its time, busy shares, activations."""
+    """Simulate two steps; return time, busy fractions and peak bytes of the second."""
     case, settings = scenario.case, scenario.settings
     with configured(settings), closing(Virtual(settings)) as driver:
         cluster = driver.cluster(settings.seed, clean=True)
@@ -109,8 +111,8 @@ def _simulated(scenario: Scenario) -> tuple[int, dict[str, float], dict[str, int
         idle = bubble(spans_of(cluster.trace).jobs, settings.names, window)
         info: Mapping[str, Any] = cluster.info()
     busy = {worker: 1 - float(share) for worker, share in idle.items()}
-    held = {worker: int(one["activation_bytes_peak"]) for worker, one in info.items()}
-    return last.ns, busy, held
+    peak_bytes = {w: int(each["activation_bytes_peak"]) for w, each in info.items()}
+    return last.ns, busy, peak_bytes
 
 
 def _real(scenario: Scenario, count: int, driver: CaseDriver) -> tuple[int, ...]:

@@ -1,16 +1,17 @@
-"""A recorded run as a graph: what each job and each value waited for.
+"""A recorded run as a graph: the dependencies of each job and each value.
 
-Inputs:  the trace of a run under a schedule, whose messages without values are free and
-         immediate.
-Outputs: `RunGraph`: nodes, and edges with what they cost.
+Inputs:  the trace of a run under a schedule, whose messages without values take no
+         time.
+Outputs: a `RunGraph`: nodes, and edges with their costs.
 
-A job waits for the one before on its device, for what it reads, and for what asked for
-it; a value for the one before on its link; a message for those of its context before it
-(`jdag.wire.order`). Jobs of no list (fills and sums) are free, and occupy no device:
-what reads them there comes after the job that they may have to wait for.
+A job waits for the job before it on its device, for its inputs, and for its request. A
+value waits for the value before it on its link, and a message for earlier messages of
+its context (`jdag.wire.order`). A job is listed if it is in its worker's list of the
+schedule. Unlisted jobs (fills and sums) take no time and occupy no device. Jobs that
+read the results of unlisted jobs start after everything that these may wait for.
 
-Invariants: edges point forward, and enter nodes in their order. A run is refused whose
-order may be another at other costs.
+Invariants: edges point forward, and are sorted by the node that they enter. A run whose
+order may change with its costs is refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,17 +23,18 @@ from jdag.runtime.trace import Trace, TraceRecord
 
 _TROUBLE = ("resend", "drop", "delay", "duplicate", "crash", "lost", "restart", "spawn")
 _FRAMES = ("send", "resend", "ack")
-# Messages of these kinds are ordered with no others on their link, or with all.
+# Messages that need no order on their link; messages that keep their order relative to
+# all other messages.
 _FREE = ("Reading", "Hop", "Stepped")
 _BARRIER = ("Assign", "Forget", "Step", "Settle")
 _Link = tuple[str, str]
 
 
 class Cost(NamedTuple):
-    """What an edge of the graph costs: nothing, a value's way, or a job's time.
+    """The cost of an edge.
 
-    `kind` is "", "latency", "transfer" (of so many bytes) or "job"; `key` is the link,
-    or (worker, function, action) of the job.
+    `kind` is "" (no cost), "latency" or "transfer" of a value of `nbytes` bytes, or
+    "job". `key` is the link, or (worker, function, action) of the job.
     """
 
     kind: str = ""
@@ -44,31 +46,29 @@ _NO_COST = Cost()
 
 
 def job_named(key: Sequence[str]) -> str:
-    """A job by worker, function and action."""
     worker, function, action = key
     return f"{worker}: {function.rpartition(':')[2]} {action}"
 
 
 def retiming_error(why: str) -> JdagError:
-    """The error for a run that cannot be re-timed."""
     return JdagError(f"this run cannot be re-timed: {why}")
 
 
 @dataclass(slots=True)
 class _Device:
-    """The jobs that a worker's device runs now, and when it is free."""
-
     starts: list[int] = field(default_factory=list)  # Records of the batch.
-    end: int = -1  # The node at which the batch ends.
+    end: int = -1  # The node at which the last batch ended; -1: no batch has ended.
 
 
 class RunGraph:
-    """The graph of a trace: `edges` by the node that they enter, with their costs.
+    """The graph of a trace.
 
-    `starts` and `ends` are the nodes of starts and finishes of the jobs that begin in
-    `window_ns` (None: of all), `checked` nodes with the record whose time they have,
-    `costs` the times of jobs by (worker, function, action), and `free` those of no list
-    before the last one, which take no time.
+    `edges` are sorted by target. `starts` and `ends` are the nodes at which listed jobs
+    start and end, of jobs that start in `window_ns` (None: of all listed jobs).
+    `checked` has each node whose time must equal that of a trace record, with the
+    record. `costs` has the times of jobs by (worker, function, action). `free` has the
+    unlisted jobs that precede a listed job. `links` has the links that carry values.
+    `sent` has (node, record index) of each message of a link.
     """
 
     def __init__(self, trace: Trace, window_ns: tuple[int, int] | None = None) -> None:
@@ -79,38 +79,38 @@ class RunGraph:
         self.checked: list[tuple[int, TraceRecord]] = []
         self.costs: dict[tuple[str, str, str], int] = {}
         self.free: dict[tuple[str, str, str], None] = {}
-        self._between: dict[tuple[str, str, str], None] = {}  # No listed job came yet.
+        # Unlisted jobs since the last listed job.
+        self._between: dict[tuple[str, str, str], None] = {}
         self.links: dict[_Link, None] = {}
         self._window_ns = window_ns
-        self._at: list[int] = []  # The node of each record.
+        self._record_nodes: list[int] = []  # The node of each record.
         self._records: list[TraceRecord] = []
-        self._left: dict[_Link, int] = {}  # Where the last value has left.
-        self._carried: dict[int, int] = {}  # By send, where its values have left.
+        # The node at which a value has been sent: of a link's last value, and by the
+        # trace record of the send.
+        self._link_free: dict[_Link, int] = {}
+        self._carried: dict[int, int] = {}
         self._lanes: dict[_Link, dict[str, int]] = {}
         self._devices: dict[str, _Device] = {}
-        self._asked: dict[tuple[str, str, Any], list[int]] = {}
-        # Of jobs, and arrivals of values in steps of plans, since the last pass ended.
+        self._requests: dict[tuple[str, str, Any], list[int]] = {}
+        # Since the last pass: nodes of finished jobs and of values in plan steps.
         self._pass_ends: list[int] = []
         self._answers: dict[tuple[str, str, int], int] = {}
         self._loose: dict[int, None] = {}  # Records of jobs that no device orders.
-        self._running: dict[
-            tuple[str, int], None
-        ] = {}  # Passes of which a job has begun.
-        self._readings: list[int] = []  # Since a program went on by values it read.
-        # By link, the nodes of its messages in their order, with their records.
+        self._running: dict[tuple[str, int], None] = {}  # Passes with a started job.
+        self._readings: list[int] = []  # Values read since the last fetch ended.
         self.sent: dict[_Link, list[tuple[int, int]]] = {}
         self._since: dict[str, int] = {}  # By worker, jobs since the last pass ended.
-        # The same by context: whether one of them was of a pass.
+        # By worker and context: whether one of these jobs belonged to a pass.
         self._followed: dict[str, dict[str, bool]] = {}
         for record in trace:
             self._records.append(record)
             if record.kind in _TROUBLE:
-                raise retiming_error(f"it has a {record.kind} on {record.worker}")
+                raise retiming_error(f"its trace has {record.kind} on {record.worker}")
             handle = getattr(self, f"_{record.kind}", self._event)
-            self._at.append(handle(record))
+            self._record_nodes.append(handle(record))
         if not self.ends:
             where = "" if window_ns is None else f" that begin in {window_ns} ns"
-            raise retiming_error(f"it has no jobs of its schedule{where}")
+            raise retiming_error(f"its trace has no jobs of its schedule{where}")
 
     def _node(self, *entering: tuple[int, Cost]) -> int:
         node = self.nodes
@@ -120,20 +120,19 @@ class RunGraph:
         return node
 
     def _waits(self, records: Any) -> list[tuple[int, Cost]]:
-        return [(self._at[index], _NO_COST) for index in records]
+        return [(self._record_nodes[index], _NO_COST) for index in records]
 
     def _event(self, record: TraceRecord) -> int:
-        """An issue, or a record that nothing waits for."""
         node = self._node(*self._waits(record.causes))
         if record.kind == "issue":
-            said = record.named
-            of = record.worker, said["context"], said["path"]
-            self._asked.setdefault(of, []).append(node)
+            fields = record.named
+            key = record.worker, fields["context"], fields["path"]
+            self._requests.setdefault(key, []).append(node)
         return node
 
     def _resume(self, record: TraceRecord) -> int:
         waits = self._waits(record.causes)
-        if record.named["event"] in ("Differentiated", "Stepping"):  # All is done.
+        if record.named["event"] in ("Differentiated", "Stepping"):  # A pass ended.
             waits += [(node, _NO_COST) for node in self._pass_ends]
             self._pass_ends.clear()
             self._since.clear()
@@ -144,109 +143,110 @@ class RunGraph:
         return self._node(*waits)
 
     def _send(self, record: TraceRecord) -> int:
-        said, worker = record.named, record.worker
+        fields, worker = record.named, record.worker
         causes = [i for i in record.causes if self._records[i].kind not in _FRAMES]
         waits = self._waits(causes)
-        if said["message"] == "Primal":  # It was asked for by a Ship, or here.
-            of = worker, said["context"], said["path"]
-            waits += [(node, _NO_COST) for node in self._asked.get(of, ())]
-        if said["message"] == "End":  # Of the pass, when all of it is done.
+        if fields["message"] == "Primal":  # Requested by a Ship, or on this worker.
+            key = worker, fields["context"], fields["path"]
+            waits += [(node, _NO_COST) for node in self._requests.get(key, ())]
+        if fields["message"] == "End":  # Sent after all jobs of the pass.
             waits += [(node, _NO_COST) for node in self._pass_ends]
-        if said["payload_bytes"]:
+        if fields["payload_bytes"]:
             self._check_order(record, causes)
         node = self._node(*waits)
-        link = worker, said["destination"]
-        if not self._is_apart(said):
+        link = worker, fields["destination"]
+        if not self._is_apart(fields):
             self.sent.setdefault(link, []).append((node, record.index))
-        if said["payload_bytes"]:
+        if fields["payload_bytes"]:
             self.links[link] = None
-            takes = Cost("transfer", link, said["payload_bytes"])
-            before = [(self._left[link], takes)] if link in self._left else []
-            left = self._node((node, takes), *before)
-            self._left[link] = self._carried[record.index] = left
+            transfer = Cost("transfer", link, fields["payload_bytes"])
+            waits = [(node, transfer)]
+            if link in self._link_free:
+                waits.append((self._link_free[link], transfer))
+            self._link_free[link] = self._carried[record.index] = self._node(*waits)
         return node
 
-    def _is_apart(self, said: Mapping[str, Any]) -> bool:
-        """Whether a message's place among others does not matter.
+    def _is_apart(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the order of a message relative to other messages has no effect.
 
-        Only the end of its pass waits for the answer of one that runs, and no job for
-        word of what its list will not have, where the list has all that it waits for.
+        Only the end of its pass waits for the Answer of a running pass. No job waits
+        for a Listing if the list already has everything that it waits for.
         """
-        is_answer = said["message"] == "Answer" and _pass(said) in self._running
-        return is_answer or said["message"] == "Listing"
+        is_answer = fields["message"] == "Answer" and _pass(fields) in self._running
+        return is_answer or fields["message"] == "Listing"
 
     def _check_order(self, record: TraceRecord, causes: list[int]) -> None:
-        """Refuse values whose place in the order of their link depends on time."""
+        """Refuse a message if its position in the order of its link depends on time."""
         event = self._records[causes[0]]
-        here = event.kind == "finish" and event.worker == record.worker
-        if here and causes[0] not in self._loose:
+        is_local = event.kind == "finish" and event.worker == record.worker
+        if is_local and causes[0] not in self._loose:
             return
         if self._since.get(record.worker):
             raise retiming_error(
                 f"the values of a {record.named['message']} (record {record.index}) "
-                f"leave {record.worker} when a message comes, so that their place on "
-                "the link depends on time"
+                f"are sent by {record.worker} when a message arrives, so their order "
+                "on the link depends on time"
             )
 
     def _deliver(self, record: TraceRecord) -> int:
-        said = record.named
-        link = said["source"], record.worker
+        fields = record.named
+        link = fields["source"], record.worker
         sent = record.causes[0]
         waits = self._waits([sent])
-        if self._is_apart(said):
+        if self._is_apart(fields):
             return self._node(*waits)
         if sent in self._carried:
             waits.append((self._carried[sent], Cost("latency", link)))
-        lanes, kind = self._lanes.setdefault(link, {}), said["message"]
+        lanes, kind = self._lanes.setdefault(link, {}), fields["message"]
         if kind in _BARRIER:
             waits += [(node, _NO_COST) for node in lanes.values()]
-        elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
-            before = lanes.get(said["context"], lanes.get("all"))
+        elif kind not in _FREE and (kind != "Acknowledge" or fields["context"]):
+            before = lanes.get(fields["context"], lanes.get("all"))
             waits += [] if before is None else [(before, _NO_COST)]
-        of = record.worker, *_pass(said)
-        if kind == "Answer":
-            waits += [(self._answers[of], _NO_COST)] if of in self._answers else []
+        pass_key = record.worker, *_pass(fields)
+        if kind == "Answer" and pass_key in self._answers:
+            waits.append((self._answers[pass_key], _NO_COST))
         node = self._node(*waits)
         if kind == "Answer":
-            self._answers[of] = node
+            self._answers[pass_key] = node
         if kind in ("Reading", "Hop"):
             (self._readings if kind == "Reading" else self._pass_ends).append(node)
         if kind in _BARRIER:
             lanes.clear()
             lanes["all"] = node
-        elif kind not in _FREE and (kind != "Acknowledge" or said["context"]):
-            lanes[said["context"]] = node
+        elif kind not in _FREE and (kind != "Acknowledge" or fields["context"]):
+            lanes[fields["context"]] = node
         if kind in ("Call", "Ship", "Start", "Go"):
-            path = said["number"] if kind in ("Start", "Go") else said["path"]
-            asked = record.worker, said["context"], path
-            self._asked.setdefault(asked, []).append(node)
+            path = fields["number"] if kind in ("Start", "Go") else fields["path"]
+            request = record.worker, fields["context"], path
+            self._requests.setdefault(request, []).append(node)
         return node
 
     def _start(self, record: TraceRecord) -> int:
-        said, worker = record.named, record.worker
+        fields, worker = record.named, record.worker
         device = self._devices.setdefault(worker, _Device())
         waits = self._waits(record.causes)
-        path = said["path"] if said["job"] == "forward" else said["number"]
-        of = worker, said["context"], path
-        waits += [(node, _NO_COST) for node in self._asked.get(of, ())]
-        if not said["action"]:
+        path = fields["path"] if fields["job"] == "forward" else fields["number"]
+        key_of_request = worker, fields["context"], path
+        waits += [(node, _NO_COST) for node in self._requests.get(key_of_request, ())]
+        if not fields["action"]:
             return self._unlisted(record, waits)
         self._check_turn(record)
         self._since[worker] = self._since.get(worker, 0) + 1
-        if said["number"]:
-            self._running[_pass(said)] = None
+        if fields["number"]:
+            self._running[_pass(fields)] = None
         if not device.starts and device.end >= 0:
             waits.append((device.end, _NO_COST))
-        if device.starts:  # Two that run as one begin at once.
-            waits.append((self._at[device.starts[0]], _NO_COST))
+        if device.starts:  # Jobs that run as one start together.
+            waits.append((self._record_nodes[device.starts[0]], _NO_COST))
         node = self._node(*waits)
         if self._is_within(record):
             self.starts.append(node)
         self.free |= self._between
         self._between.clear()
         device.starts.append(record.index)
-        key = worker, said["function"], _kind(said)
-        cost_ns = said["cost_ns"]
+        key = worker, fields["function"], _kind(fields)
+        cost_ns = fields["cost_ns"]
         if self.costs.setdefault(key, cost_ns) != cost_ns:
             raise retiming_error(
                 f"{job_named(key)} takes {self.costs[key]} ns and {cost_ns} ns; each "
@@ -255,14 +255,14 @@ class RunGraph:
         return node
 
     def _check_turn(self, record: TraceRecord) -> None:
-        """Refuse contexts whose jobs go as they are ready, those of either first."""
+        """Refuse a job if jobs of two contexts alternate in an order by time."""
         context, in_pass = record.named["context"], bool(record.named["number"])
         followed = self._followed.setdefault(record.worker, {})
         last = next(reversed(followed), context)
         if last != context and (followed[last] or context in followed):
             raise retiming_error(
-                f"contexts {last} and {context} are computed at once on "
-                f"{record.worker} (record {record.index}); call one when the pass of "
+                f"contexts {last} and {context} are computed at the same time on "
+                f"{record.worker} (record {record.index}); start one after the pass of "
                 "the other has ended"
             )
         followed[context] = followed.get(context, False) or in_pass
@@ -272,31 +272,31 @@ class RunGraph:
         return first_ns <= start.time_ns <= last_ns
 
     def _unlisted(self, record: TraceRecord, waits: list[tuple[int, Cost]]) -> int:
-        said = record.named
-        if said["cost_ns"]:
+        fields = record.named
+        if fields["cost_ns"]:
             raise retiming_error(
-                f"{said['function']} on {record.worker} (record {record.index}) takes "
-                f"{said['cost_ns']} ns and is in no list"
+                f"{fields['function']} on {record.worker} (record {record.index}) "
+                f"takes {fields['cost_ns']} ns but is not in the schedule"
             )
-        if kind := {"forward": "F", "vjp": "B"}.get(said["job"]):
-            self._between[record.worker, said["function"], kind] = None
-        asked = self._records[record.causes[0]]
-        if asked.kind != "finish" or asked.worker != record.worker:
+        if kind := {"forward": "F", "vjp": "B"}.get(fields["job"]):
+            self._between[record.worker, fields["function"], kind] = None
+        cause = self._records[record.causes[0]]
+        if cause.kind != "finish" or cause.worker != record.worker:
             self._loose[record.index] = None
         return self._node(*waits)
 
     def _finish(self, record: TraceRecord) -> int:
-        said, worker = record.named, record.worker
+        fields, worker = record.named, record.worker
         (start,) = record.causes
-        if not said["action"]:
+        if not fields["action"]:
             if start in self._loose:
                 self._loose[record.index] = None
-            return self._node((self._at[start], _NO_COST))
+            return self._node((self._record_nodes[start], _NO_COST))
         device = self._devices[worker]
-        if start in device.starts:  # The first of those that end at once.
-            node = self._at[device.starts[-1]]
+        if start in device.starts:  # The first of the jobs that end together.
+            node = start_node = self._record_nodes[device.starts[-1]]
             for index in device.starts:
-                self.checked.append((self._at[device.starts[-1]], self._records[index]))
+                self.checked.append((start_node, self._records[index]))
                 job = self._records[index].named
                 key = worker, job["function"], _kind(job)
                 node = self._node((node, Cost("job", key)))
@@ -310,11 +310,11 @@ class RunGraph:
         return node
 
 
-def _kind(said: Mapping[str, Any]) -> str:
-    """The kind of an action such as 0F3, which may be a segment of a plan."""
-    kind: str = said["action"].strip("0123456789")
+def _kind(fields: Mapping[str, Any]) -> str:
+    """Return an action without its numbers, such as F for 0F3."""
+    kind: str = fields["action"].strip("0123456789")
     return kind
 
 
-def _pass(said: Mapping[str, Any]) -> tuple[str, int]:
-    return said["context"], said["number"]
+def _pass(fields: Mapping[str, Any]) -> tuple[str, int]:
+    return fields["context"], fields["number"]

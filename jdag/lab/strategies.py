@@ -1,13 +1,14 @@
-"""Which of the steps that may happen next does: the strategies of `jdag.explore`.
+"""Strategies of `jdag.explore`. A strategy picks one of the steps that may come next.
 
-A strategy is asked to `begin` each run and returns a function that picks the index of
-one of some steps (`jdag.sim.untimed.PossibleStep`), or None if nothing is left to try;
-`planned(steps)` tells it how many steps the run of first choices has, `ended(steps)`
-how many each run had. One of your own derives from `Strategy`.
+A strategy's `begin` starts a run and returns a function, or None if no run is left. The
+function takes a list of steps (`jdag.sim.untimed.PossibleStep`) and returns the index
+of the picked step. `planned(steps)` receives the number of picks of the default run, in
+which every pick is the first step. `ended(steps)` receives the number of picks of each
+finished run. Custom strategies derive from `Strategy`.
 
-Invariants: a strategy is a function of its arguments and of the steps that it is shown;
-the same run numbers give the same picks, in any process, but for `Exhaustive`, where a
-run follows from the one before.
+Invariants: picks are a function of the strategy's arguments, the run number and the
+steps, in any process. An exception is `Exhaustive`, where a run depends on the run
+before.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,55 +23,54 @@ from jdag.sim.untimed import PossibleStep
 
 Pick = Callable[[tuple[PossibleStep, ...]], int]
 FAULTS = ("crash", "rejoin", "drop", "duplicate")
-_DEPTH_MAX = (
-    100  # Bugs of even ten steps are hardly found; the bound is a whole number.
-)
+_DEPTH_MAX = 100  # Even bugs of depth 10 are hardly ever found.
 _DEPTH = Annotated[int, Meta(ge=1, le=_DEPTH_MAX)]
-# Dependent on steps of all workers: a return enters each engine, and a crash may happen
-# as long as any other step may.
+# Steps that depend on steps of all workers: a rejoin changes each engine, and a crash
+# may happen as long as any other step may.
 EVERYWHERE = ("crash", "rejoin")
 
 
 class Redundant(BaseException):
-    """Every order that goes on from here has been seen; ends the run."""
+    """Raised to end a run whose continuations have all been explored."""
 
 
 class Strategy:
-    """Base of strategies; by itself, the first choice everywhere.
+    """Base class of strategies. It always picks the first step.
 
-    `learned` is what its bound and its next runs depend on, as integers; a strategy
-    that is told them by `learn` goes on where another one stopped.
+    `learned` is the state that determines the bound and the next runs, as integers.
+    `learn` restores this state in another process.
     """
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """What is kept from run to run."""
+        """State that is kept from run to run."""
         return ()
 
     def learn(self, learned: Sequence[int]) -> None:
-        """Take up what another strategy of this kind has learned."""
+        """Restore the `learned` state of another strategy of this class."""
 
     def planned(self, steps: int) -> None:
-        """The run of first choices has so many picks; told before the first run."""
+        """Receive the number of picks of the default run, before the first run."""
 
     def begin(self, run: int) -> Pick | None:
-        """What picks in this run, which is the first if it is 0; None: no more runs."""
+        """Return the pick function of run `run` (0, 1, ...). None: no run is left."""
         del run
         return lambda steps: 0
 
     def ended(self, steps: int) -> None:
-        """A run has ended after so many picks."""
+        """Receive the number of picks of a finished run."""
 
     def bound(self) -> str:
-        """What it promises, as a line for the report; "" for nothing."""
+        """Return the strategy's guarantee as one line for the report, or ""."""
         return ""
 
 
 class RandomWalk(Strategy):
-    """Each step with the same probability, by a seed; faults anywhere in the run.
+    """Picks at random, by a seed. All steps but faults have the same probability.
 
-    Of each kind of fault in the budget one comes in as many picks as the run of first
-    choices has, on average: with a step's probability it would come at the start.
+    Faults are less likely, so that they may happen at any time of the run: on average,
+    one fault of each kind in the budget happens in as many picks as the default run
+    has. With the probability of other steps, most faults would happen at the start.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -91,19 +91,20 @@ class RandomWalk(Strategy):
                 count, fault = _fault(steps, random, self._planned)
                 if fault is not None:
                     return fault
-            # As `random` does it, without its loop of draws.
+            # A draw as by `randrange`, but faster.
             return int(random.random() * count)
 
         return pick
 
 
 class PCT(Strategy):
-    """Random priorities of links, devices and programs, changed `depth` - 1 times.
+    """Gives links, devices and programs random priorities, and picks the highest.
 
-    A bug that needs `depth` steps to come in some order is found by one run with a
-    probability of at least 1 / (n k^(depth-1)), for n chains, if it comes in the first
-    k picks: half as many again as the run of first choices has. Faults come as in
-    `RandomWalk`.
+    Before `depth` - 1 random picks, the highest priority becomes the lowest. If a bug
+    needs `depth` steps in a certain order within the first k picks, one run finds it
+    with a probability of at least 1 / (n k^(depth-1)). n is the number of links,
+    devices and programs, called chains. k is 1.5 times the number of picks of the
+    default run. Faults happen as in `RandomWalk`.
 
     Source: Burckhardt, Kothari, Musuvathi, Nagarakatte, "A Randomized Scheduler with
     Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
@@ -117,7 +118,7 @@ class PCT(Strategy):
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """The most chains that a run had, and the picks with change points."""
+        """The largest number of chains of a run so far, and k."""
         return self._chains, self._planned
 
     def learn(self, learned: Sequence[int]) -> None:
@@ -134,7 +135,7 @@ class PCT(Strategy):
         random = Random(f"pct {self._seed} {run}")
         priorities: dict[tuple[str, ...], float] = {}
         changes = [random.randrange(self._planned) for _ in range(self._depth - 1)]
-        lowest = {at: -1 - number for number, at in enumerate(changes)}
+        lowest = {pick_index: -1 - number for number, pick_index in enumerate(changes)}
         count = 0
 
         def pick(steps: tuple[PossibleStep, ...]) -> int:
@@ -159,7 +160,7 @@ class PCT(Strategy):
 
     @property
     def runs_per_bug(self) -> int:
-        """What the bound is one of: n k^(depth-1), for the most chains of a run."""
+        """The denominator n k^(depth-1) of the bound, with the largest n of any run."""
         return int(self._chains * self._planned ** (self._depth - 1))
 
     def bound(self) -> str:
@@ -172,83 +173,84 @@ class PCT(Strategy):
 
 
 class Exhaustive(Strategy):
-    """Every order once, as far as orders differ to any worker; at most `max_runs`.
+    """Runs every order once. Orders that no worker can distinguish count as one order.
 
-    Two steps depend on each other if they are on one worker, or one is a crash or a
-    return; orders that differ only in independent steps are one (sleep sets: Godefroid,
-    "Partial-Order Methods for the Verification of Concurrent Systems", 1996).
+    Stops after `max_runs` runs. Two steps depend on each other if they are on the same
+    worker, or if one of them is a crash or a rejoin. Two orders count as one if they
+    differ only in the order of independent steps (sleep sets: Godefroid, "Partial-Order
+    Methods for the Verification of Concurrent Systems", 1996).
     """
 
     def __init__(self, max_runs: int = 100_000) -> None:
         self.max_runs = converted(COUNT, max_runs, "max_runs")
-        # The path of the run: at each pick the steps, which one, and the asleep ones.
+        # For each pick of the run: the steps, the picked index, and the sleep set.
         self._path: list[
             tuple[tuple[PossibleStep, ...], int, frozenset[PossibleStep]]
         ] = []
-        self._taken: tuple[int, ...] = ()  # Of a path that another strategy made.
+        self._prefix: tuple[int, ...] = ()  # Picks that another process learned.
         self.complete = False  # Whether every order has been seen.
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """The picks with which the next run begins; none after the last."""
-        return self._taken or tuple([index for _, index, _ in self._path])
+        """The picks with which the next run starts, or () after the last run."""
+        return self._prefix or tuple([index for _, index, _ in self._path])
 
     def learn(self, learned: Sequence[int]) -> None:
         """See `Strategy`."""
-        self._path, self._taken = [], tuple(learned)
-        self.complete = not self._taken
+        self._path, self._prefix = [], tuple(learned)
+        self.complete = not self._prefix
 
     def begin(self, run: int) -> Pick | None:
         """See `Strategy`."""
         if self.complete or run >= self.max_runs:
             return None
-        path, taken, at, is_over = self._path, self._taken, 0, False
-        self._taken = ()
+        path, prefix, depth, is_over = self._path, self._prefix, 0, False
+        self._prefix = ()
 
         def pick(steps: tuple[PossibleStep, ...]) -> int:
-            nonlocal at, is_over
-            if is_over:  # The program still leaves its context.
+            nonlocal depth, is_over
+            if is_over:  # Again: leaving the context makes further picks.
                 raise Redundant
-            if at < len(path):
-                if path[at][0] != steps:
+            if depth < len(path):
+                if path[depth][0] != steps:
                     raise ScenarioError(
-                        "strategy = 'exhaustive': the program does something else in "
-                        "each run; allowed is one that its order of events decides"
+                        "strategy = 'exhaustive': the program differs from run to run; "
+                        "expected a program that depends only on its order of events"
                     )
-            elif at < len(taken):
-                seen = frozenset(steps[: taken[at]])
-                path.append((steps, taken[at], self._asleep() | seen))
+            elif depth < len(prefix):
+                seen = frozenset(steps[: prefix[depth]])
+                path.append((steps, prefix[depth], self._asleep() | seen))
             else:
                 path.append((steps, -1, self._asleep()))
                 if is_over := not self._next():
                     raise Redundant
-            at += 1
-            return path[at - 1][1]
+            depth += 1
+            return path[depth - 1][1]
 
         return pick
 
     def ended(self, steps: int) -> None:
         """See `Strategy`."""
         while self._path and not self._next():
-            continue  # To the first path that has not been tried.
+            continue  # Until a path has not been tried.
         self.complete = not self._path
 
     def _asleep(self) -> frozenset[PossibleStep]:
-        """The steps of which all that follows has been seen, after the path so far."""
+        """Return the sleep set after the path: steps whose runs were all explored."""
         if not self._path:
             return frozenset()
         steps, index, asleep = self._path[-1]
-        taken = steps[index]
-        return frozenset([step for step in asleep if not _dependent(step, taken)])
+        picked = steps[index]
+        return frozenset([step for step in asleep if not _dependent(step, picked)])
 
     def _next(self) -> bool:
-        """Take the next step at the end of the path that is not asleep."""
+        """Replace the path's last pick by the next step outside of the sleep set."""
         steps, index, asleep = self._path.pop()
         if index >= 0:
             asleep |= {steps[index]}
-        for other in range(index + 1, len(steps)):
-            if steps[other] not in asleep:
-                self._path.append((steps, other, asleep))
+        for candidate in range(index + 1, len(steps)):
+            if steps[candidate] not in asleep:
+                self._path.append((steps, candidate, asleep))
                 return True
         return False
 
@@ -256,17 +258,16 @@ class Exhaustive(Strategy):
         """See `Strategy`."""
         if self.complete:
             return "every order was run"
-        return f"orders are left to run, beyond runs or max_runs = {self.max_runs:,}"
+        return f"orders remain, since runs or max_runs = {self.max_runs:,} was reached"
 
 
 class Script(Strategy):
-    """The picks of a former run, once; what follows them are first choices."""
+    """Repeats the picks of an earlier run, then picks the first step. Has one run."""
 
     def __init__(self, choices: Sequence[int]) -> None:
-        given = choices if isinstance(choices, Sequence) else [None]
-        if not all(type(choice) is int and choice >= 0 for choice in given):
-            allowed = "a list of integers >= 0"
-            raise ScenarioError(unusable("choices", choices, allowed))
+        indices = choices if isinstance(choices, Sequence) else [None]
+        if not all(type(choice) is int and choice >= 0 for choice in indices):
+            raise ScenarioError(unusable("choices", choices, "a list of integers >= 0"))
         self._choices = tuple(choices)
 
     def begin(self, run: int) -> Pick | None:
@@ -275,18 +276,13 @@ class Script(Strategy):
 
     @property
     def pick(self) -> Pick:
-        """What picks in the run, from its begin."""
-        left = iter(self._choices)
-        return lambda steps: min(next(left, 0), len(steps) - 1)
+        """A pick function for one run, from its start."""
+        choices = iter(self._choices)
+        return lambda steps: min(next(choices, 0), len(steps) - 1)
 
 
 def parsed_strategy(text: str) -> Strategy:
-    """A strategy from "random", "pct:3" or "exhaustive:1000".
-
-    Raises:
-        ScenarioError: there is no such strategy, and names those there are; or its
-            number is unusable.
-    """
+    """Parse "random[:SEED]", "pct[:DEPTH]" or "exhaustive[:MAX_RUNS]"."""
     kinds: dict[str, Callable[..., Strategy]]
     kinds = {"random": RandomWalk, "pct": PCT, "exhaustive": Exhaustive}
     name, _, number = text.partition(":")
@@ -300,9 +296,11 @@ def parsed_strategy(text: str) -> Strategy:
 def _fault(
     steps: Sequence[PossibleStep], random: Random, picks: int
 ) -> tuple[int, int | None]:
-    """How many steps are no faults, which come last; the index of one that comes now.
+    """Decide whether a fault happens next.
 
-    There is one of each kind in so many picks.
+    Returns the number of steps that are not faults, and the index of the fault to pick,
+    or None. Faults are last among the steps. On average, one fault of each kind happens
+    in `picks` picks.
     """
     count = len(steps)
     while count and steps[count - 1].kind in FAULTS:
@@ -319,6 +317,6 @@ def _highest(
     return max(range(len(steps)), key=lambda index: priorities[steps[index].chain])
 
 
-def _dependent(one: PossibleStep, other: PossibleStep) -> bool:
-    everywhere = one.kind in EVERYWHERE or other.kind in EVERYWHERE
-    return everywhere or one.worker == other.worker
+def _dependent(first: PossibleStep, second: PossibleStep) -> bool:
+    everywhere = first.kind in EVERYWHERE or second.kind in EVERYWHERE
+    return everywhere or first.worker == second.worker

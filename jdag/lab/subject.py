@@ -1,11 +1,11 @@
-"""What is explored: a program that is run again and again, each time in another order.
+"""The subject of an exploration: a program that is run many times, in many orders.
 
 Inputs:  a `jdag.scenario.Case` or a function of a cluster; workers; a budget of faults;
-         for each run what picks its steps.
-Outputs: what was picked, and what came of the run (`Explored`).
+         a function for each run, which picks its steps.
+Outputs: the picks, and the outcome of the run (`Explored`).
 
-Invariants: a run is a function of the program, the workers, the budget and its choices.
-Nothing of one run is left for the next, but compiled functions.
+Invariants: a run is a function of the program, workers, budget and choices. Runs share
+nothing but compiled functions.
 """
 
 import inspect
@@ -29,7 +29,8 @@ from jdag.engine.phases import Triple, triple
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.lab.strategies import FAULTS, Pick, Redundant, Script
 from jdag.runtime.trace import Trace
-from jdag.scenario.case import Case, bits
+from jdag.scenario.case import Case
+from jdag.scenario.player import bits
 from jdag.settings.validation import NATURAL, converted, where
 from jdag.sim.settings import SimSettings
 from jdag.sim.untimed import PossibleStep, StepChooser
@@ -37,21 +38,22 @@ from jdag.sim.untimed import PossibleStep, StepChooser
 
 @dataclass(frozen=True)
 class Explored:
-    """One run, as a property sees it.
+    """One run, as a property receives it.
 
     Attributes:
-        error: what the program or a pass raised; None if it finished. One that is not
-            jdag's is there only if the run of first choices has none like that.
-        result: of a `Case`, the gradients of its parameters, in the order of
-            `jax.tree.leaves`, None for one that no root depends on; of a function, the
-            leaves of what it returned, fetched. None if it failed.
-        expected: the same by the oracle, of a `Case` with real values; else None.
-        same_bits: whether the result has the bits of the run in which each step is the
-            first of those there were; so too if one of the two has none.
-        trace: the record of the run, which is run again for it.
-        info: `cluster.info()` after it.
-        crashed: whether a worker crashed in it.
-        left: how many values are held afterwards that are no leaves.
+        error: the error that the program or a pass raised; None if it finished. Errors
+            other than `JdagError` are included only if the default run has no error.
+        result: for a `Case`, the gradients of its parameters, in the order of
+            `jax.tree.leaves`, with None for parameters that no root depends on; for a
+            function, the fetched leaves of its result. None if the run failed.
+        expected: the oracle's gradients for a `Case` with real values, otherwise None.
+        same_bits: whether the result has the same bits as the result of the default
+            run, in which every pick is the first step. True if one of the two runs has
+            no result.
+        trace: the trace of the run. The first use runs the program again to record it.
+        info: `cluster.info()` after the run.
+        crashed: whether a worker crashed.
+        left: number of values other than leaves that workers still hold.
     """
 
     error: Exception | None
@@ -65,17 +67,16 @@ class Explored:
 
     @cached_property
     def trace(self) -> Trace:
-        """See above."""
         return self.again()
 
 
 @dataclass(slots=True)
 class RunResult:
-    """What was picked in a run, how often among several steps, and what came of it.
+    """The picks and the outcome of a run.
 
-    `firsts` has the first of the steps at each pick.
-    `explored` is None if it was given up, as its order had been seen; `reached` has
-    role, phase and event of what came to engines.
+    `picks` counts the picks among several possible steps. `firsts` has the first
+    possible step at each pick. `explored` is None if the run was stopped because its
+    order had been seen. `reached` has (role, phase, event) of each input of an engine.
     """
 
     choices: list[int] = field(default_factory=list)
@@ -87,11 +88,7 @@ class RunResult:
 
 
 class Subject:
-    """A program, its workers, the kind of its values, and the faults there may be.
-
-    Raises:
-        ScenarioError: one of these is unusable: names it, its value, what is allowed.
-    """
+    """A program with its workers, the kind of its values, and its budget of faults."""
 
     def __init__(
         self,
@@ -100,10 +97,10 @@ class Subject:
         values: str,
         faults: Mapping[str, int],
     ) -> None:
-        if not (isinstance(program, Case) or _takes_one(program)):
+        if not (isinstance(program, Case) or _takes_one_argument(program)):
             allowed = (
-                "a jdag.scenario.Case, or a function of a cluster, which takes one "
-                "argument; a program of (ctx, params) is wrapped in "
+                "a jdag.scenario.Case, or a function with one argument, a cluster; "
+                "wrap a program of (ctx, params) in "
                 "jdag.scenario.Case(program, params, placement)"
             )
             raise ScenarioError(unusable("program", program, allowed))
@@ -119,35 +116,33 @@ class Subject:
             params = {k: jax.tree.map(_array, v) for k, v in program.params.items()}
             self._case = replace(program, params=params)
         self._expected: tuple[Any, ...] | None = None
-        self._bits: str | None = None  # Of the run of first choices.
+        self._bits: str | None = None  # Result of the default run.
         self._first: RunResult | None = None
 
     @property
     def name(self) -> str:
-        """The name of the program."""
         program = self.program
         return name_of(program.program if isinstance(program, Case) else program)
 
-    def play(self, pick: Pick, what: str = "pick") -> RunResult:
-        """Run once, with the steps that are picked; `what` as in `StepChooser`."""
-        chooser = StepChooser(pick, self.faults.items(), what)
-        explored, _ = self._played(chooser, trace=False)
+    def play(self, pick: Pick, index_name: str = "pick") -> RunResult:
+        chooser = StepChooser(pick, self.faults.items(), index_name)
+        explored, _ = self._run_with(chooser, trace=False)
         steps, choices = chooser.steps, chooser.choices
-        chooser.steps = []  # They are many, and the run itself is full of cycles.
+        chooser.steps = []  # Frees memory early: the run has reference cycles.
         return RunResult(
             choices,
-            [of[index] for of, index in zip(steps, choices, strict=True)],
-            sum([len(of) > 1 for of in steps]),
-            [of[0] for of in steps],
-            [triple(*one) for one in chooser.reached],
+            [possible[index] for possible, index in zip(steps, choices, strict=True)],
+            sum([len(possible) > 1 for possible in steps]),
+            [possible[0] for possible in steps],
+            [triple(*situation) for situation in chooser.reached],
             explored,
         )
 
-    @outermost  # So that the trace does not depend on who runs it.
-    def _played(
+    @outermost  # The trace must not depend on the caller.
+    def _run_with(
         self, chooser: StepChooser, *, trace: bool
     ) -> tuple[Explored | None, Trace]:
-        """Run once; None if that was given up."""
+        """Run once. Return the outcome (None if redundant) and the trace."""
         cluster = simulated(_settings(self.workers, self.values, chooser, trace))
         explored: Explored | None = None
         try:
@@ -158,7 +153,7 @@ class Subject:
                 raise
         finally:
             cluster.close()
-            cluster.state.clusters.clear()  # So that no cycle is left.
+            cluster.state.clusters.clear()  # Breaks the reference cycle.
         if explored is not None:
             _pass_on_interrupt(explored.error)
         if chooser.failed is not None:
@@ -167,7 +162,7 @@ class Subject:
 
     def _again(self, choices: Sequence[int]) -> Trace:
         chooser = StepChooser(Script(choices).pick, self.faults.items())
-        return self._played(chooser, trace=True)[1]
+        return self._run_with(chooser, trace=True)[1]
 
     def _explored(self, cluster: Cluster, choices: Sequence[int]) -> Explored:
         error: Exception | None = None
@@ -180,27 +175,29 @@ class Subject:
             cluster.driver.settle()
         except Exception as raised:
             if self._first is None or not self._first.steps:
-                raise  # In every order.
+                raise  # The default run fails too, so the order is not the cause.
             error, result = raised, None
         expected, same = None, True
         if result is not None and self.values == "real":
-            said = bits(result)
+            result_bits = bits(result)
             self.first()
-            same = said == (self._bits or said)
+            same = result_bits == (self._bits or result_bits)
             expected = self.truth()
         info = cluster.info()
-        held = sum(int(one["values_held"]) for one in info.values() if not one["lost"])
+        held_count = sum(
+            int(counts["values_held"]) for counts in info.values() if not counts["lost"]
+        )
         leaves = len(cluster.state.living(info))
         crashed = cluster.driver.crashed
         return Explored(
-            *(error, result, expected, same, info, crashed, held - leaves),
+            *(error, result, expected, same, info, crashed, held_count - leaves),
             again=partial(self._again, choices),
         )
 
     def first(self) -> RunResult:
-        """The run of first choices."""
+        """Return the default run, in which every pick is the first step."""
         if self._first is None:
-            self._first = RunResult()  # It is compared with nothing itself.
+            self._first = RunResult()  # The default run is compared with no other run.
             self._first = self.play(lambda steps: 0)
             explored = self._first.explored
             if explored is not None and explored.result is not None:
@@ -208,25 +205,23 @@ class Subject:
         return self._first
 
     def run(self, cluster: Cluster) -> tuple[Any, ...]:
-        """Run the program on a cluster; return the result, as `Explored` has it."""
         case = self._case
         if not isinstance(case, Case):
             leaves = jax.tree.leaves(case(cluster))
-            return tuple(one.fetch() if type(one) is Ref else one for one in leaves)
+            return tuple(leaf.fetch() if type(leaf) is Ref else leaf for leaf in leaves)
         refs = case.put(cluster)
         with cluster.context() as ctx:
             case.backward(ctx, case.roots(ctx, refs))
             return () if self.values == "abstract" else case.gradients(ctx, refs)
 
     def truth(self) -> tuple[Any, ...] | None:
-        """The result by the oracle; None if the program has none."""
         if self._expected is None and isinstance(self._case, Case):
             truth = self._case.truth()
-            self._expected = tuple(np.asarray(one) for one in truth)
+            self._expected = tuple(np.asarray(gradient) for gradient in truth)
         return self._expected
 
 
-_KINDS = f"one of {', '.join(FAULTS)}; a frame may be late without a fault"
+_KINDS = f"one of {', '.join(FAULTS)}; frames may be late even without a fault"
 _KIND = Annotated[str, where(lambda kind: kind in FAULTS, _KINDS)]
 _FAULTS = Annotated[
     Mapping[_KIND, NATURAL],
@@ -235,7 +230,6 @@ _FAULTS = Annotated[
 
 
 def check_subject(workers: Any, values: Any, faults: Any) -> None:
-    """Raise ScenarioError if workers, the kind of values or faults are unusable."""
     _settings(workers, values)
     converted(_FAULTS, faults, "faults")
 
@@ -265,18 +259,18 @@ def _settings(
     )
 
 
-def _takes_one(function: Any) -> bool:
+def _takes_one_argument(function: Any) -> bool:
     try:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # Some of C have no signature.
+    except ValueError:  # Some functions in C have no signature.
         return True
     return True
 
 
 def _array(leaf: Any) -> Any:
-    """What `Cluster.put` makes of an array, once for all runs; the rest stays."""
+    """Convert a leaf as `Cluster.put` does, so that it is converted only once."""
     is_numbers = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc"
     if is_numbers or (is_array(leaf) and not is_deleted(leaf)):
         return stored(frozen(leaf))
@@ -284,7 +278,6 @@ def _array(leaf: Any) -> Any:
 
 
 def _pass_on_interrupt(error: BaseException | None) -> None:
-    """Raise the interrupt that leaving a context has turned into an error."""
     while error is not None:
         if isinstance(error, KeyboardInterrupt):
             raise error

@@ -1,12 +1,13 @@
-"""A sweep: a scenario run with each combination of some settings, as one tidy table.
+"""A sweep: runs a scenario with each combination of some settings; makes one table.
 
-Its folder has `runs.jsonl`: what is swept, and at once a line for each run that has
-ended; and `sweep.csv`, made of it: a row for each run, in the order of the product.
-Invariant: the table depends neither on the order in which runs end, nor on how often
-the sweep was interrupted.
+The folder contains `runs.jsonl`, with the sweep's settings and a line for each finished
+run, and `sweep.csv`, made from it: a row for each run, in the order of the product.
+Invariant: the table depends neither on the order in which runs end, nor on
+interruptions of the sweep.
 
-With `retime`, runs that differ in links and devices alone are re-timed from the first
-of them, if its order is fixed (`jdag.lab.retiming`).
+With `retime`, runs that differ only in links and devices form a group. The first run of
+a group is simulated. If its order of events is fixed, the others are re-timed from it
+(`jdag.lab.retiming`).
 """
 
 import csv
@@ -36,57 +37,55 @@ from jdag.scenario.run_scenario import run_scenario
 from jdag.scenario.scenario_schema import devices_of, network_of
 from jdag.settings.validation import COUNT, converted, is_listed, is_number
 
-Row = dict[str, Any]  # Numbers, texts, flags and None, by column.
+Row = dict[str, Any]  # Numbers, strings, bools and None, by column.
 
 SWEEP_TABLE = "sweep.csv"
 RUNS_MAX = 100_000
 _LAST = ("expectations", "digest", "jdag", "jax", "python")
-RETIMED = "re-timed"  # In place of whether expectations are met.
+RETIMED = "re-timed"  # The expectations of a re-timed run, which are not checked.
 _COSTS = re.compile(
     r"network\.(links\[\d+\]\.)?(latency_ns|bandwidth_bytes_per_s|overhead_ns)"
     r"|devices\..+"
 )
-_WRITTEN_SHARE = 0.99  # The table is written again when it has fewer of the rows.
+_WRITTEN_SHARE = 0.99  # The table is rewritten when it lacks more than 1% of rows.
 
 
 def combinations(values: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Return the settings of each run; the last one changes fastest.
+    """Return the changed settings of each run. The last key changes fastest.
 
-    Args:
-        values: those of each key. Keys that are joined by commas change together.
-
-    Raises:
-        ScenarioError: no values, a value or key twice, or more than `RUNS_MAX` runs.
+    Keys joined by commas get the same value. Raises ScenarioError if a key or value
+    occurs twice, if there are no values, or if there are more than `RUNS_MAX` runs.
     """
     is_usable = isinstance(values, Mapping) and all(
         [type(key) is str for key in values]
     )
     keys = [key for joined in values for key in joined.split(",")] if is_usable else []
     if not keys or len(dict.fromkeys(keys)) != len(keys):
-        raise ScenarioError(unusable("keys", keys, "one key or more, none twice"))
-    for key, each in values.items():
-        said = [repr(value) for value in each] if is_listed(each) else []
-        if not said or len(dict.fromkeys(said)) != len(said):
-            raise ScenarioError(unusable(key, each, "a list of values, none twice"))
+        raise ScenarioError(unusable("keys", keys, "at least one key, all different"))
+    for key, chosen in values.items():
+        reprs = [repr(value) for value in chosen] if is_listed(chosen) else []
+        if not reprs or len(dict.fromkeys(reprs)) != len(reprs):
+            raise ScenarioError(unusable(key, chosen, "a list of different values"))
     if (count := prod(map(len, values.values()))) > RUNS_MAX:
         raise ScenarioError(unusable("runs", count, f"at most {RUNS_MAX:,}"))
     joined = [key.split(",") for key in values]
     return [
-        {key: one for of, one in zip(joined, each, strict=True) for key in of}
-        for each in product(*values.values())
+        {
+            key: value
+            for joined_keys, value in zip(joined, chosen, strict=True)
+            for key in joined_keys
+        }
+        for chosen in product(*values.values())
     ]
 
 
 def run_one(path: Path, changes: Mapping[str, Any]) -> Row:
-    """Run a scenario with some settings changed, in virtual time; return its row.
+    """Run a scenario with some settings changed, in virtual time. Return its row.
 
-    The row has figures: of those of each worker the least and the largest, such as
-    `bubble_min` and `bubble_max`, and `makespan_ns`, from the beginning of the first
-    job to the end of the last; under a schedule of those that it has. `expectations`
-    are met, not met, or stuck: a pass was, and nothing expected that.
-
-    Raises:
-        ScenarioError: as `load` and `run_scenario`.
+    A metric with a value for each worker becomes two columns, such as `bubble_min` and
+    `bubble_max`. `makespan_ns` is the time from the start of the first job to the end
+    of the last job; under a schedule only jobs of the schedule count. `expectations` is
+    "met", "not met", or "stuck" if a pass was stuck unexpectedly.
     """
     return _recorded(path, changes)[0]
 
@@ -114,8 +113,8 @@ def _recorded(
 
 
 @lru_cache(maxsize=2)
-def _known(path: Path, changes: str) -> tuple[Row, Retimed | None]:
-    """The row of a run, and the run as a function, if it is one of its costs."""
+def _base_run(path: Path, changes: str) -> tuple[Row, Retimed | None]:
+    """Run once. Return the row, and a `Retimed` if the run can be re-timed."""
     row, trace, window_ns = _recorded(path, json.loads(changes))
     try:
         run = retime(trace, window_ns)
@@ -125,27 +124,29 @@ def _known(path: Path, changes: str) -> tuple[Row, Retimed | None]:
 
 
 def _retimed(path: Path, changes: Row, first: Row) -> Row | None:
-    """The row of a run by the trace of the first one of its kind; None: run it.
+    """Return the row of a run that is re-timed from the first run of its group.
 
-    Its digest is that of the trace. It has no figures but the makespan.
+    The row has the first run's digest, and the makespan as its only metric. Returns
+    None if the run cannot be re-timed and must be simulated.
     """
-    row, run = _known(path, json.dumps(first))
+    row, run = _base_run(path, json.dumps(first))
     if changes == first or run is None:
         return row if changes == first else None
     settings = load(path, changes=changes).settings
     try:
-        ns = run.makespan(network_of(settings, clean=False), devices_of(settings))
+        network, devices = network_of(settings, clean=False), devices_of(settings)
+        makespan_ns = run.makespan(network, devices)
     except ScenarioError:
         return None
-    kept = {key: row[key] for key in _LAST} | {"expectations": RETIMED}
-    return {"seed": row["seed"], "makespan_ns": ns, **kept}
+    copied = {key: row[key] for key in _LAST} | {"expectations": RETIMED}
+    return {"seed": row["seed"], "makespan_ns": makespan_ns, **copied}
 
 
 def _flat(figures: Mapping[str, Any]) -> Row:
     row: Row = {}
     for name, value in figures.items():
         of_workers = list(value.values()) if isinstance(value, Mapping) else []
-        if of_workers and all([is_number(one) for one in of_workers]):
+        if of_workers and all([is_number(value) for value in of_workers]):
             row[f"{name}_min"] = _cell(min(of_workers))
             row[f"{name}_max"] = _cell(max(of_workers))
         else:
@@ -154,16 +155,17 @@ def _flat(figures: Mapping[str, Any]) -> Row:
 
 
 def _cell(value: Any) -> Any:
-    """Return one value of a row: a fraction as a float, lists and tables as JSON."""
+    """Convert a value to a cell: fractions become floats, lists and tables JSON."""
     if isinstance(value, Mapping | list | tuple):
         return json.dumps(value, default=str) if value else None
     return float(value) if isinstance(value, Fraction) else value
 
 
 def _attempt(path: Path, request: Sequence[Any]) -> dict[str, Any]:
-    """Return the row of a run, or the text of the error that refuses it.
+    """Make a run and return its row.
 
-    The request has the run's changes and, to re-time it, those of the first such run.
+    `request` has the run's changes and, to re-time it, the changes of its group's first
+    run (otherwise None).
     """
     changes, first = request
     try:
@@ -185,31 +187,35 @@ def sweep(
 ) -> list[Row]:
     """Run a scenario with each combination of values; return a row for each run.
 
-    Runs that the folder has from an earlier call are not repeated. It is refused after
-    a change of the file, of the values or of the program's module; a change of what
-    that module imports is not noticed.
+    Finished runs of an earlier call in the same folder are not repeated. The folder is
+    refused after a change of the file, the values or the program's module. Changes of
+    modules that the program imports are not detected.
 
     Args:
         file: the scenario's TOML file.
-        values: those of each key of the file: `{"network.latency_ns": [0, 1_000]}`;
-            `{"seed,settings.size": [1, 2]}` changes both together. `schedule` is short
-            for `schedule.kind`, and `faults[0].probability` is a key, too.
-        jobs: how many processes run at once; None: one for each core; 1: this one.
-        on: "ray": on the nodes of Ray, which see the file at the same path; so many at
-            once as `jobs` says, or as Ray has CPUs.
+        values: values of each key of the file: `{"network.latency_ns": [0, 1_000]}`;
+            with `{"seed,settings.size": [1, 2]}` both keys get the same value.
+            `schedule` is short for `schedule.kind`; keys such as
+            `faults[0].probability` are allowed.
+        jobs: number of processes; None: one for each core; 1: this process. With
+            `on="ray"`, the largest number of runs at the same time; None: as many as
+            Ray has CPUs.
+        on: "ray": run on the nodes of Ray, which must have the file at the same path.
         out: the folder of the table; None: runs/NAME-sweep.
-        retime: of runs that differ in links and devices alone run the first only, if
-            its order is fixed. The rows of the others have `makespan_ns`, the digest of
-            the first, "re-timed" as expectations, and no other figures.
-        show: called after each run with the numbers done and wanted, and its row.
+        retime: of runs that differ only in links and devices, simulate the first and
+            re-time the others, if its order of events is fixed. The rows of re-timed
+            runs contain only `makespan_ns`, the first run's digest, and "re-timed" as
+            expectations.
+        show: called after each run with the number of finished runs, the number of all
+            runs, and the run's row.
 
     Raises:
-        ScenarioError: one line, before anything runs: a key or value is unusable, or
-            the folder cannot be written or holds something else. Later: a run raised an
-            error that is not jdag's; what has ended is kept.
+        ScenarioError: before any run, if a key or value is unusable, or if the folder
+            cannot be written or contains other files. Later, if a run raised an error
+            other than a JdagError. Finished runs are kept.
     """
     path, runs = Path(file), combinations(values)
-    if jobs is None:  # Ray itself runs no more at once than it has CPUs.
+    if jobs is None:  # Ray limits the runs at once to its CPUs.
         jobs = len(os.sched_getaffinity(0) if on is None else runs)
     converted(COUNT, jobs, "jobs")
     check_on(on)
@@ -217,7 +223,7 @@ def sweep(
     folder = Path(out or f"runs/{scenario.settings.name}-sweep")
     listed = {key: list(each) for key, each in values.items()}
     about = {**identity(path, scenario), "set of values": (listed, retime)}
-    _known.cache_clear()  # The file may be another.
+    _base_run.cache_clear()  # The file may have changed.
     with journal("out", folder, about) as (file_of_runs, done):
         written = 0
         try:
@@ -235,12 +241,11 @@ def sweep(
 
 
 def _requests(runs: Sequence[Row], retime: bool) -> list[tuple[Row, Row | None]]:
-    """Of each run its changes, and to re-time it those of the first one like it."""
-    firsts: dict[str, Row] = {}  # By all settings that are no costs.
+    firsts: dict[str, Row] = {}  # By all settings other than costs.
 
     def first(run: Row) -> Row:
-        said = {key: run[key] for key in run if not _COSTS.fullmatch(key)}
-        return firsts.setdefault(json.dumps(said), run)
+        others = {key: run[key] for key in run if not _COSTS.fullmatch(key)}
+        return firsts.setdefault(json.dumps(others), run)
 
     return [(run, first(run) if retime else None) for run in runs]
 
@@ -252,35 +257,32 @@ def _played(
     jobs: int,
     on: str | None,
 ) -> Iterator[tuple[int, Row]]:
-    """Run what is missing; yield rows as they come, with the numbers of their runs."""
-    missing = {at: each for at, each in enumerate(requests) if at not in done}
-    # What is re-timed from one run is together.
-    wanted = dict(sorted(missing.items(), key=lambda run: json.dumps(run[1][1])))
-    with closing(replies(_attempt, path, wanted, jobs, on)) as played:
-        for at, reply in played:
-            changes, _ = requests[at]
+    missing = {n: request for n, request in enumerate(requests) if n not in done}
+    # Runs that are re-timed from the same run are adjacent.
+    grouped = dict(sorted(missing.items(), key=lambda run: json.dumps(run[1][1])))
+    with closing(replies(_attempt, path, grouped, jobs, on)) as results:
+        for number, reply in results:
+            changes, _ = requests[number]
             if "error" in reply:
-                said = [f"{k} = {repr_of(v)}" for k, v in changes.items()]
-                raise ScenarioError(f"{reply['error']} (with {', '.join(said)})")
+                texts = [f"{k} = {repr_of(v)}" for k, v in changes.items()]
+                raise ScenarioError(f"{reply['error']} (with {', '.join(texts)})")
             cells = {key: _cell(value) for key, value in changes.items()}
-            yield at, {**cells, **reply["row"]}
+            yield number, {**cells, **reply["row"]}
 
 
 def _written(cell: Any) -> Any:
-    """A cell of the table: true, false, and texts in one line, for simple readers."""
     if isinstance(cell, bool):
         return str(cell).lower()
     return " ".join(cell.splitlines()) if isinstance(cell, str) else cell
 
 
 def _write_table(folder: Path, done: Mapping[int, Row]) -> None:
-    """Replace the table by one of these rows, in the order of their numbers."""
     rows = [done[number] for number in sorted(done)]
     columns = dict.fromkeys([key for row in rows for key in row if key not in _LAST])
-    made = folder / f".{SWEEP_TABLE}"
-    with made.open("w", encoding="utf-8", newline="") as file:
+    new_table = folder / f".{SWEEP_TABLE}"
+    with new_table.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*columns, *_LAST])
         for row in rows:
             writer.writerow([_written(row.get(key)) for key in (*columns, *_LAST)])
-    os.replace(made, folder / SWEEP_TABLE)
+    os.replace(new_table, folder / SWEEP_TABLE)

@@ -1,4 +1,4 @@
-"""Processes for many runs of a scenario: a request a line, and a reply a line."""
+"""Processes that make many runs of a scenario. Requests and replies are JSON lines."""
 
 import json
 import os
@@ -23,7 +23,6 @@ _COMMAND = (
 
 
 def check_on(on: str | None) -> None:
-    """Raise ScenarioError if there is no such place, or Ray is not installed."""
     if on not in (None, "ray"):
         raise ScenarioError(unusable("on", on, "ray, or None for processes here"))
     if on is not None:
@@ -39,67 +38,65 @@ def replies(
     processes: int,
     on: str | None = None,
 ) -> Generator[tuple[int, dict[str, Any]]]:
-    """Yield the reply to each run, which has a number, as they come.
+    """Yield the number and the reply of each run, in the order of completion.
 
-    One process is this one. Of several it ends early, after an error as the reply, if
-    one has died. `on="ray"`: runs are tasks of Ray, so many at once.
-
-    Raises:
-        JoinError: a task of Ray has failed.
+    If `processes` is 1, runs execute in this process. If one of several processes dies,
+    the last reply is an error. With `on="ray"`, runs are tasks of Ray, `processes` at
+    once; a failed task raises JoinError.
     """
     if on is not None:
         from jdag.processes.launch import on_ray  # noqa: PLC0415 - imports Ray.
 
         name = f"{attempt.__module__}:{attempt.__name__}"
-        requests = {at: (path.resolve(), run) for at, run in runs.items()}
+        requests = {number: (path.resolve(), run) for number, run in runs.items()}
         yield from on_ray.ray_results(name, requests, processes)
         return
     if min(processes, len(runs)) <= 1:
-        yield from ((at, attempt(path, run)) for at, run in runs.items())
+        yield from ((number, attempt(path, run)) for number, run in runs.items())
         return
     command = _COMMAND.format(attempt)
     waiting = iter(runs.items())
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with ExitStack() as stack, DefaultSelector() as selector:
 
-        def hand(process: subprocess.Popen[bytes]) -> None:
+        def assign(process: subprocess.Popen[bytes]) -> None:
             assert process.stdin is not None and process.stdout is not None
             for number, changes in islice(waiting, 1):
                 selector.register(process.stdout, EVENT_READ, (number, process))
-                with suppress(BrokenPipeError):  # Its end is read below.
+                with suppress(BrokenPipeError):  # Its end is detected below.
                     line = f"{json.dumps([str(path), changes])}\n"
                     process.stdin.write(line.encode())
                     process.stdin.flush()
 
         for _ in range(min(processes, len(runs))):
-            # Ctrl-C in the terminal is for the parent, which kills it.
+            # In a separate process group, so that Ctrl-C reaches only the parent, which
+            # then kills this process.
             process = subprocess.Popen(
                 [sys.executable, "-c", command], env=paths, process_group=0,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             stack.enter_context(process)
             stack.callback(process.kill)
-            hand(process)
+            assign(process)
         while selector.get_map():
             for key, _ in selector.select():
                 number, process = key.data
                 selector.unregister(key.fileobj)
                 line = process.stdout.readline()
                 if not line.endswith(b"\n"):
-                    said = f"the process of a run ended with code {process.wait()}"
-                    yield number, {"error": said}
+                    message = f"the process of a run ended with code {process.wait()}"
+                    yield number, {"error": message}
                     return
-                hand(process)
+                assign(process)
                 yield number, json.loads(line)
 
 
 def serve(attempt: Attempt) -> None:
-    """Answer the requests on standard input, until it ends."""
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # What programs print is no reply.
+    os.dup2(2, 1)  # Output of programs must not mix with replies.
     with suppress(BrokenPipeError):
         for line in requests:
             path, changes = json.loads(line)
-            answers.write(f"{json.dumps(attempt(Path(path), changes))}\n")
-            answers.flush()
+            replies.write(f"{json.dumps(attempt(Path(path), changes))}\n")
+            replies.flush()

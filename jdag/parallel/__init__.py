@@ -1,12 +1,12 @@
 """Data parallelism: copies of parameters, chunks of rows, and sums of gradients.
 
-Single process: call these functions outside of jit, since they move arrays. The
-functions passed to them are jitted. Functions that run on a worker may call them too.
+In a single process, call these functions outside of `jax.jit`, since they move arrays.
+The functions passed to them are jitted. Functions that run on a worker may call them.
 
-Several processes: after `jax.distributed.initialize(address, num_processes,
+With several processes, after `jax.distributed.initialize(address, num_processes,
 process_id)`, `data_parallel` also accepts `jax.devices()`. Each process passes its own
-rows (counts may differ) and equal parameters, and gets the outputs and gradients of its
-rows on its own devices.
+rows (their number may differ) and the same parameters, and gets the outputs and
+gradients of its rows on its own devices.
 
 Parameter gradients are summed over all replicas: first per process in replica order,
 then by one collective over the processes (gloo on CPU, NCCL on GPU), whose order the
@@ -15,9 +15,9 @@ got the same bits in every run; NCCL was not measured. Sums differ from those of
 device by a few roundings: 3e-6 of the largest element in float32, 3e-14 in float64.
 
 With `axis_name`, a function reduces over the replicas of all processes. Before each
-collective the processes compare function, shapes and options; on a mismatch, or if a
-process has ended, all raise an error that names the process. A call waits up to
-`deadline_s` for all processes, as does the exit of a program that has made such a call.
+collective the processes compare function, shapes and options. On a mismatch, or if a
+process has ended, all processes raise an error that names it. A call waits for all
+processes for at most `deadline_s`, and so does the exit of a program that made a call.
 """
 
 from jdag.parallel.apply import parallel_apply

@@ -1,4 +1,4 @@
-"""Device arguments: names or JAX devices to devices of this process."""
+"""Resolution of device arguments (names or JAX devices)."""
 
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -14,72 +14,68 @@ Device: TypeAlias = str | jax.Device
 
 
 def resolved_devices(
-    devices: Sequence[Device] | None, what: str
+    devices: Sequence[Device] | None, caller: str
 ) -> tuple[jax.Device, ...]:
-    """Resolve device arguments; None: all devices of this process."""
     if devices is None:
         return tuple(jax.local_devices())
-    if isinstance(devices, np.ndarray | np.flatiter):  # As meshes have them.
+    if isinstance(devices, np.ndarray | np.flatiter):  # Such as `mesh.devices`.
         devices = list(np.ravel(devices)) if np.ndim(devices) == 1 else devices
     if isinstance(devices, str | jax.Device) or not isinstance(devices, Sequence):
         raise JdagError(
-            f"{what}: devices = {devices!r}: allowed are a list of devices, such as "
-            f"[{', '.join(map(repr, available()[:2]))}], and None for all"
+            f"{caller}: devices = {devices!r}: expected a list of devices, such as "
+            f"[{', '.join(map(repr, available()[:2]))}], or None for all devices"
         )
     if not devices:
         raise JdagError(
-            f"{what}: no devices; it takes one or more of {', '.join(available())}, or "
-            "None for all"
+            f"{caller}: the list of devices is empty; expected one or more of "
+            f"{', '.join(available())}, or None for all devices"
         )
-    return distinct([device_of(device, what) for device in devices], what)
+    return distinct([device_of(device, caller) for device in devices], caller)
 
 
-def distinct(devices: Sequence[jax.Device], what: str) -> tuple[jax.Device, ...]:
-    """Return the devices; raise JdagError if one occurs twice."""
+def distinct(devices: Sequence[jax.Device], caller: str) -> tuple[jax.Device, ...]:
     for index, device in enumerate(devices):
         if device in devices[:index]:
-            raise JdagError(f"{what}: device {device_name(device)} is there twice")
+            raise JdagError(f"{caller}: device {device_name(device)} is listed twice")
     return tuple(devices)
 
 
-def check_platform(devices: Sequence[jax.Device], what: str) -> None:
-    """Raise JdagError if the devices are of several platforms, as no computation is."""
+def check_platform(devices: Sequence[jax.Device], caller: str) -> None:
     if len({device.platform for device in devices}) > 1:
         names = ", ".join(map(device_name, devices))
         raise JdagError(
-            f"{what}: {names} are of several platforms: allowed are devices of one, "
-            "such as all GPUs"
+            f"{caller}: {names} are of several platforms: expected devices of one "
+            "platform, such as all GPUs"
         )
 
 
-def device_of(device: Device, what: str) -> jax.Device:
-    """Resolve a device argument; raise JdagError if this process has no such device."""
+def device_of(device: Device, caller: str) -> jax.Device:
     if isinstance(device, jax.Device):
         if device in jax.local_devices(backend=device.platform):
             return device
         raise JdagError(
-            f"{what}: {device} belongs to process {device.process_index}, and this is "
-            f"process {jax.process_index()}, which has {', '.join(available())}; over "
-            "several processes there is data_parallel(devices=jax.devices())"
+            f"{caller}: {device} belongs to process {device.process_index}, and this "
+            f"is process {jax.process_index()}, which has {', '.join(available())}; "
+            "only data_parallel(devices=jax.devices()) uses devices of other processes"
         )
     if device in available():
         return device_named(device)
     if isinstance(device, str) and "/" in device:
-        worker, _, own = device.rpartition("/")
+        worker, _, name = device.rpartition("/")
         raise JdagError(
-            f"{what}: {device!r} is a device of a worker; it works on the devices of "
-            f"the worker that it runs on, named as in {own!r}: call a function that "
-            f"uses it by ctx.call({worker!r}, ...)"
+            f"{caller}: {device!r} is a device of another worker: call {caller} in a "
+            f"function that runs there, ctx.call({worker!r}, fn, ...), with the device "
+            f"{name!r}"
         )
     raise JdagError(
-        f"{what}: no device {device!r} here; there are {', '.join(available())}. Those "
-        "of other processes are in jax.devices(), after jax.distributed.initialize("
-        "address, num_processes, process_id) in each, and data_parallel takes them"
+        f"{caller}: this process has no device {device!r}; it has the devices "
+        f"{', '.join(available())}. data_parallel also accepts devices of other "
+        "processes (jax.devices()) after jax.distributed.initialize(address, "
+        "num_processes, process_id) in each process"
     )
 
 
 def device_name(device: jax.Device) -> str:
-    """Return the name of a device of this process, such as `cpu:1`."""
     if device.process_index != jax.process_index():
         return f"{device} of process {device.process_index}"
     index = jax.local_devices(backend=device.platform).index(device)

@@ -1,7 +1,7 @@
 """Copies, chunks and joins of arrays over devices, and sums of their cotangents.
 
-Replication copies, then moves. Copying has ReduceAdd as its transpose: cotangents are
-added on the device of the original, in the order of the copies.
+Replication copies an array, then moves the copies. The transpose of the copy is
+ReduceAdd: cotangents are added on the original's device, in the order of the copies.
 """
 
 import operator
@@ -32,8 +32,8 @@ def replicate(params: Any, devices: Sequence[Device] | None = None) -> tuple[Any
     """Copy a pytree to each device.
 
     Cotangents of the copies are added on the device of the original, in the order of
-    the devices, all leaves in one call. Integers and bools are copied and have no
-    cotangents; leaves that are not arrays (strings, functions) are shared.
+    the devices. One call adds all leaves. Integers and bools are copied, but have no
+    cotangents. Leaves that are not arrays (strings, functions) are shared.
 
     Args:
         params: a pytree of arrays.
@@ -55,8 +55,8 @@ def scatter(
 ) -> tuple[Any, ...]:
     """Split arrays into chunks along a dimension, one chunk on each device.
 
-    n rows over k devices make chunks of `ceil(n / k)` rows; the last one has the rest.
-    With too few rows there are fewer chunks than devices.
+    n rows over k devices give chunks of `ceil(n / k)` rows; the last chunk may be
+    smaller. With too few rows there are fewer chunks than devices.
 
     Args:
         x: a pytree of arrays with equally many rows.
@@ -76,7 +76,7 @@ def scatter(
     sizes = chunk_sizes(count, len(targets))
     arrays = list(cuttable(arrays, list(map(home_of, arrays))))
     both = zip(arrays, dims, strict=True)
-    pieces = [cut_array(array, sizes, where) for array, where in both]
+    pieces = [cut_array(array, sizes, array_dim) for array, array_dim in both]
     flat = [piece[number] for number in range(len(sizes)) for piece in pieces]
     return _placed(form, flat, targets[: len(sizes)])
 
@@ -93,32 +93,33 @@ def gather(
         dim: the dimension; negative values count from the end.
 
     Returns:
-        A pytree like each of `xs`. Leaves that are not arrays come from the first.
+        A pytree like each of `xs`. Leaves that are not arrays come from `xs[0]`.
 
     Raises:
         JdagError: `xs` is empty; structures, dtypes or the other dimensions differ; no
             such dimension; no such device.
     """
     target = device_named(None) if device is None else device_of(device, "gather")
-    which = whole(dim, "gather")
+    dim = as_int(dim, "gather")
     flat, form = _alike(xs, "gather", "chunk")
     for index, parts in enumerate(zip(*flat, strict=True)):
-        check_joined(parts, which, f"gather: leaf {_path(xs[0], index)}")
-    found = columns(flat, [target] * len(flat[0]))
-    return form.rebuild([concatenated(parts, which) for parts in found])
+        check_joined(parts, dim, f"gather: leaf {_path(xs[0], index)}")
+    gathered = columns(flat, [target] * len(flat[0]))
+    return form.rebuild([concatenated(parts, dim) for parts in gathered])
 
 
 def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     """Add pytrees, leaf by leaf, in their order: ((r0 + r1) + r2) + ...
 
-    This sums the gradients of replicas; all leaves are added in one call.
+    Use it to sum the gradients of replicas. All leaves are added in one call.
 
     Args:
         replicas: pytrees of arrays with equal structures, shapes and dtypes.
-        device: the device of the sums; None: that of each leaf of the first pytree.
+        device: the device of the sums; None: the device of the leaf in the first
+            pytree.
 
     Returns:
-        A pytree like each of them. Leaves that are not arrays come from the first.
+        A pytree like each of these. Leaves that are not arrays come from `replicas[0]`.
 
     Raises:
         JdagError: `replicas` is empty; structures, shapes or dtypes differ; a leaf is
@@ -128,14 +129,16 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
     flat, form = _alike(replicas, "reduce_add", "replica")
     for index, addends in enumerate(zip(*flat, strict=True)):
         kinds = [aval_of(array).strong for array in addends]
-        where = f"leaf {_path(replicas[0], index)}"
+        leaf = f"leaf {_path(replicas[0], index)}"
         if not jnp.issubdtype(addends[0].dtype, jnp.number):
-            raise JdagError(f"reduce_add adds numbers, and {where} is {kinds[0]}")
+            raise JdagError(
+                f"reduce_add needs arrays of numbers, but {leaf} is {kinds[0]}"
+            )
         for number, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise JdagError(
-                    f"reduce_add: {where} is {kinds[0]} in replica 0 and {kind} in "
-                    f"replica {number}; all have to be alike"
+                    f"reduce_add: {leaf} is {kinds[0]} in replica 0 and {kind} in "
+                    f"replica {number}; shapes and dtypes must be equal"
                 )
     homes = [target or home_of(array) for array in flat[0]]
     return form.rebuild(sum_each(columns(flat, homes)))
@@ -144,9 +147,8 @@ def reduce_add(replicas: Sequence[Any], device: Device | None = None) -> Any:
 # ------------------------------------------------- arrays of pytrees, and their rows
 
 
-def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
-    """Split a pytree into its arrays and its form."""
-    leaves, treedef = flatten(tree, what=f"{what}: this")
+def apart(tree: Any, caller: str) -> tuple[list[Any], Form]:
+    leaves, treedef = flatten(tree, what=f"{caller}: this")
     arrays: list[Any] = []
     rest = list(leaves)
     for index, leaf in enumerate(leaves):
@@ -156,18 +158,17 @@ def apart(tree: Any, what: str) -> tuple[list[Any], Form]:
         try:
             arrays.append(as_array(leaf))
         except JdagError as error:
-            raise JdagError(f"{what}: leaf {_path(tree, index)}: {error}") from None
+            raise JdagError(f"{caller}: leaf {_path(tree, index)}: {error}") from None
     return arrays, Form(treedef, rest)
 
 
 def _placed(
     form: Form, arrays: Sequence[Any], targets: Sequence[jax.Device]
 ) -> tuple[Any, ...]:
-    """Rebuild one pytree per device from consecutive groups of arrays."""
     size = form.num_leaves
-    there = moved_arrays(arrays, [target for target in targets for _ in range(size)])
+    moved = moved_arrays(arrays, [target for target in targets for _ in range(size)])
     numbers = range(len(targets))
-    return tuple([form.rebuild(there[n * size : (n + 1) * size]) for n in numbers])
+    return tuple([form.rebuild(moved[n * size : (n + 1) * size]) for n in numbers])
 
 
 def columns(
@@ -175,19 +176,19 @@ def columns(
     homes: list[Any],
     sources: Sequence[jax.Device] | None = None,
 ) -> list[list[Any]]:
-    """Transpose rows into columns; move each column to its home.
+    """Transpose rows of arrays into columns; move column i to the device `homes[i]`.
 
     `sources` are the devices of the rows, if known.
     """
     size = len(homes)
     froms = sources and [device for device in sources for _ in homes]
-    there = moved_arrays([a for row in rows for a in row], homes * len(rows), froms)
-    return [there[index::size] for index in range(size)]
+    moved = moved_arrays([a for row in rows for a in row], homes * len(rows), froms)
+    return [moved[index::size] for index in range(size)]
 
 
 def as_array(leaf: Any) -> Any:
-    """Return a leaf as a JAX array; numpy arrays are copied, as they are mutable."""
-    if isinstance(leaf, jax.Array):  # Or a tracer.
+    """Return a leaf as a JAX array; a mutable numpy array is copied."""
+    if isinstance(leaf, jax.Array):  # Including tracers.
         return leaf if isinstance(leaf, jax.core.Tracer) else frozen(leaf)
     aval_of(leaf)
     return jnp.array(leaf)
@@ -197,12 +198,12 @@ def rows_of(
     tree: Any, arrays: Sequence[Any], dim: SupportsIndex, what: str
 ) -> tuple[list[int], int]:
     """Return the dimension of rows of each array, and the number of rows."""
-    which = whole(dim, what)
+    row_dim = as_int(dim, what)
     if not arrays:
-        raise JdagError(f"{what}: the pytree to be cut into chunks has no arrays")
+        raise JdagError(f"{what}: the pytree to split into chunks has no arrays")
     ranks = [array.ndim for array in arrays]
     counts = [
-        array.shape[which] if -rank <= which < rank else None
+        array.shape[row_dim] if -rank <= row_dim < rank else None
         for array, rank in zip(arrays, ranks, strict=True)
     ]
     for index, count in enumerate(counts):
@@ -212,59 +213,53 @@ def rows_of(
         if not ranks[index]:
             raise JdagError(
                 f"{leaf} is {aval_of(arrays[index])}, a scalar, which has no rows to "
-                "be cut into chunks"
+                "split into chunks"
             )
-        _along(which, ranks[index], leaf)
+        _along(row_dim, ranks[index], leaf)
         raise JdagError(
             f"{leaf} has {count} rows along dim {dim}, and leaf {_array_path(tree, 0)} "
             f"has {counts[0]}; the numbers must be equal"
         )
-    return [which % rank for rank in ranks], counts[0] or 0
+    return [row_dim % rank for rank in ranks], counts[0] or 0
 
 
-def whole(dim: SupportsIndex, what: str) -> int:
-    """Return a dimension as a Python int; numpy integers are accepted."""
+def as_int(dim: SupportsIndex, what: str) -> int:
     number: Any = None if isinstance(dim, bool) else dim
     try:
         return operator.index(number)
     except TypeError:
-        raise JdagError(f"{what}: dim = {dim!r}: allowed is an int") from None
+        raise JdagError(f"{what}: dim = {dim!r}: expected an int") from None
 
 
 def _along(dim: int, ndim: int, what: str) -> int:
-    """Return a dimension counted from the start."""
     if not -ndim <= dim < ndim:
         raise JdagError(
-            f"{what} has {ndim} dimensions and no dim {dim}: allowed are {-ndim} to "
+            f"{what} has {ndim} dimensions, but dim is {dim}: expected {-ndim} to "
             f"{ndim - 1}"
         )
     return dim % ndim
 
 
 def chunk_sizes(count: int, devices: int) -> tuple[int, ...]:
-    """Return the size of each chunk: `ceil(count / devices)`, and the rest.
-
-    No chunk is empty, except for the single chunk of zero rows.
-    """
+    """Return the sizes of chunks of `count` rows; zero rows give one empty chunk."""
     size = max(1, -(-count // devices))
     full = max(0, count - 1) // size
     return (*(size,) * full, count - full * size)
 
 
 def check_joined(parts: Sequence[Any], dim: int, what: str) -> None:
-    """Raise JdagError unless arrays, or their abstract values, can be joined."""
     first = parts[0]
     rank = len(first.shape)
-    where = _along(dim, rank, what) if rank else 0
-    for number, part in enumerate(parts):
+    axis = _along(dim, rank, what) if rank else 0
+    for replica, part in enumerate(parts):
         rests = [
-            (*one.shape[:where], *one.shape[where + 1 :], len(one.shape))
-            for one in (first, part)
+            (*array.shape[:axis], *array.shape[axis + 1 :], len(array.shape))
+            for array in (first, part)
         ]
         if rests[0] != rests[1] or part.dtype != first.dtype:
             raise JdagError(
-                f"{what} is {aval_of(first).strong} of replica 0 and "
-                f"{aval_of(part).strong} of replica {number}: these cannot be joined "
+                f"{what} is {aval_of(first).strong} in replica 0 and "
+                f"{aval_of(part).strong} in replica {replica}: these cannot be joined "
                 f"along dim {dim}"
             )
 
@@ -272,18 +267,18 @@ def check_joined(parts: Sequence[Any], dim: int, what: str) -> None:
 def _alike(trees: Sequence[Any], what: str, noun: str) -> tuple[list[list[Any]], Form]:
     if not isinstance(trees, Sequence) or not trees:
         raise JdagError(
-            f"{what} takes a list of pytrees, one of each {noun}, not "
+            f"{what} needs a list of pytrees, one for each {noun}, not "
             f"{trees if isinstance(trees, Sequence) else kind_of(trees)}"
         )
-    found = [apart(tree, what) for tree in trees]
-    form = found[0][1]
-    for number, (_, other) in enumerate(found):
-        if other != form:
+    parts = [apart(tree, what) for tree in trees]
+    first = parts[0][1]
+    for number, (_, form) in enumerate(parts):
+        if form != first:
             raise JdagError(
-                f"{what}: {noun} 0 is {form} and {noun} {number} is {other}: their "
-                "structures have to be equal"
+                f"{what}: {noun} 0 is {first} and {noun} {number} is {form}: their "
+                "structures must be equal"
             )
-    return [arrays for arrays, _ in found], form
+    return [arrays for arrays, _ in parts], first
 
 
 def _path(tree: Any, index: int) -> str:
@@ -300,36 +295,33 @@ def _array_path(tree: Any, number: int) -> str:
 
 
 def repeat_arrays(arrays: Sequence[Any], count: int) -> list[Any]:
-    """Repeat the arrays `count` times; cotangents are added in the same order."""
-    found = list(arrays) * count
-    # Beside a tracer an array would be differentiated too.
-    places = [n for n, array in enumerate(found) if isinstance(array, jax.core.Tracer)]
+    """Repeat the arrays `count` times; cotangents are added in the order of copies."""
+    copies = list(arrays) * count
+    # Bind tracers only: JAX would also differentiate arrays in the same primitive.
+    places = [n for n, array in enumerate(copies) if isinstance(array, jax.core.Tracer)]
     if count > 1 and places:
-        given = [found[n] for n in places[: len(places) // count]]
-        for n, copy in zip(places, COPIES.bind(*given, count=count), strict=True):
-            found[n] = copy
-    return found
+        tracers = [copies[n] for n in places[: len(places) // count]]
+        for n, copy in zip(places, COPIES.bind(*tracers, count=count), strict=True):
+            copies[n] = copy
+    return copies
 
 
 def sum_each(sums: Sequence[Any]) -> list[Any]:
     """Return the sum of each list of addends, from left to right.
 
-    All sums on one device are one call.
-
-    Args:
-        sums: each a list of arrays on one device, or an array with the addends along
-            its first dimension.
+    Each list is on one device. Instead of a list, an array may have the addends along
+    its first dimension. All sums on one device are one call.
     """
     if all([len(addends) == 1 for addends in sums]):
         return [addends[0] for addends in sums]
     homes = [home_of(jtu.tree_leaves(addends)[0]) for addends in sums]
-    found: list[Any] = [None] * len(sums)
-    for home in dict.fromkeys(homes):
-        indices = [index for index, other in enumerate(homes) if other == home]
+    totals: list[Any] = [None] * len(sums)
+    for device in dict.fromkeys(homes):
+        indices = [index for index, home in enumerate(homes) if home == device]
         results = _added([sums[index] for index in indices])
-        for index, result in zip(indices, results, strict=True):
-            found[index] = result
-    return found
+        for index, total in zip(indices, results, strict=True):
+            totals[index] = total
+    return totals
 
 
 @jax.jit
@@ -338,7 +330,6 @@ def _added(sums: Any) -> Any:
 
 
 def cut_array(array: Any, sizes: tuple[int, ...], dim: int) -> Sequence[Any]:
-    """Split an array into pieces of these sizes along a dimension."""
     return (array,) if len(sizes) == 1 else _cut(array, sizes, dim)
 
 
@@ -348,7 +339,6 @@ def _cut(array: Any, sizes: tuple[int, ...], dim: int) -> Any:
 
 
 def concatenated(parts: Sequence[Any], dim: int) -> Any:
-    """Concatenate arrays along a dimension; scalars become a vector."""
     if len(parts) == 1 and parts[0].ndim:
         return parts[0]
     return _joined(tuple(parts), dim)
@@ -369,15 +359,14 @@ def _repeated(*arrays: Any, count: int) -> list[Any]:
 
 
 def _reduce_add(cotangents: Sequence[Any], *_: Any, count: int) -> list[Any]:
-    """ReduceAdd, the transpose of `repeat_arrays`."""
     size = len(cotangents) // count
     sums = [
         [ct for ct in cotangents[index::size] if type(ct) is not ad.Zero]
         for index in range(size)
     ]
-    found = iter(sum_each([addends for addends in sums if addends]))
+    totals = iter(sum_each([addends for addends in sums if addends]))
     both = zip(sums, cotangents, strict=False)
-    return [next(found) if addends else zero for addends, zero in both]
+    return [next(totals) if addends else zero for addends, zero in both]
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:

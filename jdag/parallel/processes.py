@@ -2,10 +2,9 @@
 
 The processes are those of `jax.distributed`; each runs the same program on its own
 devices and rows. A collective hangs or aborts if a process does not enter it, or enters
-it with other shapes. So before each collective the processes exchange a number and a
-hash of their terms (function, shapes, options). If the hashes differ, the processes
-exchange the terms, and all raise the same error. Late processes are named in the error
-(`jdag.parallel.waiting`).
+it with other shapes. So before each collective the processes exchange a hash of their
+terms (function, shapes, options). If the hashes differ, they exchange the terms, and
+all raise the same error. An error names late processes (`jdag.parallel.waiting`).
 
 Parameter gradients are added by a linear primitive, so that forward-mode
 differentiation works.
@@ -35,16 +34,16 @@ from jdag.parallel.waiting import DEADLINE_S, Waiting
 _AXIS = "processes"
 PLATFORMS_MAX = 8
 
-# Names and values that must be equal on all processes before a collective.
+# Names and values that must be equal on all processes.
 Terms = tuple[tuple[str, str], ...]
 
 INSIDE = (
     "data_parallel over several processes cannot be inside of jax.jit, jax.vmap, or a "
-    "loop or branch of jax.lax: call it and jax.grad outside of these; the function "
-    "that it is given is jitted"
+    "loop or branch of jax.lax: call it and jax.grad outside of these; its function is "
+    "jitted"
 )
 
-# The terms of a process whose program has ended.
+# The terms of a process after the end of its program.
 ENDED = {"fn": "none: its program has ended"}
 
 
@@ -52,10 +51,10 @@ class Processes(NamedTuple):
     """The processes of one data-parallel call.
 
     Attributes:
-        devices: of all processes, in the order of the replicas.
-        own: those of this process.
+        devices: the devices of all processes, in the order of the replicas.
+        own: the devices of this process.
         what: the caller's name in errors.
-        deadline_s: how long the processes wait for each other.
+        deadline_s: how long the processes wait for each other, in seconds.
     """
 
     devices: tuple[jax.Device, ...]
@@ -64,23 +63,22 @@ class Processes(NamedTuple):
     deadline_s: float
 
     @property
-    def meeting(self) -> "ProcessGroup":
-        """The channel for collectives of these processes."""
-        return _meeting(self.devices[0].platform)
+    def group(self) -> "ProcessGroup":
+        return _group_of(self.devices[0].platform)
 
     def agreed(self, terms: Terms, number: int = 0) -> tuple[int, ...]:
-        """Wait for all processes, compare their terms, and return all their numbers.
+        """Compare the terms of all processes; return the `number` of each process.
 
         Raises:
-            JdagError: terms differ; names the first difference.
-            WorkerLost: a process is gone or late.
+            JdagError: terms differ; the message names the first difference.
+            WorkerLost: a process has ended or is late.
         """
         terms = (*terms, ("deadline_s", f"{self.deadline_s:g}"))
-        return self.meeting.agreed(self.what, terms, number, self.deadline_s)
+        return self.group.agreed(self.what, terms, number, self.deadline_s)
 
 
 class ProcessGroup:
-    """Collectives over one device of each process: the first one of a platform."""
+    """Collectives over one device of each process, the first device of a platform."""
 
     def __init__(self, platform: str) -> None:
         firsts: dict[int, jax.Device] = {}
@@ -94,68 +92,62 @@ class ProcessGroup:
         self._gather = jax.jit(jax.shard_map(_gathered, mesh=mesh, **same))
         self._sum = jax.jit(jax.shard_map(_total, mesh=mesh, **same))
         self._waiting = Waiting(platform)
-        self._deadline_s = DEADLINE_S  # Of the last call.
+        self._deadline_s = DEADLINE_S  # The deadline of the last call.
         self._is_over = False
-        # At exit, notify processes that still wait for this one.
+        # At exit, notify processes that wait for this one.
         atexit.register(self._end)
 
     def agreed(
         self, what: str, terms: Terms, number: int, deadline_s: float
     ) -> tuple[int, ...]:
-        """See `Processes.agreed`; `what` names the caller in errors."""
         self._deadline_s = deadline_s
         hashed = np.asarray([*_hashed(terms), number], np.uint32)
-        found = self._gathered(hashed, what)
-        if not (found[:, :-1] == found[0, :-1]).all():
+        gathered = self._gathered(hashed, what)
+        if not (gathered[:, :-1] == gathered[0, :-1]).all():
             self._refuse(what, terms)
-        return tuple(map(int, found[:, -1]))
+        return tuple(map(int, gathered[:, -1]))
 
     def summed(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return the sum of each array over all processes, on the array's device.
-
-        All arrays of a dtype take one collective.
-        """
-        here = jax.device_put(list(arrays), self._place)
-        sums = self._sum([self._spread(array) for array in _local(here)])
-        found = [total.addressable_shards[0].data for total in sums]
-        back: list[Any] = jax.device_put(found, list(map(home_of, arrays)))
-        return back
+        """Sum each array over all processes. The sum is moved to the array's device."""
+        local = jax.device_put(list(arrays), self._place)
+        sums = self._sum([self._spread(array) for array in _local(local)])
+        totals = [total.addressable_shards[0].data for total in sums]
+        moved: list[Any] = jax.device_put(totals, list(map(home_of, arrays)))
+        return moved
 
     def _spread(self, array: Any) -> Any:
-        """Return the global array whose local shard is `array`."""
         shape = (jax.process_count(), *array.shape[1:])
         return jax.make_array_from_single_device_arrays(shape, self._sharding, [array])
 
     def _gathered(
         self, values: np.ndarray[Any, Any], what: str
     ) -> np.ndarray[Any, Any]:
-        here = jax.device_put(values[None], self._place)
-        if isinstance(here, jax.core.Tracer):
+        local = jax.device_put(values[None], self._place)
+        if isinstance(local, jax.core.Tracer):
             raise JdagError(INSIDE)
         if self._is_over:
-            raise WorkerLost("one of the processes that work together is gone")
-        enter = partial(self._entered, self._spread(here))
-        is_over, self._is_over = self._is_over, True  # Reset below on success.
+            raise WorkerLost("a process of this data_parallel call has ended")
+        enter = partial(self._gather_rows, self._spread(local))
+        self._is_over = True  # Reset below on success.
         try:
-            found = self._waiting.met(enter, what, self._deadline_s)
+            rows = self._waiting.met(enter, what, self._deadline_s)
         except (RuntimeError, ValueError) as error:  # Raised by a failed collective.
             raise WorkerLost(
-                f"one of the {jax.process_count()} processes that work together is "
-                f"gone: {error}"
+                f"one of the {jax.process_count()} processes of this data_parallel has "
+                f"ended: {error}"
             ) from error
-        self._is_over = is_over
-        return np.asarray(found)
+        self._is_over = False
+        return np.asarray(rows)
 
-    def _entered(self, mine: Any) -> np.ndarray[Any, Any]:
-        found = self._gather(mine)
-        return np.asarray(found.addressable_shards[0].data)
+    def _gather_rows(self, values: Any) -> np.ndarray[Any, Any]:
+        rows = self._gather(values)
+        return np.asarray(rows.addressable_shards[0].data)
 
     def _refuse(self, what: str, terms: Terms) -> None:
-        """Exchange the terms and raise an error that names the first difference."""
-        said = json.dumps(terms).encode()
-        sizes = self._gathered(np.asarray([len(said)], np.uint32), what)
+        text = json.dumps(terms).encode()
+        sizes = self._gathered(np.asarray([len(text)], np.uint32), what)
         padded = np.zeros(int(sizes.max()), np.uint8)
-        padded[: len(said)] = np.frombuffer(said, np.uint8)
+        padded[: len(text)] = np.frombuffer(text, np.uint8)
         every = [
             dict(json.loads(bytes(row[: int(size)])))
             for row, (size,) in zip(self._gathered(padded, what), sizes, strict=True)
@@ -163,77 +155,67 @@ class ProcessGroup:
         if ENDED in every:
             self._is_over = True
             raise WorkerLost(
-                f"{what}: the program of process "
-                f"{every.index(ENDED)} has ended; all processes must call it equally "
-                "often"
+                f"{what}: the program of process {every.index(ENDED)} has ended; all "
+                "processes must make the same number of calls"
             )
-        number = next(n for n, other in enumerate(every) if other != every[0])
-        name, here, there = _difference(every[0], every[number])
+        number = next(n for n, values in enumerate(every) if values != every[0])
+        both = every[0], every[number]
+        keys = [key for terms_of in both for key in terms_of]
+        key = next(key for key in keys if both[0].get(key) != both[1].get(key))
+        values = [terms_of.get(key, "nothing") for terms_of in both]
         raise JdagError(
-            f"{what}: {name} = {here} on process 0 and {there} on process {number}; "
-            "all processes must call it with equal functions, parameters and devices, "
-            "equally often and in the same order"
+            f"{what}: {key} = {values[0]} on process 0 and {values[1]} on process "
+            f"{number}; all processes must make the same calls in the same order, "
+            "with equal functions, parameters and devices"
         )
 
     def _end(self) -> None:
         if not self._is_over:
-            # Errors are raised on the other processes; this one is exiting.
+            # The other processes raise errors; this one exits.
             with suppress(JdagError):
                 what = f"the end of the program of process {jax.process_index()}"
-                ended = tuple(ENDED.items())
-                self.agreed(what, ended, 0, self._deadline_s)
+                self.agreed(what, tuple(ENDED.items()), 0, self._deadline_s)
 
 
-_meeting = lru_cache(maxsize=PLATFORMS_MAX)(ProcessGroup)
+_group_of = lru_cache(maxsize=PLATFORMS_MAX)(ProcessGroup)
 
 
 def processes_of(devices: Any, what: str, deadline_s: float) -> Processes | None:
-    """Return the processes that own these devices; None: only this one."""
     if not isinstance(devices, Sequence) or jax.process_count() == 1:
         return None
-    me = jax.process_index()
-    far = [isinstance(one, jax.Device) and one.process_index != me for one in devices]
-    if True not in far:
+    index = jax.process_index()
+    remote = [isinstance(d, jax.Device) and d.process_index != index for d in devices]
+    if True not in remote:
         return None
-    both = zip(devices, far, strict=True)
-    found = [one if is_far else device_of(one, what) for one, is_far in both]
-    counts = Counter([device.process_index for device in distinct(found, what)])
-    every = [counts[number] for number in range(jax.process_count())]
-    if every != [every[0]] * len(every):
-        has = ", ".join([f"process {p} has {n}" for p, n in enumerate(every)])
+    both = zip(devices, remote, strict=True)
+    resolved = [d if is_remote else device_of(d, what) for d, is_remote in both]
+    counter = Counter([device.process_index for device in distinct(resolved, what)])
+    counts = [counter[number] for number in range(jax.process_count())]
+    if len(set(counts)) > 1:
+        listed = ", ".join([f"process {p} has {n}" for p, n in enumerate(counts)])
         raise JdagError(
-            f"{what}: each process must contribute the same number of devices, and "
-            f"here {has}: pass jax.devices(), or, for this process alone, "
-            "jax.local_devices()"
+            f"{what}: each process must have the same number of devices, but {listed}: "
+            "pass jax.devices(), or, for this process alone, jax.local_devices()"
         )
-    own = tuple([one for one in found if one.process_index == me])
-    what = f"{what} over {len(every)} processes"
-    return Processes(tuple(found), own, what, deadline_s)
-
-
-def summed(arrays: Sequence[Any], processes: Processes, terms: Terms) -> list[Any]:
-    """Sum gradients over all processes; each sum is on its gradient's device.
-
-    Shapes and dtypes must be equal on all processes; `terms` are compared first.
-    """
-    found: list[Any] = SUMMED.bind(*arrays, processes=processes, terms=terms)
-    return found
+    own = tuple([device for device in resolved if device.process_index == index])
+    what = f"{what} over {len(counts)} processes"
+    return Processes(tuple(resolved), own, what, deadline_s)
 
 
 def replace(
     arrays: list[Any], indices: Sequence[int], rule: Callable[[Any, Any], Any]
 ) -> None:
-    """Have cotangents of the arrays at these indices pass through a rule.
+    """Replace the arrays at these indices by copies; `rule` maps their cotangents.
 
-    `rule(cotangents, arrays)` returns the cotangents of the arrays that were there.
+    `rule(cotangents, arrays)` returns the cotangents of the original arrays.
     """
-    same: Any = jax.custom_vjp(list)
-    same.defvjp(
-        lambda given: (list(given), given), lambda kept, cts: (rule(cts, kept),)
+    identity: Any = jax.custom_vjp(list)
+    identity.defvjp(
+        lambda inputs: (list(inputs), inputs), lambda inputs, cts: (rule(cts, inputs),)
     )
-    found = same([arrays[index] for index in indices])
-    for index, array in zip(indices, found, strict=True):
-        arrays[index] = array
+    copies = identity([arrays[index] for index in indices])
+    for index, copy in zip(indices, copies, strict=True):
+        arrays[index] = copy
 
 
 @lru_cache(maxsize=1024)
@@ -243,14 +225,7 @@ def _hashed(terms: Terms) -> tuple[int, int]:
 
 
 def numbered(name: str, values: Sequence[str]) -> Terms:
-    """Return terms named `name 0`, `name 1`, ..."""
     return tuple([(f"{name} {number}", value) for number, value in enumerate(values)])
-
-
-def _difference(first: dict[str, str], other: dict[str, str]) -> tuple[str, str, str]:
-    names = dict.fromkeys([*first, *other])
-    both = [(n, first.get(n, "nothing"), other.get(n, "nothing")) for n in names]
-    return next(found for found in both if found[1] != found[2])
 
 
 def _gathered(part: Any) -> Any:
@@ -259,20 +234,19 @@ def _gathered(part: Any) -> Any:
 
 @jax.jit
 def _local(arrays: Sequence[Any]) -> list[Any]:
-    # The local parts of the global arrays.
+    # Shards of the global arrays.
     return [array[None] for array in arrays]
 
 
 def _total(arrays: Sequence[Any]) -> list[Any]:
-    """Add arrays over all processes, with one collective per dtype."""
-    found = list(arrays)
+    sums = list(arrays)
     for dtype in dict.fromkeys([array.dtype for array in arrays]):
         indices = [n for n, array in enumerate(arrays) if array.dtype == dtype]
         flat, unravel = ravel_pytree([arrays[index] for index in indices])
         totals = unravel(jax.lax.psum(flat, _AXIS))
         for index, total in zip(indices, totals, strict=True):
-            found[index] = total[0]
-    return found
+            sums[index] = total[0]
+    return sums
 
 
 # ----------------------------------------------------------------- a sum is linear
@@ -281,7 +255,7 @@ def _total(arrays: Sequence[Any]) -> list[Any]:
 def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:
     kinds = [str(aval_of(array).strong) for array in arrays]
     processes.agreed((*terms, ("step", "sum"), *numbered("gradient", kinds)))
-    return processes.meeting.summed(arrays)
+    return processes.group.summed(arrays)
 
 
 def _refuse_twice(*_: Any, **__: Any) -> Any:
@@ -295,6 +269,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise JdagError(INSIDE)
 
 
+# Sums gradients over all processes; each sum is on its gradient's device. The processes
+# compare terms, shapes and dtypes first.
 SUMMED = primitive(
     "jdag_summed",
     _sum_now,

@@ -1,1 +1,1 @@
-"""Plans: a program is recorded once, cut into segments, and run by steps."""
+"""Plans: programs that are recorded once, split into segments, and run repeatedly."""

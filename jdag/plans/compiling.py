@@ -1,9 +1,9 @@
 """Plans: a program is recorded once, and each step runs the recording.
 
-A `CompiledStep` holds one `Plan` for each set of abstract arguments. The workers
-prepare a plan once; a step then is one message to each of them.
-Invariants: steps of a plan are numbered from 1, also those that fail. A plan that no
-program names any more is dropped when the cluster is used next.
+A `CompiledStep` has one `Plan` for each set of abstract arguments. The workers prepare
+a plan once. After that, each step needs one message to each worker.
+Invariants: the steps of a plan are numbered from 1, including failed steps. A plan
+without references is dropped at the next use of the cluster.
 """
 
 import warnings
@@ -22,7 +22,7 @@ from jdag.compute.duals import is_array_type
 from jdag.compute.pairs import ANEW_MAX
 from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
-from jdag.context.cluster_state import given
+from jdag.context.cluster_state import user_value
 from jdag.context.context import Context
 from jdag.context.graph import Graph
 from jdag.context.program_frame import FramePhase
@@ -39,13 +39,7 @@ from jdag.engine.protocol import (
     SlotKey,
     Stepping,
 )
-from jdag.errors import (
-    JdagError,
-    RemoteError,
-    WorkerLost,
-    kind_of,
-    no_arrays,
-)
+from jdag.errors import JdagError, RemoteError, WorkerLost, kind_of, no_arrays
 from jdag.plans.plan_picture import graph_of_plan, table_of_plan
 from jdag.plans.progress import Bar
 from jdag.plans.recording import (
@@ -59,7 +53,7 @@ from jdag.plans.recording import (
 from jdag.runtime.failures import exception_of
 from jdag.training.optimizer import Optimizer
 
-_KNOWN_MAX = 256  # Types of arguments whose plan is found at once.
+_BY_TYPES_MAX = 256  # Maximum number of argument types with a cached plan.
 
 
 def compile(
@@ -71,57 +65,61 @@ def compile(
 ) -> "CompiledStep":
     """Record a program once, and run steps from the recording.
 
-    The program runs at the first call with new arguments, on values that are not known
-    yet, and twice, to see that it does the same each time. From then on a step is one
-    message to each worker, and what a worker computes between two transfers is compiled
-    as one. Shapes, dtypes, statics, and the leaves among the arguments select the
-    recording, as in `jax.jit`; arrays and Python numbers among them are the inputs of a
-    step. Arrays that the program makes, and what it closes over, are constants.
+    The first call with new arguments records the program on abstract values, as
+    `jax.jit` does. The program runs twice, to check that both recordings are equal.
+    After that, each step needs one message to each worker, and the calls of a worker
+    between two transfers are compiled together. The shapes, dtypes, statics and leaves
+    of the arguments select the recording. Arrays and Python numbers in the arguments
+    are inputs of a step. Arrays that the program creates or closes over are constants.
 
     Args:
-        program: takes a context first, then arguments; returns a pytree of refs and
-            data. It calls functions; it does not fetch, call programs or objects, or
-            attach hooks.
-        cluster: where it runs.
-        optimizer: None, or what steps its leaves in each step, by the gradients of the
-            first result: of a tuple the first element, else all. If that has several
-            refs, of their sum; it has no tuples in it.
-        exact: compute as a context does, call by call, with the bits of that; else
-            results differ in the last bits, as compiled code may.
+        program: a function of a context and the arguments that returns a pytree of refs
+            and data. It may call functions. It must not fetch, call programs or
+            objects, or attach hooks.
+        cluster: the cluster on which the program runs.
+        optimizer: an optimizer that updates its leaves in each step, with the gradients
+            of the first result. The first result is the first element of a returned
+            tuple, or else the whole result. It must not contain tuples. If it contains
+            several refs, their sum is differentiated. With None, no leaf is updated.
+        exact: with True, each call is computed separately, with the same bits as in a
+            context. With False, calls are compiled together, and results may differ in
+            the last bits.
 
     Returns:
-        A function of the arguments after the context: a `CompiledStep`.
+        A `CompiledStep`: a function of the arguments after the context.
 
     Raises:
-        JdagError: these are no program, cluster and optimizer.
-        ContextError: the optimizer is one of another cluster's leaves.
+        JdagError: an argument is not a program, cluster or optimizer.
+        ContextError: the optimizer has leaves of another cluster.
     """
     check_program("jdag.compile", program, cluster)
     if optimizer is not None:
         if not isinstance(optimizer, Optimizer):
             raise JdagError(
-                f"jdag.compile takes a jdag.Optimizer, not {kind_of(optimizer)}"
+                f"optimizer of jdag.compile is {kind_of(optimizer)}: expected a "
+                "jdag.Optimizer, or None"
             )
         optimizer.check_state(cluster.state)
     return CompiledStep(program, cluster, optimizer, exact)
 
 
 class CompiledStep:
-    """A program as steps of plans: `jdag.compile` gives it.
+    """A compiled program, returned by `jdag.compile`.
 
-    Called with the arguments after the context it returns what the program returns,
-    with arrays in the place of refs; then all leaves have been stepped, if there is an
-    optimizer. A step that raises has stepped none.
+    A call takes the program's arguments without the context, and returns the program's
+    result with arrays in place of refs. With an optimizer, all leaves have been updated
+    when the call returns. A call that raises an error updates no leaf.
 
     Raises, when called:
-        JdagError: the program does what cannot be recorded: the error names the line
-            and the remedy; or it does not do the same each time.
-        RootError: its first result cannot be differentiated.
-        RemoteError: a function raised; names the functions that were compiled together
-            and their call sites, with `exact=True` the one.
-        WorkerLost: a worker is gone.
-        ContextError: the cluster is closed, or another program's; or a ref among the
-            arguments is no leaf of it.
+        JdagError: the program cannot be recorded (the message names the line and a
+            remedy), or its two recordings differ.
+        RootError: the first result cannot be differentiated.
+        RemoteError: a function raised an error. The message names all functions that
+            were compiled together, and their call sites. With `exact=True` it names
+            only the function that raised the error.
+        WorkerLost: a worker has ended or does not answer.
+        ContextError: the cluster is closed or used by another program, or a ref in the
+            arguments is not a leaf of this cluster.
     """
 
     def __init__(
@@ -137,14 +135,14 @@ class CompiledStep:
         self._exact = exact
         self._what = f"a step of {name_of(program)}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._known: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
+        self._by_types: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
         return f"CompiledStep({name_of(self._program)}, {len(self._plans)} plans)"
 
     def __call__(self, *args: Any) -> Any:
-        """Run a step; return what the program returns, fetched."""
+        """Run a step; return the program's result with arrays in place of refs."""
         optimizer = self._optimizer
         try:
             plan, inputs = self._planned(args, False)
@@ -163,33 +161,31 @@ class CompiledStep:
         return value
 
     def value_and_grad(self, *args: Any, allow_int: bool = False) -> tuple[Any, Any]:
-        """Return what a step returns, and gradients; no leaf is stepped.
+        """Run a step; return its result and its gradients. No leaf is updated.
 
-        Gradients are those of the first result by the leaves in the first argument, in
-        its structure, as `jdag.value_and_grad` gives them: zeros where the result does
-        not depend on a leaf, None for statics and numbers; `allow_int` is as there.
+        The first result is differentiated with respect to the leaves in the first
+        argument. The gradients have the structure of the first argument, with zeros for
+        a leaf on which the result does not depend, and None for statics and numbers.
+        `allow_int` has the same meaning as in `jdag.value_and_grad`.
         """
         plan, inputs = self._planned(args, True, allow_int)
         value, gradients = plan.run(inputs)
         leaves, form = plan.leaves
-        found = [gradient_or_zeros(gradients.get(ref.key.name), ref) for ref in leaves]
-        return value, unflatten(form, found)
+        ordered = [gradient_or_zeros(gradients.get(r.key.name), r) for r in leaves]
+        return value, unflatten(form, ordered)
 
     @property
     def plan(self) -> "Plan":
         """The plan of the last call.
 
         Raises:
-            JdagError: there was none.
+            JdagError: the step was not called yet.
         """
         if self._last is None:
-            raise JdagError(
-                f"{self!r} was not called: a plan is made by its first call"
-            )
+            raise JdagError(f"{self!r} has no plan yet: its first call creates a plan")
         return self._last
 
     def _leaves(self, args: Sequence[Any], allow_int: bool) -> tuple[list[Ref], Any]:
-        what = "argument 0 of value_and_grad"
         try:
             leaves, form = flatten_refs(args[0] if args else (), is_ref)
             if not leaves:
@@ -198,88 +194,83 @@ class CompiledStep:
                 check_leaf(ref, allow_int)
         except JdagError as error:
             raise type(error)(
-                f"{what}: {error}; a plan differentiates by leaves, such as "
-                "cluster.put gives"
+                f"argument 0 of value_and_grad: {error}; expected leaves, such as refs "
+                "returned by cluster.put"
             ) from None
         return leaves, form.bare
 
     def _planned(
         self, args: tuple[Any, ...], differentiated: bool, allow_int: bool = False
     ) -> tuple["Plan", list[Any]]:
-        """Return the plan for these arguments, and its inputs among them.
-
-        Where all are arrays, floats and leaves their types select it, without a look at
-        each as `split` takes.
-        """
         cluster = self._cluster
         state = cluster.state
         cluster._check(self._what)
-        again = state.recovery and state.recovery.count
-        now = (*state.driver.incarnations.items(), again)
+        recoveries = state.recovery and state.recovery.count
+        epoch = (*state.driver.incarnations.items(), recoveries)
         flat, treedef = jax.tree.flatten(args)
         types = list(map(_type_of, flat, repeat(state)))
-        known = (treedef, *types, now, differentiated, allow_int)
-        found = None if None in types else self._known.get(known)
-        if found is not None:
-            self._last, places = found
+        # Fast path: for arrays, floats and leaves, the types select the plan.
+        fast_key = (treedef, *types, epoch, differentiated, allow_int)
+        cached = None if None in types else self._by_types.get(fast_key)
+        if cached is not None:
+            self._last, places = cached
             return self._last, list(map(flat.__getitem__, places))
         first = self._leaves(args, allow_int) if differentiated else ([], None)
-        given = split(args, {}, state.is_named)
-        inputs, leaves = dict(given.constants), []
-        for place, ref in given.refs:
+        parts = split(args, {}, state.is_named)
+        inputs, leaves = dict(parts.constants), []
+        for place, ref in parts.refs:
             if not is_ref(ref):
                 inputs[place] = ref
                 continue
             if ref.holder is not state or ref.leaf is None or ref.leaf.dropped:
-                cluster._assignments.leaf(ref)  # Says why not.
+                cluster._assignments.leaf(ref)  # Raises an error with the reason.
             leaves.append((place, ref.key, ref.tracked))
-        avals = {place: given.aval(place, value) for place, value in inputs.items()}
-        key = (given.template, *avals.items(), *leaves, now, differentiated)
+        avals = {place: parts.aval(place, value) for place, value in inputs.items()}
+        key = (parts.template, *avals.items(), *leaves, epoch, differentiated)
         plan = self._plans.get(key)
         if plan is None:
-            for old in [one for one in self._plans if one[-2] != now]:
-                del self._plans[old]  # A worker of it is gone.
-            self._known.clear()
-            plan = self._recorded(given, avals, differentiated)
+            for old in [key for key in self._plans if key[-2] != epoch]:
+                del self._plans[old]  # The plan uses a lost worker.
+            self._by_types.clear()
+            plan = self._recorded(parts, avals, differentiated)
             plan.prepare()
             plan.leaves = first
             self._plans[key] = plan
-        if None not in types and given.size == len(flat):
-            if len(self._known) >= _KNOWN_MAX:
-                self._known.clear()
-            self._known[known] = plan, tuple(inputs)
+        if None not in types and parts.size == len(flat):
+            if len(self._by_types) >= _BY_TYPES_MAX:
+                self._by_types.clear()
+            self._by_types[fast_key] = plan, tuple(inputs)
         self._last = plan
         return plan, list(inputs.values())
 
     def _recorded(
-        self, given: Split, avals: Mapping[int, Aval], differentiated: bool
+        self, arguments: Split, avals: Mapping[int, Aval], differentiated: bool
     ) -> "Plan":
         cluster, program = self._cluster, self._program
         self._count()
         id, name = cluster._next_id(), name_of(program)
-        both = [
-            RecordingFrame(cluster.state, cluster._port.worker, id, name)
-            for _ in range(2)
-        ]
-        first, second = [record(program, frame, given, avals) for frame in both]
+        worker = cluster._port.worker
+        frames = [RecordingFrame(cluster.state, worker, id, name) for _ in range(2)]
+        first, second = [record(program, frame, arguments, avals) for frame in frames]
         check_same(first, second)
-        drawn = RecordedGraph(first)
+        recorded = RecordedGraph(first)
         gradients: dict[LeafId, int] = {}
         if differentiated or self._optimizer is not None:
-            gradients = drawn.graph.differentiate(
-                roots_of(first, drawn, differentiated)
-            )
+            roots = roots_of(first, recorded, differentiated)
+            gradients = recorded.graph.differentiate(roots)
         stepped: tuple[Ref, ...] = ()
         stages: list[tuple[LeafId, int]] = []
         scale: list[int] = []
         if self._optimizer is not None and not differentiated:
-            stepped, stages, scale = _stepping(self._optimizer, drawn, first, gradients)
-        wanted = gradients if differentiated else {}
-        made = Plan(
-            cluster, drawn, first, wanted, stages, scale=scale, exact=self._exact
+            stepped, stages, scale = _stepping(
+                self._optimizer, recorded, first, gradients
+            )
+        results = gradients if differentiated else {}
+        plan = Plan(
+            cluster, recorded, first, results, stages, scale=scale, exact=self._exact
         )
-        made.stepped = stepped
-        return made
+        plan.stepped = stepped
+        return plan
 
     def _count(self) -> None:
         code = code_of(self._program)
@@ -289,9 +280,9 @@ class CompiledStep:
             site = call_site()
             warnings.warn_explicit(
                 f"{name_of(self._program)} was recorded {ANEW_MAX} times: each call of "
-                "jdag.compile, and each new shape, static or leaf among the arguments "
-                "of a step records anew. Call jdag.compile once, outside of loops, and "
-                "pass what changes as arrays of the same shapes",
+                "jdag.compile, and each new shape, static or leaf in the arguments of "
+                "a step, needs a recording. Call jdag.compile once, outside of loops, "
+                "and pass changing values as arrays of the same shapes",
                 UserWarning,
                 site.file,
                 site.line,
@@ -299,15 +290,16 @@ class CompiledStep:
 
 
 class Plan:
-    """A recording of a program, as its workers run it; `print` shows it.
+    """A recorded program, split into segments for its workers.
 
-    Made by a `CompiledStep`, whose `plan` it is.
+    `CompiledStep.plan` is the plan of the last call. `print(plan)` prints its segments
+    and messages.
     """
 
     def __init__(
         self,
         cluster: Cluster,
-        drawn: RecordedGraph,
+        recorded: RecordedGraph,
         recording: Recording,
         gradients: Mapping[LeafId, int],
         stages: Sequence[tuple[LeafId, int]],
@@ -315,23 +307,23 @@ class Plan:
         scale: Sequence[int],
         exact: bool,
     ) -> None:
-        self.skipped = False  # The last step, by an optimizer's `skip_not_finite`.
-        self.stepped: tuple[Ref, ...] = ()  # Leaves, by an optimizer.
-        self.leaves: tuple[list[Ref], Any] = ([], None)  # Of `value_and_grad`.
-        self.staged = [leaf for leaf, _ in stages]  # These, and their states.
+        self.skipped = False  # Whether `skip_not_finite` skipped the last step.
+        self.stepped: tuple[Ref, ...] = ()  # The leaves that the optimizer updates.
+        self.leaves: tuple[list[Ref], Any] = ([], None)  # Used by `value_and_grad`.
+        self.staged = [leaf for leaf, _ in stages]  # Updated leaves and their states.
         self.name = recording.frame.program
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id
         self._number = 0
         self._treedef = recording.treedef
-        inputs = {value: index for index, value in enumerate(drawn.inputs)}
-        # Of each result its place among the values of a step, or the data that it is.
+        inputs = {value: index for index, value in enumerate(recorded.inputs)}
+        # For each result: its index in the values or inputs of a step, or its data.
         slots: dict[int, int] = {}
         self._results: list[tuple[str, Any]] = []
         for leaf in recording.leaves:
             if not is_ref(leaf):
                 self._results.append(("data", leaf))
-            elif (value := drawn.value(leaf.key, leaf.owner, leaf.aval)) in inputs:
+            elif (value := recorded.value(leaf.key, leaf.owner, leaf.aval)) in inputs:
                 self._results.append(("input", inputs[value]))
             else:
                 place = slots.setdefault(value, len(slots))
@@ -340,61 +332,55 @@ class Plan:
             leaf: slots.setdefault(value, len(slots))
             for leaf, value in gradients.items()
         }
-        # Of an optimizer, which is NaN where a step is skipped.
+        # The optimizer's scaling factor, which is NaN in a skipped step.
         self._scale = [slots.setdefault(value, len(slots)) for value in scale]
         self._slots = tuple(slots)
-        made = cut_graph(
-            drawn.graph,
+        self.cut: CutPlan = cut_graph(
+            recorded.graph,
             plan=self._id,
             caller=self._port.worker,
             results=self._slots,
             stages=stages,
             exact=exact,
         )
-        check_steps(self.name, cluster.state.schedule, made)
-        self.cut: CutPlan = made
-        self._inputs = made.inputs
-        sent = dict.fromkeys([slot for _, of in made.inputs for slot in of])
+        check_steps(self.name, cluster.state.schedule, self.cut)
+        sent = dict.fromkeys([slot for _, sent in self.cut.inputs for slot in sent])
         self._sent = [(slot, inputs[slot]) for slot in sent]
-        used = {slot for _, part in made.parts for slot in part.constants}
+        used = {slot for _, part in self.cut.parts for slot in part.constants}
         self._constants = [
             (SlotKey(self._id, 0, slot), value)
-            for slot, value in drawn.constants.items()
+            for slot, value in recorded.constants.items()
             if slot in used
         ]
         loose = cluster._assignments.unplanned
         self._hold = Hold(loose, self._id, self._port.worker)  # type: ignore[arg-type]
 
     def prepare(self) -> None:
-        """Send each worker its part, and wait until all segments are compiled."""
         port, parts = self._port, self.cut.parts
         port.tell(Planned(self._id, parts, self._slots), self._constants)
-        total, seen = sum([len(part.segments) for _, part in parts]), 0
+        total, done = sum([len(part.segments) for _, part in parts]), 0
         with Bar(f"compiling {self.name}", total) as bar:
-            while seen < total:
+            while done < total:
                 waiter = port.waiter()
-                port.tell(Compiled(waiter, self._id, seen))
-                seen = _checked(port.wait(waiter))
-                bar.show(seen)
+                port.tell(Compiled(waiter, self._id, done))
+                done = _checked(port.wait(waiter))
+                bar.show(done)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
-        """Run a step; return the program's results, and gradients."""
         port, id, value_of = self._port, self._id, self._state.value
         self._number = number = self._number + 1
-        stored: list[tuple[Key, Any]] = []
-        for slot, index in self._sent:
-            stored.append((SlotKey(id, number, slot), value_of(inputs[index])))
+        stored: list[tuple[Key, Any]] = [
+            (SlotKey(id, number, slot), value_of(inputs[i])) for slot, i in self._sent
+        ]
         waiter = port.waiter()
-        port.tell(Stepping(waiter, id, number, self._inputs), stored)
-        values = list(map(given, _checked(port.wait(waiter))))
+        port.tell(Stepping(waiter, id, number, self.cut.inputs), stored)
+        values = list(map(user_value, _checked(port.wait(waiter))))
         leaves: list[Any] = []
-        for kind, one in self._results:
-            of = values if kind == "value" else inputs
-            leaves.append(one if kind == "data" else of[one])
-        gradients = {}
-        for leaf, place in self._gradients.items():
-            gradients[leaf] = values[place]
-        scale = [] if self._state.abstract else [values[at] for at in self._scale]
+        for kind, item in self._results:
+            source = values if kind == "value" else inputs
+            leaves.append(item if kind == "data" else source[item])
+        gradients = {leaf: values[index] for leaf, index in self._gradients.items()}
+        scale = [] if self._state.abstract else [values[index] for index in self._scale]
         self.skipped = any(map(np.isnan, scale))
         return unflatten(self._treedef, leaves), gradients
 
@@ -402,16 +388,16 @@ class Plan:
         return table_of_plan(self.name, self.cut, self._port.worker)
 
     def graph(self) -> Graph:
-        """Return its segments and the values between them; see `Graph.dot`."""
+        """Return the graph of the segments and of the leaves that they read."""
         return graph_of_plan(self.cut, str(self))
 
 
 def _type_of(value: Any, state: Any) -> Any:
-    """What of an argument selects a plan; None where more has to be looked at."""
+    """Return the part of an argument that selects a plan; None if `split` is needed."""
     if isinstance(value, Ref):
         leaf = value.leaf if value.holder is state else None
-        known = leaf is not None and not leaf.dropped
-        return (leaf, value.tracked) if known else None
+        is_valid = leaf is not None and not leaf.dropped
+        return (leaf, value.tracked) if is_valid else None
     if isinstance(value, np.ndarray):
         return value.shape, value.dtype
     if is_array_type(value.__class__):
@@ -429,42 +415,47 @@ def _checked(result: Any) -> Any:
 
 def _stepping(
     optimizer: Optimizer,
-    drawn: RecordedGraph,
+    recorded: RecordedGraph,
     recording: Recording,
     gradients: Mapping[LeafId, int],
 ) -> tuple[tuple[Ref, ...], list[tuple[LeafId, int]], list[int]]:
-    """Add a step of an optimizer; return its leaves, and the value of each version.
+    """Add an optimizer's update to the graph.
 
-    The last is the value that is NaN where the step is skipped, if it can be.
+    Returns:
+        A tuple of the leaves, the new value of each leaf and state, and a list with the
+        value that is NaN in a skipped step. The list is empty if steps are never
+        skipped.
     """
-    frame, graph = recording.frame, drawn.graph
+    frame, graph = recording.frame, recorded.graph
     frame.phase, frame.completed = FramePhase.OPEN, True
 
     def named(value: int, owner: str, aval: Aval) -> Ref:
         key = SlotKey(frame.id, 1, value)
-        drawn.name(key, value)
+        recorded.name(key, value)
         return Ref(frame, key, owner, aval, False)
 
     def bring(scale: Ref, owner: str) -> Ref:
-        drawn.take()
-        value = drawn.value(scale.key, scale.owner, scale.aval)
-        return named(value, owner, aval_of(1.0))  # Weak, as the number of a context's.
+        recorded.add_calls()
+        value = recorded.value(scale.key, scale.owner, scale.aval)
+        return named(value, owner, aval_of(1.0))  # A weak type, like a Python number.
 
     refs: dict[Key, Ref] = {
         NewestKey(None, leaf, 0): named(value, leaf.worker, graph.aval(value))
         for leaf, value in gradients.items()
     }
     stepped, parts, scale = optimizer.planned(Context(frame), refs, bring)
-    drawn.take()
-    told = [] if scale is None else [drawn.value(scale.key, scale.owner, scale.aval)]
+    recorded.add_calls()
+    checks = (
+        [] if scale is None else [recorded.value(scale.key, scale.owner, scale.aval)]
+    )
     stages: list[tuple[LeafId, int]] = []
     for part in parts:
-        made: Any = part.function
-        owner = part.worker
-        arguments = zip(part.inputs, made.avals, strict=True)
-        given = [drawn.value(key, owner, aval) for key, aval in arguments]
-        of = [False] * len(given), made.name, part.call_site
-        outputs = graph.call(owner, made, given, *of, update=True)
+        fn: Any = part.function
+        owner, site = part.worker, part.call_site
+        arguments = zip(part.inputs, fn.avals, strict=True)
+        values = [recorded.value(key, owner, aval) for key, aval in arguments]
+        tracked = [False] * len(values)
+        outputs = graph.call(owner, fn, values, tracked, fn.name, site, update=True)
         stages += zip([key.name for key in part.outputs], outputs, strict=True)
     frame.phase = FramePhase.LEFT
-    return stepped, stages, told
+    return stepped, stages, checks

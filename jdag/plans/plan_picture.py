@@ -1,4 +1,4 @@
-"""A plan for readers: as a table of segments and hops, and as a graph of segments."""
+"""Views of a plan: a table of its segments and hops (messages), and a graph."""
 
 from collections.abc import Sequence
 
@@ -6,34 +6,31 @@ from jdag.compute.cutting import CutPlan, Piece
 from jdag.context.graph import Edge, Graph, Vertex
 from jdag.engine.protocol import LeafId, Worker, named
 
-_NAMES_MAX = 4  # Functions of a segment that are named.
+_NAMES_MAX = 4  # Maximum number of functions named in a segment's label.
 _OF = {"vjp": "vjp of ", "input_grad": "I of ", "weight_grad": "W of "}
 _SEGMENTS = ("segment", "worker", "level", "nodes", "functions")
 _HOPS = ("from", "to", "for segments", "values", "bytes")
 
 
 def table_of_plan(name: str, cut: CutPlan, caller: Worker) -> str:
-    """Return segments and hops as text, with the bytes of each message of a step.
-
-    Inputs go with the message that begins a step.
-    """
+    pieces = list(enumerate(cut.pieces))
     segments = [
-        (str(index), named(one.worker), str(one.level), str(len(one.nodes)), _said(one))
-        for index, one in enumerate(cut.pieces)
+        (str(n), named(p.worker), str(p.level), str(len(p.nodes)), _label(p))
+        for n, p in pieces
     ]
-    going: list[tuple[str, Worker, Worker, Sequence[int]]] = [
+    # Inputs are sent in the message that begins a step.
+    transfers: list[tuple[str, Worker, Worker, Sequence[int]]] = [
         ("caller", caller, to, slots) for to, slots in cut.inputs
     ]
-    for index, piece in enumerate(cut.pieces):
-        source = f"{named(piece.worker)} {index}"
-        worker = piece.worker
-        going += [(source, worker, hop.to, hop.slots) for hop in piece.segment.hops]
+    for index, piece in pieces:
+        worker, source = piece.worker, f"{named(piece.worker)} {index}"
+        transfers += [(source, worker, hop.to, hop.slots) for hop in piece.segment.hops]
     hops, total = [], 0
-    for source, worker, to, slots in going:
+    for source, worker, to, slots in transfers:
         if to != worker:
             readers = [
                 str(index)
-                for index, piece in enumerate(cut.pieces)
+                for index, piece in pieces
                 if piece.worker == to and not {*slots}.isdisjoint(piece.segment.needs)
             ]
             nbytes = sum([cut.nbytes[slot] for slot in slots])
@@ -43,51 +40,46 @@ def table_of_plan(name: str, cut: CutPlan, caller: Worker) -> str:
     others = [part for worker, part in cut.parts if worker != caller]
     sent = len([hop for hop in hops if hop[0] != "caller"])
     messages = len(others) + sent + len([part for part in others if part.reports])
-    once = dict.fromkeys([slot for part in others for slot in part.constants])
+    constants = dict.fromkeys([slot for part in others for slot in part.constants])
     lines = [
         f"plan of {name}: {len(segments)} segments on {len(cut.parts)} workers",
         *_columns(_SEGMENTS, segments),
         "",
         *_columns(_HOPS, hops),
         "",
-        f"each step: {messages:,} messages, {total:,} bytes of values; before the "
-        f"first: {sum([cut.nbytes[slot] for slot in once]):,} bytes of constants",
+        f"each step: {messages:,} messages, {total:,} bytes of values; before step "
+        f"1: {sum([cut.nbytes[slot] for slot in constants]):,} bytes of constants",
     ]
     return "\n".join(lines)
 
 
 def graph_of_plan(cut: CutPlan, table: str) -> Graph:
-    """Return the segments of a plan, the leaves that they read, and values between.
-
-    Leaves of which the same segments read are one vertex.
-    """
-    ids = [f"{named(one.worker)}/segment {i}" for i, one in enumerate(cut.pieces)]
-    edges = [Edge(ids[one.source], ids[one.target]) for one in cut.edges]
+    """Return the graph of segments and leaves. Equal readers share a leaf vertex."""
+    ids = [f"{named(piece.worker)}/segment {i}" for i, piece in enumerate(cut.pieces)]
+    edges = [Edge(ids[edge.source], ids[edge.target]) for edge in cut.edges]
     vertices = []
     for worker, part in cut.parts:
         groups: dict[tuple[str, ...], list[LeafId]] = {}
-        for one in part.reads:
-            readers = tuple(
-                [
-                    id
-                    for id, piece in zip(ids, cut.pieces, strict=True)
-                    if piece.worker == worker and one.slot in piece.segment.needs
-                ]
-            )
-            groups.setdefault(readers, []).append(one.leaf)
+        for read in part.reads:
+            both = zip(ids, cut.pieces, strict=True)
+            reading = [
+                id
+                for id, piece in both
+                if piece.worker == worker and read.slot in piece.segment.needs
+            ]
+            groups.setdefault(tuple(reading), []).append(read.leaf)
         for readers, (leaf, *more) in groups.items():
             label = f"{len(more) + 1} leaves" if more else leaf.label
             vertices.append(Vertex(str(leaf), named(worker), "leaf", (), label))
             edges += [Edge(str(leaf), id) for id in readers]
     for index, piece in enumerate(cut.pieces):
-        kind, label = "node" if piece.nodes else "send", f"{index} {_said(piece)}"
+        kind, label = "node" if piece.nodes else "send", f"{index} {_label(piece)}"
         vertices.append(Vertex(ids[index], named(piece.worker), kind, (index,), label))
     workers = tuple([named(worker) for worker, _ in cut.parts])
     return Graph(workers, tuple(vertices), tuple(dict.fromkeys(edges)), table=table)
 
 
-def _said(piece: Piece) -> str:
-    """What a segment computes, in few words."""
+def _label(piece: Piece) -> str:
     names = dict.fromkeys(
         [
             _OF.get(kind, "") + name.rpartition(":")[2].rstrip(")")
@@ -102,11 +94,10 @@ def _said(piece: Piece) -> str:
 
 
 def _columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows under names; columns of numbers are flush right."""
     lines = [""] * (len(rows) + 1)
     for column in zip(names, *rows, strict=True):
         width = max(map(len, column))
         numbers = all([cell.replace(",", "").isdigit() for cell in column[1:]])
-        for place, cell in enumerate(column):
-            lines[place] += (cell.rjust if numbers else cell.ljust)(width) + "  "
+        for index, cell in enumerate(column):
+            lines[index] += (cell.rjust if numbers else cell.ljust)(width) + "  "
     return [line.rstrip() for line in lines]

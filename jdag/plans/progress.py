@@ -1,4 +1,4 @@
-"""A progress bar on the terminal for what takes longer than a second."""
+"""A progress bar on the terminal, for operations that take longer than a second."""
 
 import sys
 from typing import Any
@@ -10,19 +10,18 @@ SHOWN_S = 1.0
 
 
 class Bar:
-    """Progress towards a total; a context manager. Shown on a terminal, once slow."""
+    """A context manager that shows a progress bar on a terminal after `SHOWN_S`."""
 
-    def __init__(self, what: str, total: int) -> None:
+    def __init__(self, title: str, total: int) -> None:
         self._bar: Any = None
         if sys.stderr.isatty():
             self._bar = Progress(console=Console(stderr=True), transient=True)
-            self._bar.add_task(what, total=total)
+            self._bar.add_task(title, total=total)
 
     def __enter__(self) -> "Bar":
         return self
 
     def show(self, done: int) -> None:
-        """So much is done."""
         if self._bar is not None:
             (task,) = self._bar.tasks
             self._bar.update(task.id, completed=done)

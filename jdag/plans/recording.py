@@ -1,11 +1,11 @@
-"""Recording of a program: its calls become a dataflow graph, and none of them runs.
+"""Recording of a program: its calls become a dataflow graph, without being run.
 
-The program runs once as it is, in a context that keeps its calls. Arrays among its
-arguments are tracers of JAX meanwhile, so that what it computes from them itself, as
-`x[i]`, is recorded too: all of that is one call on the caller, before all others.
+The program runs once in a context that stores its calls. Arrays in its arguments are
+JAX tracers, so that operations of the program itself, such as `x[i]`, are recorded too.
+All of these operations together become one call on the caller, before all other calls.
 
-Invariants: a recording waits for nothing and sends nothing. Equal programs give equal
-recordings, key by key, since both number their calls alike.
+Invariants: a recording neither waits nor sends messages. Two recordings of a
+deterministic program are equal, including their keys.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,26 +50,28 @@ from jdag.engine.protocol import (
 from jdag.errors import ContextError, JdagError, RootError, kind_of
 from jdag.runtime.failures import user_traceback
 
-_EAGER = "a plan has no hooks; contexts and jdag.value_and_grad run such a program"
-_NESTED = (
-    "a plan has one program; call the other as a function, with this context first"
+_EAGER = (
+    "a plan cannot have hooks; run the program in a context or by jdag.value_and_grad"
 )
-_STEPS = "jdag.compile(..., optimizer=opt) and .value_and_grad differentiate a program"
-_OUTSIDE = "do that outside of the program, and pass what it gives as an argument"
-_TRACED = "ctx.call in what jax.vmap, grad or jit traces"
-# By the beginning of what is refused.
+_NESTED = (
+    "a plan has one program; call the other one as a Python function of this context"
+)
+_STEPS = "use jdag.compile(..., optimizer=opt) or .value_and_grad for gradients"
+_OUTSIDE = "move this outside of the program, and pass the result as an argument"
+_TRACED = "ctx.call in a function that jax.vmap, grad or jit traces"
+# Remedies by the start of the name of the refused operation.
 _REMEDIES = {
-    "a fetch": "return the ref, and the step fetches it; functions that are called "
-    "branch on values, by jnp.where or jax.lax.cond",
+    "a fetch": "return the ref, which the step then fetches; to branch on a value, use "
+    "jnp.where or jax.lax.cond in a called function",
     "ctx.on_": _EAGER,
     "ctx.start": _NESTED,
     "a call of a program": _NESTED,
-    "a call of an unjitted": "mark it by @jdag.unjitted(shapes=fn), which says what it "
-    "returns",
+    "a call of an unjitted": "mark it with @jdag.unjitted(shapes=fn), which declares "
+    "the shapes of its results",
     "ctx.backward": _STEPS,
     "ctx.gradient": _STEPS,
-    "ctx.graph": "step.plan.graph() draws a plan",
-    _TRACED: "put these inside of the functions that are called",
+    "ctx.graph": "use step.plan.graph(), which returns the graph of a plan",
+    _TRACED: "apply these transformations inside of the called functions",
 }
 _RECORDED = (
     *("ctx.call", "ctx.move", "ctx.replicate", "ctx.tag", "ctx.all_reduce"),
@@ -78,7 +80,7 @@ _RECORDED = (
 
 
 class _Tape:
-    """In the place of a program's port: keeps the calls that it issues."""
+    """Stands in for a program's port, and stores the calls that the program issues."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -86,13 +88,12 @@ class _Tape:
         self.constants: dict[Key, Any] = {}
 
     def tell(self, event: Issued, values: Sequence[tuple[Key, Any]]) -> None:
-        """Keep a call and its constants."""
         self.calls.append(event)
         self.constants.update(values)
 
 
 class RecordingFrame(ProgramFrame):
-    """A program that is recorded: its calls, and the arrays that it computes itself."""
+    """The frame of a recorded program: its calls, and the arrays that it computes."""
 
     def __init__(
         self, state: ClusterState, worker: Worker, id: ContextId, program: str
@@ -100,37 +101,35 @@ class RecordingFrame(ProgramFrame):
         self.tape = _Tape(worker)
         super().__init__(state, self.tape, id, (), program)  # type: ignore[arg-type]
         self.phase = FramePhase.OPEN
-        self.tracers: list[Any] = []  # Inputs, then what calls take or it returns.
-        self._refs: dict[int, Ref] = {}  # Of these, by id.
-        self.trace: Any = None  # Of JAX, while the program runs.
-        self.completed = False  # Its program has run, and jdag adds to it.
+        self.tracers: list[Any] = []  # Inputs, then arguments of calls and results.
+        self._refs: dict[int, Ref] = {}  # The refs of the tracers, by id(tracer).
+        self.trace: Any = None  # JAX's trace, while the program runs.
+        self.completed = False  # The program has ended; an optimizer may add calls.
 
-    def check(self, what: str, ref: Ref | None = None) -> None:
-        """Raise unless a plan can have this."""
+    def check(self, operation: str, ref: Ref | None = None) -> None:
         if self.phase is not FramePhase.OPEN:
-            raise ContextError(f"{what} in {self.program}, which is recorded, and over")
-        if what not in _RECORDED and not self.completed:
-            raise self.refusal(what, ref)
+            raise ContextError(
+                f"{operation} in {self.program}, but the recording of this program has "
+                "ended: expected operations before the program returns"
+            )
+        if operation not in _RECORDED and not self.completed:
+            raise self.refusal(operation, ref)
 
-    def refusal(self, what: str, ref: Ref | None = None) -> JdagError:
-        """Return the error of what cannot be recorded: the line, and the remedy."""
-        known = [text for key, text in _REMEDIES.items() if what.startswith(key)]
-        remedy = known[0] if known else _OUTSIDE
-        what = what if ref is None else f"{what} of {ref!r}"
+    def refusal(self, operation: str, ref: Ref | None = None) -> JdagError:
+        texts = (text for k, text in _REMEDIES.items() if operation.startswith(k))
+        remedy = next(texts, _OUTSIDE)
+        operation = operation if ref is None else f"{operation} of {ref!r}"
         return ContextError(
-            f"{what}, at {call_site()}, while {self.program} is recorded by "
-            f"jdag.compile: {remedy}"
+            f"{operation}, at {call_site()}, cannot be recorded by jdag.compile in "
+            f"{self.program}: {remedy}"
         )
 
     def start(self, worker: Worker, fn: Any, parts: Split, name: str = "") -> Any:
-        """Raise: a plan has one program."""
-        unjitted = "an unjitted function without shapes"
-        what = f"a call of {unjitted if name else 'a program'}"
-        error = self.refusal(what)
+        callee = "an unjitted function without shapes" if name else "a program"
+        error = self.refusal(f"a call of {callee}")
         raise type(error)(f"{name or name_of(fn)} on {worker!r}: {error}")
 
     def ref_of(self, tracer: Any) -> Ref:
-        """Return a ref to an array that the program computes; the same for each."""
         if id(tracer) not in self._refs:
             key = SlotKey(self.id, 0, len(self.tracers))
             aval = aval_of(tracer)
@@ -139,13 +138,11 @@ class RecordingFrame(ProgramFrame):
         return self._refs[id(tracer)]
 
     def bound_tracers(self, tree: Any) -> Any:
-        """Return a pytree with refs in the place of tracers."""
         leaves, treedef = flatten(tree)
-        named = [self.ref_of(one) if _is_tracer(one) else one for one in leaves]
-        return unflatten(treedef, named)
+        bound = [self.ref_of(leaf) if _is_tracer(leaf) else leaf for leaf in leaves]
+        return unflatten(treedef, bound)
 
     def result(self, tree: Any) -> tuple[list[Any], Any]:
-        """Return the leaves of what the program returned, refs or data; its treedef."""
         leaves, treedef = flatten(tree, what=f"what {self.program} returned")
         for index, leaf in enumerate(leaves):
             if is_ref(leaf):
@@ -158,8 +155,8 @@ class RecordingFrame(ProgramFrame):
                 except JdagError:
                     raise JdagError(
                         f"{self.program} returned {kind_of(leaf)} at "
-                        f"{paths(tree)[index] or 'the top'}; a program that is "
-                        "compiled returns pytrees of refs, arrays, numbers and statics"
+                        f"{paths(tree)[index] or 'the top'}; expected a pytree of "
+                        "refs, arrays, numbers and statics"
                     ) from None
         return leaves, treedef
 
@@ -169,27 +166,25 @@ def _is_tracer(value: object) -> bool:
 
 
 class RecordingContext(Context):
-    """The context that a program gets while it is recorded."""
-
     def call(
         self, worker: str, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Record a call; see `Context.call`."""
         frame: Any = self._frame
         if frame.phase is FramePhase.OPEN and trace_ctx.trace is not frame.trace:
             raise frame.refusal(_TRACED)
-        # Left meanwhile, so that functions are traced as they are without a plan.
+        # Leave the outer trace, so that functions are traced in the same way as
+        # without a plan.
         with eval_context(), eager_constant_folding(False):
             fn, args, kwargs = frame.bound_tracers((fn, args, kwargs))
             return super().call(worker, fn, *args, **kwargs)
 
 
 class Recording(NamedTuple):
-    """One run of a program: its calls, what it computed itself, what it returned."""
+    """A recorded run of a program: its calls, its own operations, and its result."""
 
     frame: RecordingFrame
     inputs: tuple[Aval, ...]
-    own: Any  # The closed jaxpr of what it computed from its inputs.
+    own: Any  # The closed jaxpr of the program's own operations.
     leaves: list[Any]
     treedef: Any
 
@@ -197,162 +192,166 @@ class Recording(NamedTuple):
 def record(
     program: Callable[..., Any],
     frame: RecordingFrame,
-    given: Split,
+    parts: Split,
     avals: Mapping[int, Aval],
 ) -> Recording:
-    """Run a program on tracers in place of its inputs, whose avals are by position.
+    """Run a program with tracers as inputs. `avals` has their types by position.
 
     Raises:
-        JdagError: it does what cannot be recorded; names the line and the remedy.
+        JdagError: the program cannot be recorded. The message names the line and a
+            remedy.
     """
-    found: list[Any] = []
-    leaves = [(place, ref) for place, ref in given.refs if is_ref(ref)]
+    result: list[Any] = []
+    leaves = [(place, ref) for place, ref in parts.refs if is_ref(ref)]
 
     def body(*tracers: Any) -> list[Any]:
         frame.trace = trace_ctx.trace
         for tracer in tracers:
             frame.ref_of(tracer)
-        filled = [*leaves, *zip(avals, tracers, strict=True)]
-        args, _ = given.filled(filled)
+        args, _ = parts.filled([*leaves, *zip(avals, tracers, strict=True)])
         frame.state.recording = frame.refusal
         try:
-            # What depends on no input is computed at once, as without a plan.
+            # Operations that do not depend on inputs are computed now, in the same way
+            # as without a plan.
             with jax.ensure_compile_time_eval():
-                result = program(RecordingContext(frame), *args)
-            found.extend(frame.result(result))
+                returned = program(RecordingContext(frame), *args)
+            result.extend(frame.result(returned))
         finally:
             frame.state.recording = None
             frame.phase = FramePhase.LEFT
-            # Not kept, or jax.checking_leaks finds them.
-            made, frame.tracers, frame.trace = frame.tracers, [], None
-        return made[len(tracers) :]
+            # Release the tracers, since jax.checking_leaks would report them.
+            traced, frame.tracers, frame.trace = frame.tracers, [], None
+        return traced[len(tracers) :]
 
     try:
         own = jax.make_jaxpr(body)(*[aval.struct() for aval in avals.values()])
     except jax.errors.JAXTypeError as error:
         raise JdagError(
-            f"{frame.program} cannot be recorded by jdag.compile, since it takes the "
-            "value of an input, to branch on it or to convert it, or keeps a tracer: "
-            "use jnp.where or jax.lax.cond, pass what Python needs as "
-            f"jdag.static(value), or fetch it from a step\n\n{user_traceback(error)}"
+            f"{frame.program} cannot be recorded by jdag.compile, because it uses the "
+            "value of an input (to branch or to convert it) or stores a tracer: use "
+            "jnp.where or jax.lax.cond, pass values that Python needs as "
+            f"jdag.static(value), or fetch them from a step\n\n{user_traceback(error)}"
         ) from error
-    return Recording(frame, tuple(avals.values()), own, *found)
+    return Recording(frame, tuple(avals.values()), own, *result)
 
 
-def check_same(one: Recording, other: Recording) -> None:
-    """Raise JdagError unless a program did the same when it was recorded again."""
-    calls = zip_longest(one.frame.tape.calls, other.frame.tape.calls)
+def check_same(recording: Recording, repeated: Recording) -> None:
+    tape, repeated_tape = recording.frame.tape, repeated.frame.tape
+    calls = zip_longest(tape.calls, repeated_tape.calls)
     for number, (first, second) in enumerate(calls, 1):
-        if first is None or second is None or _told(first) != _told(second):
+        if first is None or second is None or _facts(first) != _facts(second):
             both = [
-                "none" if c is None else f"{c.name} on {c.worker!r} at {c.call_site}"
+                "missing" if c is None else f"{c.name} on {c.worker!r} at {c.call_site}"
                 for c in (first, second)
             ]
-            raise _differs(one, f"call {number} was {both[0]}, and then {both[1]}")
-    constants = other.frame.tape.constants
-    for key, value in one.frame.tape.constants.items():
-        if not _equal(value, constants[key]):
-            raise _differs(one, f"argument {key.index} of call {key.name[0]} differs")
-    same = str(one.own) == str(other.own) and _results(one) == _results(other)
-    if not (same and all(map(_equal, one.own.consts, other.own.consts))):
-        raise _differs(one, "what it computed itself, or returned, differs")
+            difference = f"call {number} was first {both[0]}, and then {both[1]}"
+            raise _differs(recording, difference)
+    for key, value in tape.constants.items():
+        if not _equal(value, repeated_tape.constants[key]):
+            difference = f"argument {key.index} of call {key.name[0]} differs"
+            raise _differs(recording, difference)
+    own, repeated_own = recording.own, repeated.own
+    is_same = (str(own), _results(recording)) == (str(repeated_own), _results(repeated))
+    if not (is_same and all(map(_equal, own.consts, repeated_own.consts))):
+        raise _differs(recording, "the program's own operations or results differ")
 
 
-def _told(call: Issued) -> Any:
-    made = call.function
-    places = (made.device, made.in_devices, made.out_devices)
-    return call.worker, made.pair, places, call.arguments, call.call_site, call.tag
+def _facts(call: Issued) -> Any:
+    fn = call.function
+    places = (fn.device, fn.in_devices, fn.out_devices)
+    return call.worker, fn.pair, places, call.arguments, call.call_site, call.tag
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if one is other or isinstance(one, Aval):
+def _equal(first: Any, second: Any) -> bool:
+    if first is second or isinstance(first, Aval):
         return True
-    both = []
-    for value in (one, other):
+    arrays = []
+    for value in (first, second):
         is_key = not isinstance(aval_of(value).dtype, np.dtype)
-        both.append(np.asarray(jax.random.key_data(value) if is_key else value))
-    return both[0].tobytes() == both[1].tobytes()
+        arrays.append(np.asarray(jax.random.key_data(value) if is_key else value))
+    return arrays[0].tobytes() == arrays[1].tobytes()
 
 
-def _results(one: Recording) -> Any:
-    return one.treedef, [leaf.key if is_ref(leaf) else None for leaf in one.leaves]
+def _results(recording: Recording) -> Any:
+    keys = [leaf.key if is_ref(leaf) else None for leaf in recording.leaves]
+    return recording.treedef, keys
 
 
-def _differs(one: Recording, how: str) -> JdagError:
+def _differs(recording: Recording, difference: str) -> JdagError:
     return JdagError(
-        f"{one.frame.program} did not do the same when it was recorded twice: {how}. A "
-        "plan repeats one recording, so a program that is compiled does the same each "
-        "time: pass what changes as arguments, and define functions outside of it"
+        f"two recordings of {recording.frame.program} differ: {difference}. A plan "
+        "repeats one recording, so a compiled program must be deterministic: pass "
+        "changing values as arguments, and define functions outside of the program"
     )
 
 
 class RecordedGraph:
-    """The graph of a recording; calls of its context after that can be added."""
+    """The dataflow graph of a recording. Later calls of the frame can be added."""
 
     def __init__(self, recording: Recording) -> None:
         frame = recording.frame
         self.graph = DataflowGraph()
         self._state = frame.state
         self._tape = frame.tape
-        here = self._tape.worker
-        self.inputs = [
-            self.graph.source("input", here, aval) for aval in recording.inputs
-        ]
+        caller = self._tape.worker
+        inputs = recording.inputs
+        self.inputs = [self.graph.source("input", caller, aval) for aval in inputs]
         self.constants: dict[int, Any] = {}
         self._numbers: dict[Key, int] = {}
         values = list(self.inputs)
         if recording.own.out_avals:
-            made = _own_pair(recording)
-            values += self.graph.call(here, made, values, made.tracked, made.name, "")
+            own = _own_pair(recording)
+            values += self.graph.call(caller, own, values, own.tracked, own.name, "")
         for index, value in enumerate(values):
             self.name(SlotKey(frame.id, 0, index), value)
-        self._taken = 0
-        self.take()
+        self._added = 0
+        self.add_calls()
 
     def name(self, key: Key, value: int) -> None:
-        """Let a key, which a call may take, name a value."""
         self._numbers[key] = value
 
     def value(self, key: Key, owner: Worker, aval: Aval) -> int:
-        """Return the value that a key names."""
+        """Return a key's value number. A new leaf or constant is added to the graph."""
         number = self._numbers.get(key)
         if number is None:
             if key.kind in LEAF_KINDS:
                 leaf: LeafId = key.name
-                aval = self._state.record(leaf, aval).aval  # Has its device.
-                on = aval.inexact and not leaf.untracked
-                number = self.graph.source("leaf", owner, aval, leaf=leaf, tracked=on)
+                aval = self._state.record(leaf, aval).aval  # Includes the device.
+                tracked = aval.inexact and not leaf.untracked
+                number = self.graph.source(
+                    "leaf", owner, aval, leaf=leaf, tracked=tracked
+                )
             else:
                 number = self.graph.source("constant", self._tape.worker, aval)
                 self.constants[number] = self._tape.constants[key]
             self._numbers[key] = number
         return number
 
-    def take(self) -> None:
-        """Add the calls that the context has been given since, in order."""
-        calls = self._tape.calls[self._taken :]
-        self._taken += len(calls)
+    def add_calls(self) -> None:
+        calls = self._tape.calls[self._added :]
+        self._added += len(calls)
         for call in calls:
-            made = call.function
-            sources = zip(call.arguments, made.avals, strict=True)
-            inputs = [self.value(one.key, one.owner, aval) for one, aval in sources]
-            tracked = [one.tracked for one in call.arguments]
-            said = call.name, call.call_site
-            tag = call.tag if call.tag is not None and call.tag.listed else None
+            sources = zip(call.arguments, call.function.avals, strict=True)
+            inputs = [self.value(arg.key, arg.owner, aval) for arg, aval in sources]
             outputs = self.graph.call(
-                call.worker, made, inputs, tracked, *said, tag=tag
+                call.worker,
+                call.function,
+                inputs,
+                [arg.tracked for arg in call.arguments],
+                call.name,
+                call.call_site,
+                tag=call.tag if call.tag is not None and call.tag.listed else None,
             )
             for index, output in enumerate(outputs):
                 self.name(OutputKey(call.context, call.path, index), output)
 
 
 def _own_pair(recording: Recording) -> Any:
-    """The pair of what a program computed from its inputs between its calls."""
+    """Return the pair of the operations that the program itself makes between calls."""
     own = jaxpr_as_fun(recording.own)
 
     def between(*inputs: Any) -> list[Any]:
-        found: list[Any] = own(*inputs)
-        return found
+        return list(own(*inputs))
 
     program = recording.frame.program.rpartition(":")[2]
     between.__qualname__ = f"{program}, between calls"
@@ -361,33 +360,28 @@ def _own_pair(recording: Recording) -> Any:
     return pair(between, template, recording.inputs, (False,) * len(structs))
 
 
-def roots_of(recording: Recording, drawn: RecordedGraph, of_loss: bool) -> list[int]:
-    """Return the values of the first result that a step differentiates.
+def roots_of(recording: Recording, graph: RecordedGraph, of_loss: bool) -> list[int]:
+    """Return the values of the first result, which a step differentiates.
 
     Raises:
-        RootError: something in it cannot be differentiated, or there is nothing in it.
+        RootError: the first result is empty, or part of it cannot be differentiated.
     """
     result = unflatten(recording.treedef, recording.leaves)
     first = result[0] if isinstance(result, tuple) and result else result
-    for root in jax.tree.leaves(first, is_leaf=is_tuple):
-        if is_tuple(root):  # Such as (loss, metrics), of each micro-batch.
+    # Refuse plain tuples, such as (loss, metrics) of a micro-batch, not named tuples.
+    for root in jax.tree.leaves(first, is_leaf=lambda value: type(value) is tuple):
+        if type(root) is tuple:
             raise RootError(
-                f"the first result of {recording.frame.program} has a tuple in it, of "
-                f"{len(root)}, and all in it would be differentiated: return the "
-                "losses first, and what is not differentiated after them, such as "
-                "(losses, metrics)"
+                f"the first result of {recording.frame.program} contains a tuple of "
+                f"{len(root)} elements, and all would be differentiated: return the "
+                "losses first and other values after them, such as (losses, metrics)"
             )
     roots = tuple(flatten(first)[0])
     if not roots:
         raise RootError(
-            f"the first result of {recording.frame.program} is {first!r}, without a "
-            "ref, as ctx.call gives: does the program return its loss?"
+            f"the first result of {recording.frame.program} is {first!r}: expected a "
+            "loss, that is, a ref returned by ctx.call"
         )
     checked_roots(roots, None, of_loss=of_loss)
     tracked = [root for root in roots if root.tracked]
-    return [drawn.value(root.key, root.owner, root.aval) for root in tracked]
-
-
-def is_tuple(value: object) -> bool:
-    """Whether it is a tuple, by itself, not one with names."""
-    return type(value) is tuple
+    return [graph.value(root.key, root.owner, root.aval) for root in tracked]

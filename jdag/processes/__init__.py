@@ -1,6 +1,6 @@
-"""The real driver: workers that are processes, on one host or on many."""
+"""The real driver: each worker is a process, on one host or on several."""
 
 import os
 
-# What gRPC would tell of connections that end; it reads this when it is imported.
+# Suppresses gRPC's log lines about closed connections. gRPC reads it when imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

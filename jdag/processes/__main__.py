@@ -1,9 +1,14 @@
-"""Worker processes, `python -m jdag.processes`: see `jdag.processes.launch.worker`."""
+"""Entry point of worker processes, `python -m jdag.processes`; jdag itself starts it.
+
+See `jdag.processes.launch.worker`.
+"""
 
 import sys
 
 from jdag.processes.launch.parent_watch import Watch
 
+if len(sys.argv) != 5:
+    sys.exit("python -m jdag.processes is internal to jdag: use `jdag worker` instead")
 watch = Watch(sys.argv[1:])
 
 # Importing JAX takes seconds, during which the parent may end.

@@ -1,15 +1,14 @@
-"""A node: one worker's engine and values in a process, among real peers.
+"""A node: the engine and the values of one worker of a session, in a process.
 
-There is one loop (`jdag.processes.net.loop`). What a connection receives comes out of
-it as events (`jdag.processes.net.connection`), which are handled here one by one: a
-message is handed to the engine, and the effects are carried out. Messages go to peers,
-jobs are computed (`jdag.processes.jobs`), each program runs on a thread. All of it
-happens with the loop lock held, on the thread that has it: that of a program that tells
-or waits, or the background thread.
+A node has one loop (`jdag.processes.net.loop`). Connections convert received bytes to
+events (`jdag.processes.net.connection`). The node passes each message to the engine and
+carries out the engine's effects: messages to peers, jobs (`jdag.processes.jobs`), and
+programs, each on a separate thread. Messages and effects are handled with the loop lock
+held, on a thread that waits for a result or on the background thread.
 
-Invariants: an engine's effects are carried out in their order and before the next
-event; after `close` nothing is told, sent or computed, and programs that wait are
-interrupted.
+Invariants: the effects of an event are carried out in order and before the next event.
+After `close` the node handles no event, sends no message and starts no job, and waiting
+programs are interrupted.
 """
 
 import logging
@@ -69,30 +68,27 @@ from jdag.runtime.worker_runtime import (
 from jdag.wire.messages import Codec
 
 DRAIN_S, DRAIN_LOOK_S = 30.0, 0.05
-LAST_INFO_S = 1.0  # How long `close` waits for the statistics of other workers.
-FLUSH_NS = 100_000  # Batch the events that a program tells within this time.
+LAST_INFO_S = 1.0  # Time limit of `close` for the statistics of other workers.
+FLUSH_NS = 100_000  # The outputs of all events in this period are sent at once.
 SWEEP_NS = 10**9  # Receive buffers unused for this long are freed.
 ROUNDS_MAX = 64
 
 _log = logging.getLogger(__name__)
 
 
-class Over(BaseException):
-    """Raised in a program whose session is over, by the next thing that it asks.
+class SessionOver(BaseException):
+    """Raised in a program when it calls jdag after the session has ended.
 
-    A thread cannot be ended from outside. No Exception: programs take it for none of
-    theirs.
+    This ends the program's thread, which cannot be ended from outside. The class is not
+    a subclass of Exception, so that `except Exception` in a program does not catch it.
     """
 
 
 class Node:
-    """One worker of a session, in this process.
+    """One worker of a session, in this process."""
 
-    `run_program` runs a program that the engine asked for, and says how it ended.
-    """
-
-    session: Any = None  # On main the `Session`, and what it has launched.
-    launch: Any = None
+    session: Any = None  # On main: the `Session`.
+    launch: Any = None  # On main: the launched processes.
 
     def __init__(
         self,
@@ -113,15 +109,15 @@ class Node:
         self.guard_signals = self._loop.guard_signals
         self._codec = Codec(self.workers, coded_name)
         self._buffers = Buffers()
-        gone: dict[str, str] = {}
+        losses: dict[str, str] = {}
         self._recording = recording = recording_of(session, self._record_no_more)
         self._waiters = Waiters()
-        self._host = host = self._make_host(gone)
+        self._host = host = self._make_host(losses)
         self.peers = peers = PeerTable(
             session,
             loop=self._loop,
             codec=self._codec,
-            gone=gone,
+            losses=losses,
             connect=self._connector(),
             tell=self._host.handle,
             answer=self._answer,
@@ -129,36 +125,36 @@ class Node:
         if incarnation:
             self._codec.joined(name, incarnation)
             peers.incarnations[name] = incarnation
-        # The session registers peers through the node.
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
         self._jobs = Jobs(
             worker, host.machine, self._loop, host.handle, session.steps, recording
         )
-        asks = NodeQueries(host, peers, self._jobs, self._check_open, recording)
-        self._questions = asks
-        self.graph, self.settle, self.times = asks.graph, asks.settle, asks.times
+        queries = NodeQueries(host, peers, self._jobs, self._check_open, recording)
+        self._queries = queries
+        self.graph, self.settle = queries.graph, queries.settle
+        self.times = queries.times
         main = name == session.main
         self._collector: TraceCollector | None = None
         if recording is not None and main:
             self._collector = TraceCollector(recording, peers, self._began_ns)
         self.port = ProgramPort(self._host)
-        self._here = threading.local()  # `port`: of the program that the thread runs.
-        self._here.port = self.port if main else None
-        self._running: dict[threading.Thread, None] = {}  # Programs but the user's.
-        self._waits = Waits(asks, self._waiters, running=self._running, main=main)
+        self._thread_local = threading.local()  # `port`: port of this thread's program.
+        self._thread_local.port = self.port if main else None
+        self._running: dict[threading.Thread, None] = {}  # Excludes the main program.
+        self._waits = Waits(queries, self._waiters, running=self._running, main=main)
         self._counted: Mapping[str, Mapping[str, Any]] | None = None
         self._broken: BaseException | None = None
         self._closed = False
         self._trace: Trace | None = None
-        self._congested = False  # Whether so much waits to leave that programs wait.
-        self._hurries = False  # More than acknowledgements wait for the next flush.
+        self._congested = False  # Whether programs wait until output has been sent.
+        self._hurries = False  # Whether more than acknowledgements must be flushed.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
 
-    def _make_host(self, gone: Mapping[str, str]) -> WorkerRuntime:
+    def _make_host(self, losses: Mapping[str, str]) -> WorkerRuntime:
         recorder = None if self._recording is None else self._recording.recorder
         host = WorkerRuntime(
             self.worker,
@@ -166,7 +162,7 @@ class Node:
             Machine("real", leaving_bytes_max=self._session.settings.value_bytes_max),
             driver=self,
             waiters=self._waiters,
-            lost=gone,
+            lost=losses,
             value_bytes_max=self._session.settings.value_bytes_max,
             recorder=recorder,
         )
@@ -185,24 +181,22 @@ class Node:
             sends=None if self._recording is None else self._recording.sent,
         )
 
-    def _answer(self, asked: Mapping[str, Any]) -> Any:
-        waits = asked == {"what": "rest"}
-        return self._waits.rest() if waits else self._questions.answer(asked)
+    def _answer(self, query: Mapping[str, Any]) -> Any:
+        if query == {"what": "rest"}:
+            return self._waits.rest()
+        return self._queries.answer(query)
 
     def __repr__(self) -> str:
         return f"Node({self.worker!r}, incarnation {self.incarnation})"
 
-    # ------------------------------------------------------------------ what users see
-
     @property
     def current(self) -> ProgramPort:
-        """The port of the program that runs on this thread.
+        """The port of this thread's program.
 
-        Raises:
-            JdagError: none does, or this process is forked from that of the node.
+        Raises JdagError if the thread has no program, or in a forked process.
         """
         self._loop.check_process()
-        port: ProgramPort | None = getattr(self._here, "port", None)
+        port: ProgramPort | None = getattr(self._thread_local, "port", None)
         if port is None:
             self._refuse_thread()
         return port
@@ -210,41 +204,35 @@ class Node:
     def _refuse_thread(self) -> NoReturn:
         if self._jobs.is_computing:
             raise JdagError(
-                "what a worker computes, such as a hook, cannot use the cluster or "
-                "fetch from it; only programs can"
+                "a hook or a called function cannot use the cluster or fetch values; "
+                "only programs can"
             )
         raise other_thread(threading.current_thread().name)
 
     @property
     def now_ns(self) -> int:
-        """The time since the node was made, on this host's clock."""
         return clock_ns() - self._began_ns
 
     def info(self) -> Mapping[str, Mapping[str, Any]]:
-        """Return what each worker holds, and what it has sent and computed so far."""
-        return self._counted or self._questions.info(None)
+        return self._counted or self._queries.info(None)
 
     @property
     def trace(self) -> Trace | None:
-        """The trace of all nodes so far, on main; None if there is none."""
+        """On main, the trace of all nodes so far. None if tracing is off."""
         if self._collector is not None and not self._closed:
             self._trace = self._collector.trace()
         return self._trace
 
     def sample_clocks(self) -> None:
-        """Compare the clocks of all nodes, for a trace, when they are connected."""
         if self._collector is not None:
             self._collector.sample()
 
     def _record_no_more(self) -> None:
         self._host.recorder = None
 
-    # ------------------------------------------------------------------ for programs
-
     def tell(
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
-        """Have the engine handle an event of a program here; see `ProgramPort.tell`."""
         loop = self._loop
         if self._broken or self._closed or self._jobs.computing:
             self._check_open()
@@ -260,35 +248,31 @@ class Node:
             loop.drive(lambda: self._closed or not self.peers.congested)
 
     def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
-        """Block until the waiter is resumed; return its result."""
-        given = self._waiters.given
-        if waiter not in given:
+        results = self._waiters.results
+        if waiter not in results:
             if self._broken or self._closed or self._jobs.computing:
                 self._check_open()
             users = port is self.port and self.name == self._session.main
             self._waits.block(waiter, users=users)
-            if waiter not in given:
+            if waiter not in results:
                 self._check_open()
-        return given[waiter]
+        return results[waiter]
 
     def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
-        """Wait until this holds, or for so long; return whether it does."""
         self._loop.drive_until(lambda: self._closed or holds(), within_ns)
         self._check_open()
         return holds()
 
     def _check_open(self) -> None:
         if self._broken is not None:
-            said = f"worker {self.worker!r} broke down: {self._broken!r}"
-            raise JdagError(said) from self._broken
+            text = f"internal error on worker {self.worker!r}: {self._broken!r}"
+            raise JdagError(text) from self._broken
         if self._closed:
-            if getattr(self._here, "port", None) not in (None, self.port):
-                raise Over
-            raise JdagError("this cluster is closed; make another one")
+            if getattr(self._thread_local, "port", None) not in (None, self.port):
+                raise SessionOver
+            raise JdagError("this cluster is closed; create another one")
         if self._jobs.is_computing:
             self._refuse_thread()
-
-    # ------------------------------------------------------------------ what it asks
 
     def transmit(
         self,
@@ -298,10 +282,10 @@ class Node:
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
         cause: int,
     ) -> None:
-        """Send a message; a program whose Run or Return cannot leave ends by that."""
+        """Send a message. If a Run or Return cannot be sent, its program fails."""
         peer = self.peers.connections.get(send.to) or self.peers.peer(send.to)
         if peer.lost:
-            return  # The peer has been sent the loss of this worker.
+            return  # `send.to` was notified of its loss.
         if send.zeros:
             peer.sent.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         causes: tuple[int, ...] = ()
@@ -314,7 +298,7 @@ class Node:
                 for definition in needed:
                     peer.define(definition.digest, definition.data)
             peer.send(message, values[1], causes)
-        except Exception as error:  # A waiting program must see any error.
+        except Exception as error:  # Otherwise a program would wait forever.
             ended = _ended_by(error, message, self.worker)
             if isinstance(message, Return):
                 peer.send(ended, ())
@@ -324,15 +308,12 @@ class Node:
             self._hurries = True
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
-        """Compute a job, here or on a thread beside the loop."""
         self._jobs.add(job, cause)
 
     def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
-        """Have the list of a schedule wait no more for jobs that will not come."""
         self._jobs.skip(skip)
 
     def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
-        """Start a program on a thread of its own."""
         port = ProgramPort(host, cause)
         name = f"program on {self.worker}"
         run = partial(self._jobs.under_settings, self._program, port, spawn)
@@ -341,21 +322,18 @@ class Node:
         thread.start()
 
     def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
-        """Have the engine handle the event of an alarm when it is due."""
-        when_ns = clock_ns() + alarm.after_ns
         go_off = partial(host.handle, alarm.event, (cause,))
-        return self._loop.at(when_ns, go_off).cancel
+        return self._loop.at(clock_ns() + alarm.after_ns, go_off).cancel
 
     def wake(self, host: WorkerRuntime, waiter: int) -> None:
-        """Wake the threads that wait."""
         self._loop.wake_waiting()
 
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
-        self._here.port = port
+        self._thread_local.port = port
         try:
-            run_and_report(self._checked, port, spawn, Over)
-        except Over:
-            return  # The session is over.
+            run_and_report(self._checked, port, spawn, SessionOver)
+        except SessionOver:
+            return  # The session has ended.
         finally:
             del self._running[threading.current_thread()]
 
@@ -365,13 +343,13 @@ class Node:
         return returned
 
     def _flush(self) -> None:
-        # Acknowledgements wait for the first jobs, and are sent with their results.
+        # Acknowledgements are sent in the same flush as the results of short jobs.
         jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
             if self._hurries or jobs_were_run or not jobs.due:
                 self._hurries = False
                 if unflushed and self._journal is not None:
-                    self._journal.flush()  # Before what the inputs led to leaves.
+                    self._journal.flush()  # Inputs must be saved before their outputs.
                 for _ in range(len(unflushed)):
                     peer = unflushed.popleft()
                     peer.flush()
@@ -381,7 +359,7 @@ class Node:
             if not jobs.due:
                 return
             jobs.run()
-        self._loop.dirty = True  # The loop must not block.
+        self._loop.dirty = True  # Keep the loop from blocking.
 
     def _sweep(self) -> None:
         self._buffers.sweep()
@@ -389,11 +367,9 @@ class Node:
             self._journal.flush()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
-    # ------------------------------------------------------------------ what peers say
-
     def _receive(self, peer: Connection, events: Sequence[receiving.PeerEvent]) -> None:
-        # The peer has proved its identity, so it is taken to speak the protocol.
-        # Whatever one of its messages raises, here or in the engine, loses it alone.
+        # An authenticated peer is assumed to follow the protocol. If one of its
+        # messages raises an error, here or in the engine, only that peer is lost.
         for event in events:
             if peer.lost:
                 return
@@ -409,8 +385,8 @@ class Node:
                         self._host.arrived(worker, message, event.values, number)
                     case receiving.ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
-                    case receiving.Control(what):
-                        self.peers.control(peer, what)
+                    case receiving.Control(content):
+                        self.peers.control(peer, content)
                     case receiving.Broken(why):
                         self.peers.redial(peer, why)
                     case receiving.Failed(why):
@@ -423,21 +399,17 @@ class Node:
                 self.peers.lose(peer, f"it broke the protocol: {error}")
             except Exception as error:
                 _log.exception("%s from %s", type(event).__name__, peer)
-                what = getattr(event, "message", event)
-                said = f"a {type(what).__name__} that makes no sense: {error!r}"
-                self.peers.lose(peer, f"it broke the protocol: {said}")
-
-    # ------------------------------------------------------------------ the session's
+                kind = type(getattr(event, "message", event)).__name__
+                why = f"a {kind} cannot be handled: {error!r}"
+                self.peers.lose(peer, f"it broke the protocol: {why}")
 
     def begin(self) -> None:
-        """Start a background thread that drives whenever no program does."""
         name = f"loop of {self.worker}"
         run = partial(self._jobs.under_settings, partial(self.run, spin=False))
         self._background = threading.Thread(None, run, name, daemon=True)
         self._background.start()
 
     def run(self, *, spin: bool = True) -> None:
-        """Drive whenever no program does, until the node is closed."""
         try:
             self._loop.background(spin=spin)
         except BaseException as error:
@@ -446,20 +418,20 @@ class Node:
             raise
 
     def drain(self) -> None:
-        """Finish pending work, say goodbye, and end `run`; from any thread."""
+        """Finish pending work, then close the node. Callable from any thread."""
         due_ns = clock_ns() + round(DRAIN_S * 1e9)
         while not self._closed and clock_ns() < due_ns:
-            if self._questions.quiet()["idle"] and not self._running:
+            if self._queries.quiet()["idle"] and not self._running:
                 break
             self.peers.stopping.wait(DRAIN_LOOK_S)
-        self.close("it was told to stop")
+        self.close("it stopped on request")
 
     def close(self, why: str = LEFT) -> None:
-        """Leave the session: say goodbye and free everything; repeatable."""
+        """Notify the peers, leave the session and free all resources. Idempotent."""
         if self._closed:
             return
         if self.name == self._session.main and self._broken is None:
-            self._counted = self._questions.info(LAST_INFO_S)
+            self._counted = self._queries.info(LAST_INFO_S)
             self._trace = self.trace
         self.peers.end()
         with self._loop:
@@ -480,16 +452,16 @@ class Node:
 
 
 def _ended_by(error: Exception, message: Message, worker: Worker) -> Return:
-    """Return the end of a program whose Run or Return cannot be sent.
+    """Return a Return message with the failure of a Run or Return that cannot be sent.
 
-    For any other message, the error is raised.
+    For any other message, raise `error`.
     """
     if not isinstance(message, Run | Return):
         raise error
     failure = failure_of(error, worker, message.path, "")
-    how = "is given" if isinstance(message, Run) else "returned"
-    said = f"what a program {how} cannot travel: {failure.message}"
-    failure = replace(failure, message=said)
+    values = "arguments" if isinstance(message, Run) else "result"
+    text = f"the {values} of a program cannot be sent: {failure.message}"
+    failure = replace(failure, message=text)
     if isinstance(message, Return):
         return replace(message, result=None, failure=failure)
     return Return(message.context, message.path, None, failure, (), ())

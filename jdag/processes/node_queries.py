@@ -1,7 +1,7 @@
-"""What the nodes of a session ask each other beside their engines.
+"""Queries between the nodes of a session, separate from engine messages.
 
-Invariants: what is asked changes nothing; a node answers with the loop lock held, so
-    between two events of its engine.
+Invariants: a query does not change the state of an engine. A node computes its reply
+with the loop lock held, so the reply describes the state between two engine events.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ SETTLE_S, SETTLE_LOOK_S = 3600.0, 0.001
 
 
 class NodeQueries:
-    """The questions and answers of one node, which `check_open` raises if closed."""
+    """Queries and replies of a node. `check_open` raises if the node is closed."""
 
     def __init__(
         self,
@@ -37,92 +37,81 @@ class NodeQueries:
         self.peers = peers
         self.jobs = jobs
         self._loop = peers.loop
-        self._codec = peers.codec
         self._workers = peers.workers
         self._check_open = check_open
         self._recording = recording
 
     def info(self, within_s: float | None) -> Mapping[str, Mapping[str, Any]]:
-        """Return what each worker holds, and what it has sent and computed so far.
+        """Return the statistics of all workers.
 
-        Without `within_s` peers are waited for until they are lost.
+        Wait for replies for at most `within_s`; if it is None, wait for all peers.
         """
-        found = self.peers.ask_all({"what": "info"}, within_s)
+        infos = self.peers.ask_all({"what": "info"}, within_s)
         with self._loop:
-            found[self._name] = own = self._own_info()
-        nothing = {**dict.fromkeys(own, 0), "waits_for": ""}
+            infos[self._name] = local = self._local_info()
+        nothing = {**dict.fromkeys(local, 0), "waits_for": ""}
         living = [peer.name for peer in self.peers.living]
         return {
-            worker: found.get(worker) or {**nothing, "lost": worker not in living}
+            worker: infos.get(worker) or {**nothing, "lost": worker not in living}
             for worker in self._workers
         }
 
     def times(self) -> dict[str, Sequence[Any]]:
-        """Return durations of jobs since this was asked last; see `Recent.take`."""
-        found = self.peers.ask_all({"what": "times"}, or_raise=True)
+        """Return job durations since the last call; see `RecentDurations.take`."""
+        times = self.peers.ask_all({"what": "times"}, or_raise=True)
         with self._loop:
-            return {self._name: self.jobs.recent.take(), **found}
+            return {self._name: self.jobs.recent.take(), **times}
 
     def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
-        """Return the current graph of a context, by worker."""
-        of = (context.number, context.counter, context.incarnation)
-        answers = self.peers.ask_all({"what": "graph", "of": of}, or_raise=True)
+        fields = (context.number, context.counter, context.incarnation)
+        answers = self.peers.ask_all({"what": "graph", "of": fields}, or_raise=True)
         with self._loop:
-            drawn: dict[str, Any] = {self._name: self._host.engine.graph(context)}
+            graphs: dict[str, Any] = {self._name: self._host.engine.graph(context)}
         for worker, data in answers.items():
-            drawn[worker] = self._codec.decode_drawing(bytes.fromhex(data))
-        return {w: drawn[w] for w in self._workers if drawn.get(w) is not None}
+            graphs[worker] = self.peers.codec.decode_drawing(bytes.fromhex(data))
+        return {w: graphs[w] for w in self._workers if graphs.get(w) is not None}
 
     def settle(self) -> None:
-        """Wait until everything is sent, received and computed on all workers.
-
-        Raises:
-            JdagError: something still goes on after `SETTLE_S`.
-        """
         before: object = None
         due_ns = clock_ns() + round(SETTLE_S * 1e9)
-        now: list[tuple[str, dict[str, Any]]] = []
+        nodes: list[tuple[str, dict[str, Any]]] = []
         while clock_ns() < due_ns:
             self._check_open()
-            asked = self.peers.ask_all({"what": "quiet"})
-            now = sorted({**asked, "": self.quiet()}.items())
-            under_way = sum(one["sent"] - one["got"] for _, one in now)
-            idle = all(one["idle"] for _, one in now)
-            if idle and now == before and (self.peers.gone or not under_way):
+            answers = self.peers.ask_all({"what": "quiet"})
+            nodes = sorted({**answers, "": self.quiet()}.items())
+            under_way = sum(node["sent"] - node["got"] for _, node in nodes)
+            idle = all(node["idle"] for _, node in nodes)
+            if idle and nodes == before and (self.peers.losses or not under_way):
                 return
             self.peers.stopping.wait(0 if idle else SETTLE_LOOK_S)
-            before = now
-        busy = [name or "the worker that waits" for name, o in now if not o["idle"]]
+            before = nodes
+        busy = [name or "this worker" for name, node in nodes if not node["idle"]]
         raise JdagError(
-            f"the cluster has not settled within {SETTLE_S:g} s: something goes on, or "
-            f"is under way, on {', '.join(busy) or 'its connections'}"
+            f"the cluster still had pending jobs or messages after {SETTLE_S:g} s, on "
+            f"{', '.join(busy) or 'some connection'}"
         )
 
     def quiet(self) -> dict[str, Any]:
-        """Return whether this node is idle, and its counts of messages."""
         with self._loop:
             return self.quiet_now()
 
-    def answer(self, asked: Mapping[str, Any]) -> Any:
-        """Answer another node; raises ProtocolError if that is no question."""
+    def answer(self, query: Mapping[str, Any]) -> Any:
         answers: dict[str, Callable[[], Any]]
-        answers = {"info": self._own_info, "quiet": self.quiet_now, "clock": clock_ns}
+        answers = {"info": self._local_info, "quiet": self.quiet_now, "clock": clock_ns}
         answers["times"] = self.jobs.recent.take
-        match asked:
+        match query:
             case {"what": str(what)} if what in answers:
                 return answers[what]()
             case {"what": "trace", "from": int(start)} if self._recording is not None:
                 return self._recording.rows(start)
             case {"what": "graph", "of": [int(number), int(counter), int(incarnation)]}:
-                drawing = self._host.engine.graph(
-                    ContextId(number, counter, incarnation)
-                )
-                return encoded(drawing).hex()
+                context = ContextId(number, counter, incarnation)
+                return encoded(self._host.engine.graph(context)).hex()
             case _:
-                raise ProtocolError(f"{asked!r} is no question for a node")
+                raise ProtocolError(f"unknown query {query!r}")
 
     def quiet_now(self) -> dict[str, Any]:
-        """Return what `quiet` does; requires the lock."""
+        """Return the result of `quiet`, for a caller that holds the loop lock."""
         living = self.peers.living
         return {
             "idle": self.jobs.idle and all(peer.idle for peer in living),
@@ -130,7 +119,7 @@ class NodeQueries:
             "got": sum(peer.reader.assembler.messages for peer in living),
         }
 
-    def _own_info(self) -> dict[str, Any]:
+    def _local_info(self) -> dict[str, Any]:
         sent = total_sent(peer.sent for peer in self.peers.connections.values())
         jobs, waits_for = self.jobs, self.jobs.waits_for
         return info(self._host, sent, jobs.busy_ns, lost=False, waits_for=waits_for)

@@ -1,10 +1,12 @@
-"""What a node records of its run, and how main makes one trace of all nodes.
+"""The trace of a node, and how main merges the traces of all nodes.
 
-A node records all events and effects of its host (`jdag.runtime.recorder`), what ran
-when, and which messages left. Main asks the others for their clocks and rows.
-Invariants: a node keeps `events_max` records, and those of the event in which it had as
-    many; then it says so and records no more. Rows are sent once, as JSON. A message is
-    known by its number on its link, so no frame is larger for being recorded.
+A node records all events and effects of its `WorkerRuntime` (`jdag.runtime.recorder`),
+the start and end of each job, and each message that it sends. Main queries the clocks
+and the records of the other nodes.
+
+Invariants: a node stops recording after the event that brings it to `events_max`
+records, and reports that. A record is sent once, as JSON. A message is identified by
+its number on its link, so recording does not make any frame larger.
 """
 
 import logging
@@ -23,13 +25,13 @@ from jdag.runtime.merging import Sample, TracePart, merged, sampled
 from jdag.runtime.recorder import NO_CAUSE, Recorder, trace_fields
 from jdag.runtime.trace import FIELDS, Trace, row_of
 
-_ROWS_MAX = 4096  # Of one answer.
-ANSWER_S = 10.0  # A node that does not answer for so long has no more rows.
-EXCHANGES = 8  # To sample a clock; the shortest one counts.
+_ROWS_MAX = 4096  # Records per reply.
+ANSWER_S = 10.0  # Time limit of a reply. After it, a node's trace stays incomplete.
+EXCHANGES = 8  # Queries per estimate of a clock; the fastest exchange is used.
 
 _log = logging.getLogger(__name__)
 
-# When a job was asked for, and what it waits for.
+# The time at which a job was requested, and the records that the job waits for.
 JobRequest = tuple[int, dict[int, None]]
 
 
@@ -38,7 +40,7 @@ class _Clock:
 
 
 class NodeRecording:
-    """The records of one node; `stop` is called when it has `events_max`."""
+    """The records of one node. Calls `stop` when there are `events_max` records."""
 
     def __init__(
         self, worker: str, events_max: int, stop: Callable[[], object]
@@ -50,18 +52,18 @@ class NodeRecording:
         self._worker = worker
         self._events_max = events_max
         self._stop = stop
-        # Of the two threads that run jobs: when the last job ended, and its record.
+        # For the job thread (True) and the loop's thread (False): the end of its last
+        # job, and the record of that job.
         self._last: dict[bool, tuple[int, int]] = {}
 
     def _look(self, records: int) -> None:
         if records >= self._events_max and not self.full:
-            self.full = f"it ends after events_max = {self._events_max} records"
-            said = "the trace of worker %r is not complete: %s"
-            _log.warning(said, self._worker, self.full)
+            self.full = f"recording stopped at events_max = {self._events_max} records"
+            text = "the trace of worker %r is not complete: %s"
+            _log.warning(text, self._worker, self.full)
             self._stop()
 
     def causes(self, cause: int, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Return the causes of a message with the values of these keys."""
         if self.full:
             return ()
         return self.recorder.causes(self._worker, cause, keys) if keys else (cause,)
@@ -73,51 +75,49 @@ class NodeRecording:
         nbytes: tuple[int, int],
         causes: tuple[int, ...],
     ) -> None:
-        """Record that a message leaves; `nbytes` are those of its values, and all."""
+        """Record that a message is sent. `nbytes` is (bytes of values, total bytes)."""
         if not self.full:
             detail = (peer, *trace_fields(message), *nbytes, ())
             self.recorder.note("send", self._worker, detail, causes)
 
-    def asked(self, job: Job, cause: int) -> JobRequest | None:
-        """Take what a job waits for, when the engine asks for it."""
+    def requested(self, job: Job, cause: int) -> JobRequest | None:
+        """Return the argument `request` of `ran` for a job that is now requested."""
         if self.full:
             return None
         return clock_ns(), self.recorder.needs(self._worker, job, cause)
 
     def ran(
-        self, job: Job, asked: JobRequest | None, took_ns: Sequence[int], beside: bool
+        self,
+        job: Job,
+        request: JobRequest | None,
+        took_ns: Sequence[int],
+        on_thread: bool,
     ) -> None:
-        """Record that a job ran from and until these times, on the loop or beside it.
-
-        Its end is recorded by its Computed, which has to be handled next.
-        """
-        if self.full or asked is None:
+        """Record the start and end of a job, just before `Computed` is handled."""
+        if self.full or request is None:
             return
-        asked_ns, causes = asked
-        before_ns, before = self._last.get(beside, (0, NO_CAUSE))
-        if before_ns > asked_ns:
+        requested_ns, causes = request
+        before_ns, before = self._last.get(on_thread, (0, NO_CAUSE))
+        if before_ns > requested_ns:
             causes[before] = None
         end = self.recorder.ran(self._worker, job, causes, *took_ns)
-        self._last[beside] = took_ns[1], end
+        self._last[on_thread] = took_ns[1], end
 
     def part(self, began_ns: int) -> TracePart:
-        """Return all of it, in time since `began_ns`."""
-        rows = [tuple(getattr(one, name) for name in FIELDS[1:]) for one in self.trace]
+        rows = [tuple(getattr(r, name) for name in FIELDS[1:]) for r in self.trace]
         clock = [Sample(0, -began_ns, 0)]
         return TracePart(self._worker, rows, clock, self.full)
 
     def rows(self, start: int) -> dict[str, Any]:
-        """Return the next rows as JSON, how many there are, and why if not all."""
         stop = min(start + _ROWS_MAX, len(self.trace))
-        found = [self.trace[index] for index in range(start, stop)]
-        rows = [(one.time_ns, one.kind, one.detail, one.causes) for one in found]
+        records = [self.trace[index] for index in range(start, stop)]
+        rows = [(r.time_ns, r.kind, r.detail, r.causes) for r in records]
         return {"rows": rows, "of": len(self.trace), "full": self.full}
 
 
 def recording_of(
     session: SessionInfo, stop: Callable[[], object]
 ) -> NodeRecording | None:
-    """Return the records of a node, if its session has a trace."""
     if not session.settings.trace:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
@@ -125,24 +125,20 @@ def recording_of(
 
 
 def journal_of(session: SessionInfo) -> Journal | None:
-    """Return the journal of a node, if its session has one; may raise ScenarioError."""
     settings = session.settings
     if settings.journal is None:
         return None
     worker = incarnated(session.worker, session.members.incarnation)
     path = Path(settings.journal, worker + SUFFIX)
     head = head_of(worker, settings.workers, session.program)
-    if session.members.incarnation:  # What is there is of an attach that failed.
+    if session.members.incarnation:  # A failed attach may have left a file.
         with suppress(OSError):
             path.unlink()
     return Journal(path, head, settings.journal_bytes)
 
 
 class TraceCollector:
-    """Main's: the parts of all nodes, as far as they have been sent.
-
-    Times of the trace are since `began_ns` of main's clock.
-    """
+    """Merges the traces of all nodes. Time 0 is `began_ns` of main's clock."""
 
     def __init__(
         self, recording: NodeRecording, peers: PeerTable, began_ns: int
@@ -150,42 +146,38 @@ class TraceCollector:
         self._recording = recording
         self._peers = peers
         self._began_ns = began_ns
-        self._parts: dict[str, TracePart] = {}  # By worker, with its incarnation.
-        self._made: tuple[int, Trace] | None = None
+        self._parts: dict[str, TracePart] = {}  # Keys: names of incarnations.
+        self._merged: tuple[int, Trace] | None = None
 
     def sample(self) -> None:
-        """Sample the clocks of the other nodes."""
         for peer in self._peers.living:
-            found = []
+            samples = []
             for _ in range(EXCHANGES):
                 asked_ns = clock_ns() - self._began_ns
-                own_ns = self._ask(peer, {"what": "clock"})
-                if type(own_ns) is not int:
+                peer_ns = self._ask(peer, {"what": "clock"})
+                if type(peer_ns) is not int:
                     break
-                found.append(sampled(asked_ns, own_ns, clock_ns() - self._began_ns))
-            if found:
-                best = min(found, key=lambda sample: sample.error_ns)
-                part = self._parts.get(peer.worker)
-                if part is None:
-                    self._parts[peer.worker] = TracePart(peer.worker, clock=[best])
-                else:
-                    part.clock[1:] = [best]
+                samples.append(sampled(asked_ns, peer_ns, clock_ns() - self._began_ns))
+            if samples:
+                best = min(samples, key=lambda sample: sample.error_ns)
+                fresh = TracePart(peer.worker, clock=[])
+                self._parts.setdefault(peer.worker, fresh).clock[1:] = [best]
 
     def trace(self) -> Trace:
-        """Return the trace of all nodes so far; the same object if nothing is new."""
+        """Return the trace of all nodes so far, as the same object until it grows."""
         self.sample()
         for worker, peer in tuple(self._peers.connections.items()):
             self._collect(self._parts.setdefault(worker, TracePart(worker)), peer)
-        own = self._recording
-        records = len(own.trace) + sum([len(one.rows) for one in self._parts.values()])
-        if self._made is None or self._made[0] != records:
-            parts = [own.part(self._began_ns), *self._parts.values()]
+        recording, parts = self._recording, [*self._parts.values()]
+        count = len(recording.trace) + sum([len(part.rows) for part in parts])
+        if self._merged is None or self._merged[0] != count:
+            parts = [recording.part(self._began_ns), *parts]
             for part in parts:
                 if part.missing:
-                    text = "the trace has no more of worker %r than %d records: %s"
+                    text = "the trace of worker %r is incomplete after %d records: %s"
                     _log.warning(text, part.worker, len(part.rows), part.missing)
-            self._made = records, merged(parts)
-        return self._made[1]
+            self._merged = count, merged(parts)
+        return self._merged[1]
 
     def _collect(self, part: TracePart, peer: Connection) -> None:
         rows = part.rows
@@ -199,8 +191,8 @@ class TraceCollector:
             part.missing = answer["full"]
             if len(rows) >= answer["of"]:
                 return
-        why = self._peers.gone.get(peer.worker, "it does not answer").partition("\n")[0]
-        part.missing = part.missing or why
+        why = self._peers.losses.get(peer.worker, "it does not answer")
+        part.missing = part.missing or why.partition("\n")[0]
 
-    def _ask(self, peer: Connection, what: dict[str, Any]) -> Any:
-        return self._peers.ask_all(what, ANSWER_S, of=[peer]).get(peer.name)
+    def _ask(self, peer: Connection, query: dict[str, Any]) -> Any:
+        return self._peers.ask_all(query, ANSWER_S, peers=[peer]).get(peer.name)

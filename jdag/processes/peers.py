@@ -1,15 +1,15 @@
-"""The peers of a node: which are here, which are gone, and their control frames.
+"""The peers of a node: connected ones, lost ones, and their control frames.
 
-The session calls `joined`, `received`, `adopt` and `lost`, on any thread; the node the
-rest. The engine is told of `Joined` and `Lost`, and the session's `Membership` of
-losses.
+The session calls `joined`, `received`, `adopt` and `lost`, on any thread. The node
+calls the other methods. The engine receives `Joined` and `Lost`. Losses are also
+recorded in the session's `Membership`.
 
-A peer whose stream ended is dialled again by whichever of the two dials, until its
-deadline, or until nothing listens at its address, or until the process there is not
-part of this session. A node that detects a loss announces it to all others, so that
-they do not wait for messages of the lost peer.
+When a stream ends, the node that opened it dials again until the deadline. It gives up
+earlier if nothing listens at the address or if another process answers there. A node
+that detects a loss announces it to all other nodes, so that they do not wait for
+messages from the lost peer.
 
-Invariants: a peer is lost once; the loss is reported to the engine, to all other peers
+Invariants: a peer is lost once. The loss is reported to the engine, to all other peers
 and, if possible, to the lost peer. Messages of former incarnations are ignored.
 """
 
@@ -39,30 +39,24 @@ from jdag.wire.messages import Codec
 
 REDIAL_S = 0.1
 SHORT_LIVED_NS = 1_000_000_000
-REFUSALS_MAX = 3  # After so many in a row the peer is given up.
-LEFT = "it has left"  # The goodbye of an orderly exit.
+REFUSALS_MAX = 3  # Consecutive refusals after which the peer is considered lost.
+LEFT = "it has left"  # The reason that a node sends when it leaves in an orderly way.
 WHY_MAX = 4096
 WAITING_BYTES_MAX = 8 * 1024 * 1024
-BULK_BYTES_MAX = 256 * 1024 * 1024  # Of large values; one that is larger goes alone.
+BULK_BYTES_MAX = 256 * 1024 * 1024  # Queued large values. One value may be larger.
 
-OpenQuestions = dict[int, Connection]  # By number of the question.
+OpenQueries = dict[int, Connection]  # Maps query numbers to the queried peers.
 
 _log = logging.getLogger(__name__)
 
 
 def broke(error: BaseException) -> str:
-    """Return the one-line goodbye of a node that ends by an error."""
-    return f"it ended by an error of its own: {' '.join(error_text(error).split())}"[
-        :WHY_MAX
-    ]
+    text = " ".join(error_text(error).split())
+    return f"it ended by an error of its own: {text}"[:WHY_MAX]
 
 
 class PeerTable:
-    """The peers of one node; `gone` is filled with why each lost one is gone.
-
-    `connect` makes the connection with a worker of this name and incarnation. `tell`
-    has the engine handle an event. `answer` returns what another node asks for.
-    """
+    """The peers of one node. `losses` maps each lost worker to the reason."""
 
     def __init__(
         self,
@@ -70,16 +64,16 @@ class PeerTable:
         *,
         loop: Loop,
         codec: Codec,
-        gone: dict[str, str],
+        losses: dict[str, str],
         connect: Callable[[str, int], Connection],
         tell: Callable[[Event], object],
         answer: Callable[[Mapping[str, Any]], Any],
     ) -> None:
-        self.connections: dict[Worker, Connection] = {}  # With all incarnations.
-        # Of workers that joined again, as far as the engine has been told.
+        self.connections: dict[Worker, Connection] = {}  # For all incarnations.
+        # Incarnations of workers that joined again, as reported to the engine.
         self.incarnations: dict[str, int] = {}
         self.workers = tuple(session.settings.workers)
-        self.gone = gone
+        self.losses = losses
         self.stopping = threading.Event()
         self._session = session
         self._worker = incarnated(session.worker, session.members.incarnation)
@@ -88,72 +82,65 @@ class PeerTable:
         self._connect = connect
         self._tell = tell
         self._answer = answer
-        self._asks = 0
+        self._queries_n = 0
         self._answers: dict[int, Any] = {}
 
     @property
     def living(self) -> list[Connection]:
-        """The peers that are not lost."""
         return [peer for peer in tuple(self.connections.values()) if not peer.lost]
 
     @property
     def congested(self) -> bool:
-        """Whether programs must wait because too much output is queued."""
         waiting = bulk_bytes = 0
-        # At once: a program asks without the loop lock, and peers may join meanwhile.
+        # Copied because programs read this without the loop lock while peers may join.
         for peer in tuple(self.connections.values()):
             waiting += peer.waiting_bytes
             bulk_bytes += peer.bulk.nbytes
         return waiting > WAITING_BYTES_MAX or bulk_bytes > BULK_BYTES_MAX
 
     def allowed_on(self, worker: Worker) -> tuple[str, ...]:
-        """The modules that a worker allows."""
         peer = self.connections.get(worker)
         return () if peer is None else peer.allowed
 
     def end(self) -> None:
-        """End the loop, as the session is over."""
         self.stopping.set()
         self.loop.stop()
 
     def close(self, why: str) -> None:
-        """Send a goodbye to all peers."""
         self.stopping.set()
         for peer in self.connections.values():
             peer.lose({"bye": why})
 
-    # ------------------------------------------------------------------ the session's
-
     def joined(self, peer: str, incarnation: int) -> None:
-        """Register a worker, or the new process of a lost one; from any thread."""
+        """Register a worker or the new process of a lost worker. Thread-safe."""
         with self.loop:
             self._joined(peer, incarnation)
 
     def _joined(self, name: str, incarnation: int) -> None:
-        # A node is no peer of itself, and one that has left has no peers.
+        # A node is not its own peer, and has no peers after it left the session.
         if name == self._session.worker or self.stopping.is_set():
             return
         member = self._session.members[name]
         if incarnation < member.incarnation:
             return
         self._session.members.attach(name, incarnation)
-        now = self.incarnations.get(name, 0)
-        if incarnation > now:
-            former = self.connections.get(incarnated(name, now))
+        current = self.incarnations.get(name, 0)
+        if incarnation > current:
+            former = self.connections.get(incarnated(name, current))
             if former is not None:
-                self.lose(former, f"incarnation {incarnation} has taken its place")
+                self.lose(former, f"incarnation {incarnation} replaced it")
             self.codec.joined(name, incarnation)
             self.incarnations[name] = incarnation
             self._tell(Joined(name, incarnation))
-            # Ahead of what this node says of it from now on.
-            for other in self.living:
-                if other.name != name:
-                    other.control({"joined": name, "incarnation": incarnation})
+            # Peers must receive this before messages that name the new incarnation.
+            for peer in self.living:
+                if peer.name != name:
+                    peer.control({"joined": name, "incarnation": incarnation})
         peer = self.peer(incarnated(name, incarnation))
         peer.allowed = member.allowed
 
     def peer(self, worker: Worker) -> Connection:
-        """Return the peer of an incarnation; frames to it wait for a stream."""
+        """Return the connection with an incarnation. It may have no stream yet."""
         peer = self.connections.get(worker)
         if peer is None:
             peer = self._connect(named(worker), incarnation_of(worker))
@@ -163,69 +150,65 @@ class PeerTable:
         return peer
 
     def _current(self, name: str) -> Connection:
-        """The current peer of a worker's name, also before it has joined."""
         return self.peer(incarnated(name, self._session.members[name].incarnation))
 
-    def received(self, peer: str) -> int:
-        """Return how many frames of a peer were received; drop its old stream."""
+    def received(self, name: str) -> int:
         with self.loop:
-            known = self._current(peer)
-            known.drop_stream()
-            return known.numbers.received
+            peer = self._current(name)
+            peer.drop_stream()
+            return peer.numbers.received
 
-    def adopt(self, peer: str, incarnation: int, stream: Stream, received: int) -> None:
-        """Go on with a peer over a stream whose hello is done; from any thread."""
+    def adopt(self, name: str, incarnation: int, stream: Stream, received: int) -> None:
+        """Use a new stream to a peer, after the handshake. Thread-safe."""
         self.loop.acquire()
-        known = self.peer(incarnated(peer, incarnation))
+        peer = self.peer(incarnated(name, incarnation))
         try:
-            if known.lost:
+            if peer.lost:
                 stream.close()
             else:
-                known.adopt(stream, received)
+                peer.adopt(stream, received)
         except ProtocolError as error:
-            self.lose(known, f"it broke the protocol: {error}")
+            self.lose(peer, f"it broke the protocol: {error}")
         finally:
             self.loop.release()
 
-    def lost(self, peer: str, why: str, incarnation: int | None = None) -> None:
-        """Give a peer up, unless it is another incarnation; from any thread."""
+    def lost(self, name: str, why: str, incarnation: int | None = None) -> None:
+        """Treat a peer as lost if `incarnation` is current or None. Thread-safe."""
         with self.loop:
-            known = self._current(peer)
-            if incarnation in (None, known.incarnation):
-                self.lose(known, why)
+            peer = self._current(name)
+            if incarnation in (None, peer.incarnation):
+                self.lose(peer, why)
 
-    # ------------------------------------------------------------------ what peers say
-
-    def control(self, peer: Connection, what: dict[str, Any]) -> None:
-        """Handle a control frame of a peer's node."""
-        match what:
-            case {"ask": int(number), **asked}:
-                peer.control({"answer": number, "is": self._answer(asked)})
+    def control(self, peer: Connection, content: dict[str, Any]) -> None:
+        match content:
+            case {"ask": int(number), **query}:
+                peer.control({"answer": number, "is": self._answer(query)})
             case {"answer": int(number), "is": answer}:
                 if number in self._answers:
                     self._answers[number] = answer
                     self.loop.wake_waiting()
             case {"gone": str(name), "incarnation": int(incarnation), "why": str(why)}:
-                gone = incarnated(name, incarnation)
-                if gone == self._worker:
+                worker = incarnated(name, incarnation)
+                if worker == self._worker:
                     self._given_up(peer, why)
-                elif gone in self.connections:
-                    self.lose(self.connections[gone], why)
+                elif worker in self.connections:
+                    self.lose(self.connections[worker], why)
             case {"joined": str(name), "incarnation": int(incarnation)}:
                 if name not in self._session.settings.workers or incarnation < 1:
-                    raise ProtocolError(f"{what!r}: no worker can join by that")
+                    raise ProtocolError(f"{content!r} is not a valid join")
                 self._joined(name, incarnation)
             case {"pulse": str(address), "key": str(key)} if peer.pulse is None:
                 peer.pulse = Pulse(address, key)
             case {"bye": str(why)}:
                 self.lose(peer, why)
             case _:
-                raise ProtocolError(f"unknown control frame {what!r}")
+                raise ProtocolError(f"unknown control frame {content!r}")
 
     def redial(self, peer: Connection, why: str) -> None:
-        """A peer's stream ended: dial again, if this node is the one that dials.
+        """Handle the end of a stream. Dial again if this node opened the stream.
 
-        No other node reports the end of main, so a node that main dials watches it.
+        A node also checks main when main's stream has ended, since no other node
+        reports the end of main.
         """
         if peer.lost or self.stopping.is_set():
             return
@@ -237,9 +220,8 @@ class PeerTable:
             threading.Thread(target=run, name=name, daemon=True).start()
 
     def _redial(self, peer: Connection) -> None:
-        """Dial, or look, until there is a stream again, or the peer is given up."""
         refusals = 0
-        if clock_ns() - peer.adopted_ns < SHORT_LIVED_NS:  # Perhaps it is not wanted.
+        if clock_ns() - peer.adopted_ns < SHORT_LIVED_NS:  # The peer may refuse us.
             self.stopping.wait(REDIAL_S)
         while not (self.stopping.is_set() or peer.lost or peer.stream is not None):
             try:
@@ -247,7 +229,7 @@ class PeerTable:
                     self._session.look(peer.name)
                     self.stopping.wait(REDIAL_S)
                     continue
-                got = self._session.dial(peer.name, self.received(peer.name))
+                dialled = self._session.dial(peer.name, self.received(peer.name))
             except (JdagError, OSError) as error:
                 _log.info("%s: dialling %s: %s", self._session.worker, peer.name, error)
                 if isinstance(error, JoinError) and error.given_up:
@@ -256,42 +238,41 @@ class PeerTable:
                 refusals = refusals + 1 if self._refuses(peer, error) else 0
                 if refusals >= REFUSALS_MAX:
                     with self.loop:
-                        if peer.stream is None:  # It has not dialled us just now.
-                            why = f"its connection ended, and then: {error}"
+                        if peer.stream is None:  # The peer has not connected itself.
+                            why = f"its connection ended, and dialling failed: {error}"
                             self.lose(peer, why)
-                self.stopping.wait(REDIAL_S)  # Bounded by the peer's deadline.
+                self.stopping.wait(REDIAL_S)  # The peer's deadline ends this loop.
             else:
-                self.adopt(peer.name, peer.incarnation, *got)
+                self.adopt(peer.name, peer.incarnation, *dialled)
 
     def _refuses(self, peer: Connection, error: Exception) -> bool:
-        # The end of a watched process is reported to main by its watcher.
+        # The parent of a watched process reports the end of the process to main.
         if not isinstance(error, JoinError):
             return False
         is_watched = self._session.watched and not peer.incarnation
         return error.reached or (error.absent and not is_watched)
 
     def _given_up(self, peer: Connection, why: str) -> None:
-        """A peer has given this node up, so it leaves; main loses the peer instead."""
-        said = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
+        text = f"{peer.name!r} has given it up: {why}"[:WHY_MAX]
         if self._session.worker == self._session.main:
-            self.lose(peer, said)
+            self.lose(peer, text)
         elif not self.stopping.is_set():
-            _log.warning("worker %r leaves the session: %s", self._worker, said)
+            _log.warning("worker %r leaves the session: %s", self._worker, text)
             self.end()
 
     def exhausted(self, peer: Connection, why: str) -> None:
-        """Leave because memory is exhausted; main loses the peer instead."""
         if self._session.worker == self._session.main:
-            self.lose(peer, f"there is no place for what it sent: {why}")
+            self.lose(peer, f"main has no memory for its message: {why}")
         elif not self.stopping.is_set():
             _log.warning("worker %r leaves the session: %s", self._worker, why)
             self.close(why)
             self.end()
 
     def failed(self, peer: Connection, why: str) -> None:
-        """Give a peer up, or main if it has been silent for half of the deadline.
+        """Treat a peer as lost, or main if it was silent for half of the deadline.
 
-        Then this node is cut off itself: it leaves, and no other node gives `peer` up.
+        If main is silent too, the network of this node has failed. This node then
+        leaves the session, and `peer` stays in the session.
         """
         session = self._session
         if session.main not in (session.worker, peer.name):
@@ -302,85 +283,82 @@ class PeerTable:
         self.lose(peer, why)
 
     def lose(self, peer: Connection, why: str) -> None:
-        """Give a peer up, and announce the loss to the others."""
         if peer.lost or self.stopping.is_set():
             return
-        why, here = why[:WHY_MAX], self._session.worker
+        why = why[:WHY_MAX]
         level = logging.INFO if why == LEFT else logging.WARNING
-        _log.log(level, "%s: worker %r is lost: %s", here, peer.worker, why)
-        # The other lines are output of its process, which only main reports.
+        text = "%s: worker %r is lost: %s"
+        _log.log(level, text, self._session.worker, peer.worker, why)
+        # Further lines of `why` are output of the lost process. Only main reports them.
         brief = why.partition("\n")[0]
-        gone = {"gone": peer.name, "incarnation": peer.incarnation, "why": brief}
-        peer.lose(gone)
-        self.gone[peer.worker] = why
+        notice = {"gone": peer.name, "incarnation": peer.incarnation, "why": brief}
+        peer.lose(notice)
+        self.losses[peer.worker] = why
         self._session.members.lose(peer.name, peer.incarnation, why)
         if peer.name == self._session.main:
             # A node that loses main leaves; the others detect main's loss themselves.
             lost = f"it has lost {peer.name!r}: {brief}"[:WHY_MAX]
-            gone = {"bye": why if why == LEFT else lost}
-        for other in tuple(self.connections.values()):
-            other.control(gone)
+            notice = {"bye": why if why == LEFT else lost}
+        for receiver in tuple(self.connections.values()):
+            receiver.control(notice)
         self._tell(Lost(peer.worker, why))
         if peer.name == self._session.main:
             self.end()
         self.loop.wake_waiting()
 
-    # ------------------------------------------------------------------ asking aside
-
     def ask_all(
         self,
-        what: dict[str, Any],
+        query: dict[str, Any],
         within_s: float | None = None,
         *,
-        of: Sequence[Connection] | None = None,
+        peers: Sequence[Connection] | None = None,
         or_raise: bool = False,
     ) -> dict[str, Any]:
-        """Ask the nodes of all peers; return the answers of live peers, by name.
+        """Send a query to all live peers, or to `peers`; return their replies by name.
 
-        With `of` only these are asked.
-
-        Raises:
-            WorkerLost: with `or_raise`, if a peer is lost before it answers.
+        The replies of lost and late peers are missing. With `or_raise`, the loss of a
+        peer raises WorkerLost.
         """
         loop = self.loop
         due_ns = None if within_s is None else clock_ns() + round(within_s * 1e9)
         with loop:
-            asked = self.ask(what, of)
+            queries = self.ask(query, peers)
             if due_ns is not None:
                 loop.at(due_ns, loop.wake_waiting)
 
         def done() -> bool:
             late = due_ns is not None and clock_ns() >= due_ns
-            return late or self.stopping.is_set() or self.have_answered(asked)
+            return late or self.stopping.is_set() or self.have_answered(queries)
 
         loop.drive(done)
-        answers = self.answers(asked)
-        for peer in asked.values() if or_raise else ():
+        answers = self.answers(queries)
+        for peer in queries.values() if or_raise else ():
             if peer.name not in answers and peer.lost:
-                why = self.gone.get(peer.worker, "")
-                raise WorkerLost(f"worker {peer.name!r} was lost when asked: {why}")
+                why = self.losses.get(peer.worker, "")
+                raise WorkerLost(
+                    f"worker {peer.name!r} was lost before it replied: {why}"
+                )
         return answers
 
     def ask(
-        self, what: dict[str, Any], of: Sequence[Connection] | None = None
-    ) -> OpenQuestions:
-        """Ask the nodes of all live peers, or of these; requires the lock."""
-        asked: OpenQuestions = {}
-        for peer in self.living if of is None else of:
-            self._asks += 1
-            asked[self._asks] = peer
-            self._answers[self._asks] = None
-            peer.control({"ask": self._asks, **what})
-        return asked
+        self, query: dict[str, Any], peers: Sequence[Connection] | None = None
+    ) -> OpenQueries:
+        """Send a query to all live peers, or to `peers`. Requires the loop lock."""
+        queries: OpenQueries = {}
+        for peer in self.living if peers is None else peers:
+            self._queries_n += 1
+            queries[self._queries_n] = peer
+            self._answers[self._queries_n] = None
+            peer.control({"ask": self._queries_n, **query})
+        return queries
 
-    def have_answered(self, asked: OpenQuestions) -> bool:
-        """Whether all that were asked have answered, or are lost."""
+    def have_answered(self, queries: OpenQueries) -> bool:
         return all(
             self._answers[number] is not None or peer.lost
-            for number, peer in asked.items()
+            for number, peer in queries.items()
         )
 
-    def answers(self, asked: OpenQuestions) -> dict[str, Any]:
-        """Return the answers that have come, by name; wait for no others."""
-        answers = {peer.name: self._answers.pop(n) for n, peer in asked.items()}
+    def answers(self, queries: OpenQueries) -> dict[str, Any]:
+        """Close the queries; return the replies received so far, by worker name."""
+        answers = {peer.name: self._answers.pop(n) for n, peer in queries.items()}
         return {name: answer for name, answer in answers.items() if answer is not None}

@@ -1,10 +1,11 @@
-"""The waits of programs on one node, and how main finds that its own can never end.
+"""Deadlock detection on main: its program waits for an event that can never happen.
 
-While main's program waits, its node asks the others again and again whether they rest:
-nothing is computed or can be, all that was sent has been handled, every program waits,
-and no alarm is set. If all do, twice in a row and with the same counts of messages,
-nothing happened in between and nothing will: a node that rests acts on messages alone.
-So an answer that takes long is no sign of anything, and no time limit is involved.
+While main's program waits, its node repeatedly queries whether the other nodes are at
+rest. A node is at rest if no job runs or can run, all sent messages have been handled,
+every program waits, and no alarm is set. A node at rest acts only when it receives a
+message. If all nodes are at rest twice in a row, with equal counts of messages, no
+event happened between the two queries and no event will ever happen. The check has no
+time limit, so slow replies do not matter.
 """
 
 import sys
@@ -17,96 +18,90 @@ from typing import Any
 from jdag.errors import JdagError
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.node_queries import NodeQueries
-from jdag.processes.peers import OpenQuestions
+from jdag.processes.peers import OpenQueries
 from jdag.runtime.waiters import Waiters, stuck_wait_text
 
 LOOK_NS = 150_000_000
 
 
 class Waits:
-    """The waits of one node.
-
-    `running` are its programs but the user's, which runs on `main`.
-    """
+    """The waiting programs of a node. `running` excludes the user's program on main."""
 
     def __init__(
         self,
-        asks: NodeQueries,
+        queries: NodeQueries,
         waiters: Waiters,
         *,
         running: Mapping[threading.Thread, None],
         main: bool,
     ) -> None:
-        self._loop = loop = asks.peers.loop
-        self._asks = asks
-        self._peers = asks.peers
+        self._loop = loop = queries.peers.loop
+        self._node_queries = queries
+        self._peers = queries.peers
         self._waiters = waiters
         self._running = running
         self._main = main
-        self._blocked: dict[int, FrameType] = {}  # Waiters, with where they wait.
-        self._looked = 0  # The waiter of main's program when it last looked.
-        self._users = 0  # Its waiter now; 0 for none.
-        self._found = ""  # Why that can never be resumed.
-        self._asked: OpenQuestions | None = None
+        self._blocked: dict[int, FrameType] = {}  # Stack frames of waiting programs.
+        self._looked = 0  # `_users` at the last check.
+        self._users = 0  # The waiter of the user's program, or 0.
+        self._stuck = ""  # The error if the user's program can never continue.
+        self._queries: OpenQueries | None = None
         self._before: object = None
         if main:
             loop.at(clock_ns() + LOOK_NS, self.look)
 
     def block(self, waiter: int, *, users: bool) -> None:
-        """Drive the loop until a waiter is given something, or the node is closed.
+        """Block until a waiter has its result or the node is closed.
 
-        `users`: the program that waits is the user's, on main.
-
-        Raises:
-            JdagError: the waiter of the user's program will never be resumed.
+        `users` says whether the user's program waits. If it would wait forever, this
+        raises JdagError.
         """
-        given = self._waiters.given
+        results = self._waiters.results
         self._blocked[waiter] = sys._getframe()
         try:
             if not users:
-                self._loop.drive(partial(given.__contains__, waiter))
+                self._loop.drive(partial(results.__contains__, waiter))
                 return
-            self._users, self._found = waiter, ""
-            self._loop.drive(lambda: waiter in given or bool(self._found))
-            if self._found and waiter not in given:
-                raise JdagError(self._found)
+            self._users, self._stuck = waiter, ""
+            self._loop.drive(lambda: waiter in results or bool(self._stuck))
+            if self._stuck and waiter not in results:
+                raise JdagError(self._stuck)
         finally:
             del self._blocked[waiter]
             if users:
                 self._users = 0
 
     def rest(self) -> dict[str, Any]:
-        """Return whether this node acts on messages alone, and its waiting programs."""
-        found, waiters, blocked = self._asks.quiet_now(), self._waiters, self._blocked
-        waits = [waiter for waiter in blocked if waiter not in waiters.given]
+        quiet, waiters = self._node_queries.quiet_now(), self._waiters
+        blocked = self._blocked
+        waits = [waiter for waiter in blocked if waiter not in waiters.results]
         all_wait = len(waits) == len(self._running) + self._main
-        rests = found["idle"] and all_wait and not waiters.alarms
-        said = waiters.waiting(blocked.get) if rests else []
-        return {**found, "idle": rests, "waits": said, "list": self._asks.jobs.stalled}
+        rests = quiet["idle"] and all_wait and not waiters.alarms
+        texts = waiters.waiting(blocked.get) if rests else []
+        stalled = self._node_queries.jobs.stalled
+        return {**quiet, "idle": rests, "waits": texts, "list": stalled}
 
     def look(self) -> None:
-        """Take the answers of a round, and begin the next one."""
         self._loop.at(clock_ns() + LOOK_NS, self.look)
-        asked, before = self._asked, self._before
+        queries, before = self._queries, self._before
         if not self._users or self._users != self._looked:
-            self._looked, self._before, self._asked = self._users, None, None
-            if asked is not None:
-                self._peers.answers(asked)  # Of a wait that is over.
-        elif asked is None:
-            self._asked = self._peers.ask({"what": "rest"})
-        elif self._peers.have_answered(asked):
-            answers = {**self._peers.answers(asked), "": self.rest()}
-            self._asked = self._peers.ask({"what": "rest"})
-            self._before = now = sorted(answers.items())
-            if now == before and all([one["idle"] for _, one in now]):
-                self._judge([one for _, one in now])
+            self._looked, self._before, self._queries = self._users, None, None
+            if queries is not None:
+                self._peers.answers(queries)  # Drop queries about an earlier wait.
+        elif queries is None:
+            self._queries = self._peers.ask({"what": "rest"})
+        elif self._peers.have_answered(queries):
+            answers = {**self._peers.answers(queries), "": self.rest()}
+            self._queries = self._peers.ask({"what": "rest"})
+            self._before = nodes = sorted(answers.items())
+            if nodes == before and all([node["idle"] for _, node in nodes]):
+                self._judge([node for _, node in nodes])
 
     def _judge(self, nodes: list[dict[str, Any]]) -> None:
-        """All rest since the round before: say so, unless something is under way."""
-        if sum([one["sent"] - one["got"] for one in nodes]) == 0:
-            waits = [wait for one in nodes for wait in one["waits"]]
-            lists = [one["list"] for one in nodes if one["list"]]
-            self._found = (
-                f"nothing is left to happen, and {stuck_wait_text(waits, lists)}"
-            )
+        """Report a stuck program, unless a message is still in flight."""
+        if sum([node["sent"] - node["got"] for node in nodes]) == 0:
+            waits = [wait for node in nodes for wait in node["waits"]]
+            lists = [node["list"] for node in nodes if node["list"]]
+            text = stuck_wait_text(waits, lists)
+            self._stuck = f"nothing is left to happen, and {text}"
             self._loop.wake_waiting()

@@ -1,7 +1,7 @@
-"""The report of a run: pictures, a page, and traces for other tools.
+"""Reports of runs: an HTML page, pictures, and traces in the formats of other tools.
 
-`render` makes it from the run's result, trace and graph. `read_drawings` reads the
-graph from the run's folder, to render again later. Page and picture show one timeline.
+`render` writes the page and the pictures of a run, from its result, trace and graph.
+`read_drawings` reads the graph from a run's folder, to render the run again.
 """
 
 import json
@@ -45,18 +45,11 @@ def render(
     *,
     window: tuple[int, int],
 ) -> None:
-    """Write the pictures and the page of a run into its folder.
+    """Write the page and the pictures of a run. Replaces files with the same names.
 
-    Args:
-        folder: the target; existing files of the same names are replaced.
-        result: the contents of `result.json`.
-        trace: None: there is no timeline.
-        drawings: the graph of one context or plan, from `ctx.graph()`, from
-            `step.plan.graph()` or from `read_drawings`; None: no graph is drawn.
-        window: the part of the run that the timeline shows, in nanoseconds.
-
-    Raises:
-        OSError: a file cannot be written.
+    `result` has the contents of `result.json`. Without a trace, the report has
+    no timeline. Without drawings, it has no graph. The timeline shows `window`, which
+    is (from_ns, until_ns).
     """
     name, workers = result["name"], result["workers"]
     pictures, table, gantt, on_timeline = [], "", None, ""
@@ -64,7 +57,7 @@ def render(
         is_real = trace.settings.get("driver") == "rpc"
         clock = "time" if is_real else "virtual time"
         gantt = gantt_of(spans_of(trace), workers, window, clock)
-        draw_timeline(folder / TIMELINE, gantt, f"{name}: what each worker did")
+        draw_timeline(folder / TIMELINE, gantt, f"{name}: timeline of each worker")
         on_timeline = _ON_TIMELINE + (_on_clocks(trace.settings) if is_real else "")
     if drawings is not None:
         graph = drawings if isinstance(drawings, Graph) else graph_of(drawings)
@@ -74,8 +67,8 @@ def render(
         if graph.vertices:
             title = f"{name}: the graph of one {'plan' if graph.table else 'context'}"
             draw_graph(folder / GRAPH, graph, title)
-            said = _ON_PLAN if graph.table else _ON_GRAPH
-            pictures.append((folder / GRAPH, "Graph", said))
+            caption = _ON_PLAN if graph.table else _ON_GRAPH
+            pictures.append((folder / GRAPH, "Graph", caption))
         table = graph.table
     write_page(folder / PAGE, result, pictures, table, gantt, on_timeline)
 
@@ -83,21 +76,12 @@ def render(
 def write_traces(
     folder: Path, trace: Trace, workers: Sequence[str], formats: Iterable[str]
 ) -> tuple[list[str], list[str]]:
-    """Write the whole trace of a run into its folder for other tools.
+    """Write the trace of a run in formats of other tools (`formats` from `FORMATS`).
 
-    Args:
-        folder: the target of `trace.pftrace` (perfetto), `trace.goal` (goal) and one
-            `trace.N.et` for each worker (chakra), and of `trace.csv`, the order of the
-            actions of its one step in torch's schedule format, without times (torch).
-        trace: of the run, from `read_trace`.
-        workers: their names; N and ranks are places among them.
-        formats: of `FORMATS`.
-
-    Returns:
-        The names of the files, and why other formats are not for this run.
-
-    Raises:
-        OSError: a file cannot be written.
+    The files are `trace.pftrace` (perfetto), `trace.goal` (goal), `trace.N.et` of each
+    worker (chakra) and `trace.csv` (torch): the order of the schedule's actions in
+    PyTorch's format. N and ranks are indices into `workers`. Returns the names of the
+    files, and an error text for each format that cannot represent this run.
     """
     formats = frozenset(formats)
     assert formats.issubset(FORMATS), formats
@@ -111,9 +95,9 @@ def write_traces(
     if "torch" in formats:
         lists = lists_of(spans.jobs, workers)
         if any(lists):
-            files["trace.csv"] = to_csv(from_lists([of for of in lists if of])).encode()
+            files["trace.csv"] = to_csv(from_lists([*filter(None, lists)])).encode()
         else:
-            why = "a run without actions of a schedule has no order to write"
+            why = "expected a run with a schedule, but this run has no schedule"
             refused.append(f"trace format 'torch': {why}")
     if "goal" in formats:
         files["trace.goal"] = goal_of(operations, workers).encode()
@@ -123,47 +107,43 @@ def write_traces(
 
 
 def read_drawings(folder: Path) -> Graph | None:
-    """Return the graph that `render` wrote to a folder; None if there is none.
-
-    Raises:
-        JdagError: the file holds no graph.
-        OSError: it cannot be read.
-    """
+    """Return the graph in a folder, or None. Raises JdagError for an invalid file."""
     path = folder / GRAPH_DATA
     if not path.exists():
         return None
     try:
         return convert(json_of(path), Graph)
     except ValueError as error:
-        raise JdagError(f"{path} holds no graph: {error!s} is wrong") from error
+        raise JdagError(f"{path} is not a graph written by jdag: {error}") from error
 
 
 def _on_clocks(settings: Mapping[str, Any]) -> str:
-    """What the times of processes are worth, and whose are missing."""
-    errors = {name: one["error_ns"] for name, one in settings["clocks"].items()}
-    worst_us = max(errors.values()) / 1000
-    said = f" Times of two workers compare within {2 * worst_us:.0f} µs."
+    worst_us = max(clock["error_ns"] for clock in settings["clocks"].values()) / 1000
+    text = f" The clocks of two workers differ by at most {2 * worst_us:.0f} µs."
     for worker, why in settings["missing"].items():
-        said += f" The trace of {worker} is missing, or ends too early: {why}."
-    return said
+        text += f" The trace of {worker} is missing or incomplete: {why}."
+    return text
 
 
 _ON_TIMELINE = (
-    "A row is a worker. Numbers in bars are the paths of calls: a forward and the "
-    "backward of the same number are one call. Under a schedule they are "
-    "micro-batches, and two actions that run as one lie above each other; segments of "
-    "plans have the names of their functions. Below them, arrays on their way from "
-    "this worker. timeline.png is the same as a picture."
+    "Each row is a worker. The number in a bar identifies a call: a forward and a "
+    "backward with the same number belong to one call. Under a schedule the number is "
+    "the micro-batch, and two overlapped actions are drawn one above the other. "
+    "Segments of plans have the names of their functions. The lower strip of a row "
+    "shows the arrays that the worker is sending. timeline.png is the same chart as a "
+    "picture."
 )
 _ON_PLAN = (
-    "A column is a worker: its segments, by their numbers in the table below, and the "
-    "leaves that they read. Arrows are values; those between columns are hops, one "
-    "message each. graph.dot is the same for Graphviz."
+    "Each column is a worker, with its segments and the leaves that they read. The "
+    "numbers of segments are those in the table below. Arrows are values. An arrow "
+    "between two columns is one of the hops (messages) of the plan. graph.dot is the "
+    "same graph for Graphviz."
 )
 _ON_GRAPH = (
-    "A column is the fragment of a worker: calls by their paths, the two ends of each "
-    "transfer, and leaves, in which gradients accumulate. Arrows point the way of the "
-    "forward pass; cotangents flow against them. In brackets stands how many the last "
-    "pass awaited; a send that it did not need is grey, one that it is owed for red. "
-    "graph.dot is the same for Graphviz."
+    "Each column is one worker's part of the graph: its calls with their paths, the "
+    "sends and receives of transfers, and leaves, which accumulate gradients. Arrows "
+    "point in the direction of the forward pass; cotangents flow in the opposite "
+    "direction. The number in brackets is the number of cotangents that the last "
+    "backward pass waited for. A send that this pass did not need is grey. A send "
+    "whose cotangent is missing is red. graph.dot is the same graph for Graphviz."
 )

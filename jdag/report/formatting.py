@@ -1,4 +1,4 @@
-"""Figures with units, by the end of their name, and few digits."""
+"""Formatting of metrics: few digits, and the unit in which the metric's name ends."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,11 +12,11 @@ _ITEMS_MAX = 12
 
 
 def formatted(name: str, value: Any) -> str:
-    """Return a figure as text: 1352036 of `..._ns` is 1.352 ms, a share is in %."""
+    """Format a metric. Its name determines the unit: 1352036 of `x_ns` is 1.352 ms."""
     if isinstance(value, Mapping):
-        return _listed([f"{key}: {formatted(name, one)}" for key, one in value.items()])
+        return _listed([f"{key}: {formatted(name, v)}" for key, v in value.items()])
     if isinstance(value, list | tuple):
-        return _listed([formatted(name, one) for one in value])
+        return _listed([formatted(name, item) for item in value])
     if isinstance(value, bool) or value is None:
         return {True: "yes", False: "no", None: "-"}[value]
     if isinstance(value, int | float) and not _SHARES.isdisjoint(name.split("_")):
@@ -30,7 +30,6 @@ def formatted(name: str, value: Any) -> str:
 
 
 def shortened(name: str, most: int) -> str:
-    """Return the name, cut to so many characters if it has more."""
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 

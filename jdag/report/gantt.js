@@ -1,12 +1,12 @@
-// Draws the chart of `jdag.report.gantt`: zoom by wheel or buttons, drag to move; the
-// bar under the pointer is told below.
+// Draws the chart of `jdag.report.gantt`. Wheel and buttons zoom, dragging moves; the
+// text below the chart describes the bar under the pointer.
 (() => {
   const chart = JSON.parse(document.getElementById("gantt-data").textContent);
-  const canvas = document.getElementById("gantt"), told = document.getElementById("gantt-told");
+  const canvas = document.getElementById("gantt"), text = document.getElementById("gantt-text");
   const rows = chart.rows, whole = chart.length_ns || 1, FONT = "system-ui, sans-serif";
   const LEFT = 110, RIGHT = chart.is_dense ? 8 : 84, FOOT = 52;
   const ROW = chart.is_dense ? Math.max(2, Math.min(14, Math.floor(900 / rows.length))) : 46;
-  const hint = "Point at a bar; zoom with the wheel or the buttons, drag to move.";
+  const hint = "Point at a bar to see its details. Zoom with the wheel or the buttons; drag to move.";
   let from = 0, to = whole, drag = null;
 
   const time = ns => {
@@ -18,12 +18,12 @@
   const place = ns => LEFT + (ns - from) / (to - from) * inner();
   const moment = x => from + (x - LEFT) / inner() * (to - from);
 
-  function step() {  // A round step of the axis, for eight ticks or fewer.
+  function step() {  // The step between ticks of the axis: at most eight, at round numbers.
     const least = (to - from) / 8, power = 10 ** Math.floor(Math.log10(Math.max(least, 1)));
     return [1, 2, 5, 10].map(n => n * power).find(n => n >= least);
   }
 
-  function fitted(pen, text, room) {  // The text, cut to what has room.
+  function fitted(pen, text, room) {  // The text, truncated to `room` pixels.
     if (room < 10) return "";
     if (pen.measureText(text).width <= room) return text;
     const most = Math.floor(text.length * room / pen.measureText(text).width) - 1;
@@ -92,7 +92,7 @@
       return start <= ns && ns < end && top <= y % 1 && y % 1 < top + height;
     };
     const bar = row && x >= LEFT && row.bars.findLast(within);
-    told.textContent = !bar ? hint
+    text.textContent = !bar ? hint
       : `${chart.texts[bar[5]].replaceAll("{}", bar[4])}; on ${row.worker}, from ${time(bar[0])}, for ${time(bar[1] - bar[0])}`;
   }
 
@@ -113,6 +113,6 @@
     document.getElementById(id).addEventListener("click", () => zoom((from + to) / 2, factor));
   document.getElementById("gantt-all").addEventListener("click", () => look(0, whole));
   window.addEventListener("resize", draw);
-  told.textContent = hint;
+  text.textContent = hint;
   draw();
 })();

@@ -1,15 +1,15 @@
-"""A run in GOAL, the text that LogGOPSim's `txt2bin` reads.
+"""Export of a run in GOAL, the text format that LogGOPSim's `txt2bin` reads.
 
-A worker is a rank; a job is a `calc` of its nanoseconds; a message is a `send` and a
-`recv` of its bytes on the wire, with a tag of its own. An operation requires what it
-waited for, and a job the job that ran before it on the device.
+Each worker is a rank. A job is a `calc` of its duration in nanoseconds. A message is a
+`send` and a `recv` of its bytes on the wire, with a unique tag. An operation `requires`
+the operations that it waited for. A job also `requires` the previous job of its device.
+
+GOAL cannot represent the following: names of workers, functions and messages; contexts,
+passes and paths; start times and durations of messages (LogGOPSim computes them); the
+bytes of arrays without headers; drops, resends and crashes. Messages that did not
+arrive are left out, since their receives would never complete.
 
 Source: Hoefler, Schneider and Lumsdaine, "LogGOPSim", HPDC 2010.
-
-GOAL cannot say: names of workers, functions and messages; passes, paths and contexts;
-when something began, and how long a message took (the simulator computes that); bytes
-of arrays apart from headers; drops, resends, crashes; and messages that did not arrive,
-which are left out since their receive would wait for ever.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,26 +18,27 @@ from jdag.report.operations import Operation, without_lost_sends
 
 
 def goal_of(operations: Iterable[Operation], workers: Sequence[str]) -> str:
-    """Return the text; the rank of a worker is its place among `workers`."""
-    rank = {worker: place for place, worker in enumerate(workers)}
+    """Return the GOAL text. The rank of a worker is its index in `workers`."""
+    rank = {worker: index for index, worker in enumerate(workers)}
     lines: list[list[str]] = [[] for _ in workers]
-    kept = tuple(without_lost_sends(operations))
-    ids = {one.id for one in kept}
-    for one in kept:
-        mine = lines[rank[one.worker]]
-        mine.append(f"l{one.id}: {_said(one, rank)}")
-        before = () if one.device is None else (one.device,)
-        needed = dict.fromkeys((*one.needs, *before))
-        mine += [f"l{one.id} requires l{id}" for id in needed if id in ids]
+    completed = tuple(without_lost_sends(operations))
+    ids = {operation.id for operation in completed}
+    for operation in completed:
+        label, block = f"l{operation.id}", lines[rank[operation.worker]]
+        block.append(f"{label}: {_statement(operation, rank)}")
+        before = () if operation.device is None else (operation.device,)
+        needed = dict.fromkeys((*operation.needs, *before))
+        block += [f"{label} requires l{id}" for id in needed if id in ids]
     blocks = [
-        "\n".join([f"rank {place} {{", *block, "}"])
-        for place, block in enumerate(lines)
+        "\n".join([f"rank {index} {{", *block, "}"])
+        for index, block in enumerate(lines)
     ]
     return "\n\n".join([f"num_ranks {len(workers)}", *blocks]) + "\n"
 
 
-def _said(one: Operation, rank: dict[str, int]) -> str:
-    if one.kind not in ("send", "recv"):
-        return f"calc {one.end_ns - one.start_ns}"
-    way = "to" if one.kind == "send" else "from"
-    return f"{one.kind} {one.wire_bytes}b {way} {rank[one.peer]} tag {one.pair}"
+def _statement(operation: Operation, rank: dict[str, int]) -> str:
+    kind = operation.kind
+    if kind not in ("send", "recv"):
+        return f"calc {operation.end_ns - operation.start_ns}"
+    preposition, peer = "to" if kind == "send" else "from", rank[operation.peer]
+    return f"{kind} {operation.wire_bytes}b {preposition} {peer} tag {operation.pair}"

@@ -1,7 +1,7 @@
-"""The jobs, sends and receives of a trace, and which of them waits for which.
+"""The jobs, sends and receives of a trace, and their dependencies.
 
-Traces for other tools have no programs. Here an operation that waited for a program
-depends on what that program waited for.
+The trace formats of other tools do not represent programs. An operation that waited for
+a program therefore depends on the operations that the program waited for.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jdag.runtime.trace import TraceRecord
 
-# What is none of these is for a sum.
+# Maps kinds of jobs to kinds of bars. Jobs of other kinds belong to sums.
 _DRAWN_AS = {
     **{"vjp": "backward", "vjpinputs": "input_grad", "vjpweights": "weight_grad"},
     **{"apply": "hook", "runsegment": "segment"},
@@ -17,14 +17,20 @@ _DRAWN_AS = {
 
 
 class Operation(NamedTuple):
-    """A job, a send or a receive; `id` is the index of its first record.
+    """A job, a send or a receive.
 
-    `needs` are the ids of the operations of the same worker that it waited for, data
-    and the program's order alike; `device` is that of the job that ran before it (None:
-    there is none). `peer` is the other worker of a message, and `pair` the index of its
-    send (-1 for a job). A job has no bytes; `action` is that of a pipeline, as 0F3.
-    Times are nanoseconds; a send ends when the message is handed on, -1 if that did not
-    happen; a receive takes no time.
+    Attributes:
+        id: index of its first record in the trace.
+        start_ns: start time; equal to `end_ns` for a receive.
+        end_ns: end time; for a send, the delivery of the message, -1 if it was lost.
+        peer: the worker at the other end of a message.
+        pair: id of the message's send; -1 for a job.
+        payload_bytes: bytes of a message's arrays. For a job, `payload_bytes` and
+            `wire_bytes` are 0.
+        needs: ids of the operations of this worker that this operation waited for,
+            because of data or program order.
+        device: id of the previous job on this worker's device; None for the first.
+        action: the pipeline action of a job, such as 0F3.
     """
 
     id: int
@@ -46,10 +52,10 @@ class Operation(NamedTuple):
 
     @property
     def drawn_as(self) -> str:
-        """What a job is for: one of the kinds of `jdag.report.gantt`.
+        """The kind of a job's bar, a key of `jdag.report.gantt.KINDS`.
 
-        A forward outside of contexts makes new versions of leaves; what makes zeros or
-        ones makes them for a sum.
+        A forward outside of contexts is an update of leaves. Jobs that create zeros or
+        ones are parts of sums.
         """
         if self.kind == "forward":
             return "forward" if self.context else "update"
@@ -59,71 +65,73 @@ class Operation(NamedTuple):
 def operations_of(records: Iterable[TraceRecord]) -> tuple[Operation, ...]:
     """Return the operations of a trace, in order of their first records.
 
-    A job without an end ends when its worker crashed, or with the last record.
+    A job without an end record ends when its worker crashed, or with the last record.
     """
-    waits: list[tuple[int, ...]] = []  # Of each record, the operations it stands for.
-    found: dict[int, Operation] = {}
+    # For each record: the operations on which the records that it causes depend.
+    waits: list[tuple[int, ...]] = []
+    operations: dict[int, Operation] = {}
     running: dict[int, None] = {}
     device: dict[str, int] = {}
     last_ns = 0
     for record in records:
         last_ns = record.time_ns
         before = dict.fromkeys(id for cause in record.causes for id in waits[cause])
-        stands = tuple(before)
-        here = tuple(id for id in before if found[id].worker == record.worker)
+        awaited = tuple(before)
+        needs = tuple(id for id in before if operations[id].worker == record.worker)
         match record.kind:
             case "start":
-                job = _job(record, here, device.get(record.worker))
-                found[job.id] = job
+                job = _job(record, needs, device.get(record.worker))
+                operations[job.id] = job
                 running[job.id] = None
                 device[job.worker] = job.id
-                stands = (job.id,)
+                awaited = (job.id,)
             case "finish":
                 (id,) = waits[record.causes[0]]
                 running.pop(id, None)
-                found[id] = found[id]._replace(end_ns=record.time_ns)
+                operations[id] = operations[id]._replace(end_ns=record.time_ns)
             case "send":
-                found[record.index] = _send(record, here)
-                stands = (record.index,)
+                operations[record.index] = _send(record, needs)
+                awaited = (record.index,)
             case "deliver" if record.causes:
-                sent = found[record.causes[0]]
+                sent = operations[record.causes[0]]
                 end_ns = max(sent.start_ns, record.time_ns)
-                found[sent.id] = sent._replace(end_ns=end_ns)
-                found[record.index] = _receive(record, sent)
-                stands = (record.index,)
+                operations[sent.id] = sent._replace(end_ns=end_ns)
+                operations[record.index] = _receive(record, sent)
+                awaited = (record.index,)
             case "crash":
-                for id in [i for i in running if found[i].worker == record.worker]:
-                    found[id] = found[id]._replace(end_ns=record.time_ns)
+                for id in [i for i in running if operations[i].worker == record.worker]:
+                    operations[id] = operations[id]._replace(end_ns=record.time_ns)
                     del running[id]
-        waits.append(stands)
+        waits.append(awaited)
     for id in running:
-        found[id] = found[id]._replace(end_ns=last_ns)
-    return tuple(found.values())
+        operations[id] = operations[id]._replace(end_ns=last_ns)
+    return tuple(operations.values())
 
 
 def without_lost_sends(operations: Iterable[Operation]) -> Iterator[Operation]:
-    """Yield the operations without the sends of messages that did not arrive."""
-    return (one for one in operations if one.end_ns >= 0)
+    return (operation for operation in operations if operation.end_ns >= 0)
 
 
 def _job(record: TraceRecord, needs: tuple[int, ...], device: int | None) -> Operation:
     kind, context, number, path, function, action, _ = record.detail
-    at, worker = record.time_ns, record.worker
-    said = (worker, kind, function, context, number, path, at, at)
+    time_ns, worker = record.time_ns, record.worker
+    fields = (worker, kind, function, context, number, path, time_ns, time_ns)
     more = {"needs": needs, "device": device, "action": action}
-    return Operation(record.index, *said, **more)
+    return Operation(record.index, *fields, **more)
 
 
 def _send(record: TraceRecord, needs: tuple[int, ...]) -> Operation:
     peer, message, context, number, path, payload_bytes, wire_bytes, _ = record.detail
-    said = (context, number, path, record.time_ns, -1, peer, record.index)
+    fields = (context, number, path, record.time_ns, -1, peer, record.index)
     sizes = (payload_bytes, wire_bytes)
-    return Operation(record.index, record.worker, "send", message, *said, *sizes, needs)
+    return Operation(
+        record.index, record.worker, "send", message, *fields, *sizes, needs
+    )
 
 
 def _receive(record: TraceRecord, sent: Operation) -> Operation:
-    at = record.time_ns
+    time_ns = record.time_ns
     return sent._replace(
-        id=record.index, worker=record.worker, kind="recv", start_ns=at, end_ns=at,
-        peer=sent.worker, needs=(),
+        id=record.index, worker=record.worker, kind="recv", start_ns=time_ns,
+        end_ns=time_ns, peer=sent.worker, needs=(),
     )  # fmt: skip

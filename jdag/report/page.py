@@ -1,4 +1,4 @@
-"""A run as one self-contained HTML page with tables and embedded pictures."""
+"""The report of a run as a self-contained HTML page."""
 
 import json
 from base64 import b64encode
@@ -11,11 +11,11 @@ from markupsafe import Markup, escape
 
 from jdag.report.formatting import formatted
 
-Picture = tuple[Path, str, str]  # The file, its heading, what there is to see.
+Picture = tuple[Path, str, str]  # File, heading, caption.
 
 WORKER = "worker"
-_ABOVE = ("outcome", "digest")  # They stand elsewhere on the page.
-_LONG = ("error_message",)  # Shown below the table, as they have lines of their own.
+_ELSEWHERE = ("outcome", "digest")  # Shown in the header and the footer.
+_LONG = ("error_message",)  # Strings of several lines, shown below the table.
 
 
 def write_page(
@@ -26,11 +26,6 @@ def write_page(
     gantt: Mapping[str, Any] | None = None,
     on_timeline: str = "",
 ) -> None:
-    """Write the page of a result, with these pictures, a plan's table and a timeline.
-
-    Raises:
-        OSError: a picture cannot be read, or the page not be written.
-    """
     environment = Environment(
         loader=PackageLoader("jdag.report", "."),
         autoescape=True,
@@ -38,110 +33,112 @@ def write_page(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    # A name may be broken after each underscore.
+    # Allow a line break after each underscore of a name.
     breaking = Markup("_<wbr>")
     environment.filters["breakable"] = lambda name: escape(name).replace("_", breaking)
-    given = _given(result)
-    tables, each = tables_of(result)
+    figures = _present_figures(result)
+    tables, in_tables = tables_of(result)
     text = environment.get_template("page.html").render(
         result=result,
         figures=[
             (name, formatted(name, value), result["meaning"].get(name, ""))
-            for name, value in given.items()
-            if name not in (*_LONG, *_ABOVE, *each)
+            for name, value in figures.items()
+            if name not in (*_LONG, *_ELSEWHERE, *in_tables)
         ],
         tables=tables,
         expected=[
-            (
-                one["figure"],
-                one["wanted"],
-                formatted(one["figure"], one["got"]),
-                one["met"],
-            )
-            for one in result["expect"]
+            (name, each["wanted"], formatted(name, each["got"]), each["met"])
+            for each in result["expect"]
+            for name in [each["figure"]]
         ],
-        long=[(name, str(given[name])) for name in _LONG if name in given],
+        long=[(name, str(figures[name])) for name in _LONG if name in figures],
         plan=plan,
         gantt=gantt,
         on_timeline=on_timeline,
-        # Within a script nothing is escaped; only "</" could end it.
+        # A script element is not HTML-escaped, and "</" would end it.
         gantt_data=Markup(
             json.dumps(gantt, separators=(",", ":")).replace("<", "\\u003c")
         ),
         pictures=[
-            (b64encode(file.read_bytes()).decode(), heading, said)
-            for file, heading, said in pictures
+            (b64encode(file.read_bytes()).decode(), heading, caption)
+            for file, heading, caption in pictures
         ],
     )
-    # File names and texts of programs may have surrogates, which UTF-8 cannot encode.
+    # File names and error messages may contain surrogates, which UTF-8 cannot encode.
     path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def tables_of(result: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """The figures with a value for each worker, or each element of a list, as tables.
+    """Return tables of the metrics that have a value for each worker or list item.
 
     Returns:
-        For each table `by`, its `heads` and `rows` of (name, values, what it is or
-        None), and `said`, of (names, what they are), where it has a column for each
-        figure; and the names of all figures in them, with the lists.
+        A list of tables, and the names of all metrics in these tables, including the
+        metrics that are lists. A table has the keys `by` ("worker" or the name of the
+        list metric), `names` (its metrics), `heads` (titles of its columns) and `rows`
+        of (name, values, description or None). If the columns are metrics, `captions`
+        has tuples of (names, description).
     """
-    given = _given(result)
-    found = _tables(given, result["workers"])
-    tables = [_table(by, names, given, result) for by, names in found.items()]
-    return tables, [name for by, names in found.items() for name in (by, *names)]
+    figures = _present_figures(result)
+    names_by_key = _names_by_key(figures, result["workers"])
+    tables = [
+        _table(key, names, figures, result) for key, names in names_by_key.items()
+    ]
+    return tables, [n for key, names in names_by_key.items() for n in (key, *names)]
 
 
-def _given(result: Mapping[str, Any]) -> dict[str, Any]:
+def _present_figures(result: Mapping[str, Any]) -> dict[str, Any]:
     figures = result["figures"].items()
-    return {name: one for name, one in figures if one not in (None, [], {})}
+    return {name: value for name, value in figures if value not in (None, [], {})}
 
 
-def _tables(given: Mapping[str, Any], workers: Sequence[str]) -> dict[str, list[str]]:
-    """Return the figures with a value for each worker, or each element of another."""
-    found: dict[str, list[str]] = {}
-    lists = [n for n, one in given.items() if isinstance(one, list) and n != WORKER]
-    for name, one in given.items():
-        if not isinstance(one, Mapping):
+def _names_by_key(
+    figures: Mapping[str, Any], workers: Sequence[str]
+) -> dict[str, list[str]]:
+    names: dict[str, list[str]] = {}
+    lists = [n for n, v in figures.items() if isinstance(v, list) and n != WORKER]
+    for name, value in figures.items():
+        if not isinstance(value, Mapping):
             continue
-        for by in (WORKER, *lists):
-            if set(one) <= set(_rows(by, given, workers)):
-                found.setdefault(by, []).append(name)
+        for key in (WORKER, *lists):
+            if set(value) <= set(_items(key, figures, workers)):
+                names.setdefault(key, []).append(name)
                 break
-    return found
+    return names
 
 
 def _table(
-    by: str, names: Sequence[str], given: Mapping[str, Any], result: Mapping[str, Any]
+    key: str,
+    names: Sequence[str],
+    figures: Mapping[str, Any],
+    result: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a table: a row for each figure, or a column if figures are fewer."""
-    keys = _rows(by, given, result["workers"])
+    items = _items(key, figures, result["workers"])
     meanings = [result["meaning"].get(name, "") for name in names]
     rows = [
-        (name, [formatted(name, given[name].get(key)) for key in keys])
+        (name, [formatted(name, figures[name].get(item)) for item in items])
         for name in names
     ]
-    if len(names) >= len(keys):
-        return {
-            "by": by,
-            "names": names,
-            "said": [],
-            "heads": ["figure", *keys, "what it is"],
-            "rows": [(*row, said) for row, said in zip(rows, meanings, strict=True)],
+    table = {"by": key, "names": names}
+    if len(names) >= len(items):
+        return table | {
+            "captions": [],
+            "heads": ["metric", *items, "description"],
+            "rows": [(*row, text) for row, text in zip(rows, meanings, strict=True)],
         }
     columns = zip(*[values for _, values in rows], strict=True)
-    said: dict[str, list[str]] = {}
+    captions: dict[str, list[str]] = {}
     for name, meaning in zip(names, meanings, strict=True):
-        said.setdefault(meaning, []).append(name)
-    return {
-        "by": by,
-        "names": names,
-        "said": [(", ".join(of), meaning) for meaning, of in said.items()],
-        "heads": [by, *names],
+        captions.setdefault(meaning, []).append(name)
+    return table | {
+        "captions": [(", ".join(group), text) for text, group in captions.items()],
+        "heads": [key, *names],
         "rows": [
-            (key, values, None) for key, values in zip(keys, columns, strict=True)
+            (item, values, None) for item, values in zip(items, columns, strict=True)
         ],
     }
 
 
-def _rows(by: str, given: Mapping[str, Any], workers: Sequence[str]) -> Sequence[str]:
-    return workers if by == WORKER else list(dict.fromkeys(map(str, given[by])))
+def _items(
+    key: str, figures: Mapping[str, Any], workers: Sequence[str]
+) -> Sequence[str]:
+    return workers if key == WORKER else list(dict.fromkeys(map(str, figures[key])))

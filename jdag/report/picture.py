@@ -1,7 +1,7 @@
-"""The graph of a context as a picture: fragments side by side, transfers across.
+"""The graph of a context as a picture, with a column for each worker.
 
-From top to bottom a column follows the program, and every edge leads down. Leaves stand
-on the left of their column, beside what first uses them.
+Within a column, vertices are in program order from top to bottom, and every edge points
+down. A leaf is on the left side of its column, next to the vertex that uses it first.
 """
 
 from collections.abc import Mapping
@@ -18,14 +18,13 @@ from jdag.engine.graph_snapshot import Need
 from jdag.report.formatting import shortened
 
 HEIGHTS_MAX = 40
-ABOVE_MAX = 16  # Leaves that have room above the first call.
+ABOVE_MAX = 16  # Number of leaves that fit above the first call.
 
 _COLUMN_INCHES = 2.7
 _HEIGHT_INCHES = 0.31
-_BOX = (0.62, 0.70)  # Width in columns, height in heights.
-_NAME_MAX = 25  # Characters that have room in a box.
-_MIDDLE = 0.10  # Of the boxes, right of the middle of the column: leaves stand left.
-_LEAF_AT = -0.37
+_BOX = (0.62, 0.70)  # (width, height), as fractions of a column and of a row.
+_NAME_MAX = 25  # Number of characters that fit into a box.
+_BOX_OFFSET, _LEAF_OFFSET = 0.10, -0.37  # Offsets from the center of the column.
 _LEAF_HEIGHT = 0.88
 _ORDER = {"send": 0, "recv": 1, "node": 2}
 _FILL = {"leaf": "#f3e3b8", "node": "#dbe6f4", "send": "#e6dcee", "recv": "#d9ecec"}
@@ -37,20 +36,13 @@ _COLUMN, _INSIDE, _ACROSS, _FROM_LEAF = "#f6f7f8", "#55606b", "#7d5a91", "#cdb67
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """The places of the vertices that are drawn, and the height of the picture."""
-
     workers: tuple[str, ...]
-    places: Mapping[str, tuple[float, float]]
-    top: float  # Heights count downwards; leaves may stand above the first call.
+    places: Mapping[str, tuple[float, float]]  # (x, y) by id; y grows downwards.
+    top: float  # Negative if leaves are above the first call.
     height: int
 
 
 def draw_graph(path: Path, graph: Graph, title: str) -> None:
-    """Write the picture, a PNG, of a graph with a vertex; of a large one its beginning.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     layout = _laid_out(graph)
     columns = len(layout.workers)
     size = (
@@ -62,41 +54,41 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(layout.height - 0.3, layout.top - 1.6)
     axes.axis("off")
-    for place, worker in enumerate(layout.workers):
+    for x, worker in enumerate(layout.workers):
         low, high = layout.height - 0.35, layout.top - 1.5
-        axes.add_patch(Rectangle((place - 0.47, high), 0.94, low - high, color=_COLUMN))
+        axes.add_patch(Rectangle((x - 0.47, high), 0.94, low - high, color=_COLUMN))
         axes.text(
-            place, layout.top - 1.0, shortened(worker, _NAME_MAX),
+            x, layout.top - 1.0, shortened(worker, _NAME_MAX),
             ha="center", va="center", weight="bold", parse_math=False,
         )  # fmt: skip
     vertices = {vertex.id: vertex for vertex in graph.vertices}
     for edge in graph.edges:
         if edge.source in layout.places and edge.target in layout.places:
             _draw_edge(axes, edge, vertices, layout)
-    for id, at in layout.places.items():
-        _draw_vertex(axes, vertices[id], at)
-    said = f"{title}{_left_out(graph, layout)}"
-    axes.set_title(said, loc="left", fontsize=11, parse_math=False)
+    for id, place in layout.places.items():
+        _draw_vertex(axes, vertices[id], place)
+    title += _left_out(graph, layout)
+    axes.set_title(title, loc="left", fontsize=11, parse_math=False)
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
 def _left_out(graph: Graph, layout: _Layout) -> str:
-    """Return what the picture leaves out, for its title."""
+    """Return a suffix of the title that says which part of the graph is drawn."""
     drawn, total = len(layout.places), len(graph.vertices)
-    said = []
+    parts = []
     if drawn < total:
-        said.append(f"its first {drawn:,} of {total:,} vertices")
+        parts.append(f"its first {drawn:,} of {total:,} vertices")
     if graph.left_out:
         columns = len(graph.workers)
-        said.append(f"on {columns:,} of {columns + graph.left_out:,} workers")
-    return f": {' '.join(said)}" if said else ""
+        parts.append(f"on {columns:,} of {columns + graph.left_out:,} workers")
+    return f": {' '.join(parts)}" if parts else ""
 
 
 def _laid_out(graph: Graph) -> _Layout:
     present = {vertex.worker for vertex in graph.vertices}
     workers = tuple(w for w in graph.workers if w in present)
     places = {
-        id: (workers.index(worker) + _MIDDLE, float(height))
+        id: (workers.index(worker) + _BOX_OFFSET, float(height))
         for id, (worker, height) in _heights(graph).items()
         if height < HEIGHTS_MAX
     }
@@ -107,19 +99,19 @@ def _laid_out(graph: Graph) -> _Layout:
 
 
 def _heights(graph: Graph) -> dict[str, tuple[str, int]]:
-    """Return each vertex's height: below its sources and its worker's former calls."""
+    """Return the (worker, row) of each vertex. In these rows, all edges point down."""
     sources: dict[str, list[str]] = {}
     for edge in graph.edges:
         sources.setdefault(edge.target, []).append(edge.source)
-    found: dict[str, tuple[str, int]] = {}
-    free: dict[str, int] = {}
+    rows: dict[str, tuple[str, int]] = {}
+    free: dict[str, int] = {}  # The first free row of each worker.
     calls = [vertex for vertex in graph.vertices if vertex.kind != "leaf"]
-    for vertex in sorted(calls, key=lambda one: (one.path, _ORDER[one.kind])):
-        above = [found[id][1] for id in sources.get(vertex.id, ()) if id in found]
-        height = max([free.get(vertex.worker, 0), *(at + 1 for at in above)])
-        found[vertex.id] = vertex.worker, height
-        free[vertex.worker] = height + 1
-    return found
+    for vertex in sorted(calls, key=lambda call: (call.path, _ORDER[call.kind])):
+        above = [rows[id][1] for id in sources.get(vertex.id, ()) if id in rows]
+        row = max([free.get(vertex.worker, 0), *(source + 1 for source in above)])
+        rows[vertex.id] = vertex.worker, row
+        free[vertex.worker] = row + 1
+    return rows
 
 
 def _leaf_places(
@@ -127,9 +119,13 @@ def _leaf_places(
     places: Mapping[str, tuple[float, float]],
     workers: tuple[str, ...],
 ) -> dict[str, tuple[float, float]]:
-    """Put each leaf beside its first use, or above that if there is room."""
-    taken: set[tuple[float, float]] = set()
-    found: dict[str, tuple[float, float]] = {}
+    """Return the (x, y) of each leaf.
+
+    A leaf is next to the vertex that uses it first, or at the next free place above.
+    Leaves that no drawn vertex uses, or without a free place, are left out.
+    """
+    occupied: set[tuple[float, float]] = set()
+    leaf_places: dict[str, tuple[float, float]] = {}
     for leaf in graph.vertices:
         if leaf.kind != "leaf":
             continue
@@ -137,13 +133,13 @@ def _leaf_places(
                 if e.source == leaf.id and e.target in places]  # fmt: skip
         if not uses:
             continue
-        x, y = workers.index(leaf.worker) + _LEAF_AT, min(uses)
-        while (x, y) in taken:  # Bounded: by the heights that there are.
+        x, y = workers.index(leaf.worker) + _LEAF_OFFSET, min(uses)
+        while (x, y) in occupied:  # Bounded by the number of occupied places.
             y -= _LEAF_HEIGHT
         if y > -_LEAF_HEIGHT * (ABOVE_MAX + 0.5):
-            taken.add((x, y))
-            found[leaf.id] = (x, y)
-    return found
+            occupied.add((x, y))
+            leaf_places[leaf.id] = (x, y)
+    return leaf_places
 
 
 def _draw_vertex(axes: Axes, vertex: Vertex, place: tuple[float, float]) -> None:
@@ -180,7 +176,7 @@ def _draw_edge(
     (x, y), (to_x, to_y) = layout.places[edge.source], layout.places[edge.target]
     half_width, half_height = _BOX[0] / 2, _BOX[1] / 2
     if source.kind == "leaf":
-        # Down a trunk of its own, so that a leaf that is used often stays readable.
+        # Each leaf has a vertical line, which separates the edges of different leaves.
         number = source.label.rpartition(" ")[2]
         trunk_x = x + 0.03 * ((int(number) if number.isdigit() else 0) % 5 - 2)
         axes.plot([trunk_x, trunk_x], [y, to_y], color=_FROM_LEAF, lw=0.9, zorder=1)
@@ -191,7 +187,7 @@ def _draw_edge(
     elif to_y - y < 1.5:
         _arrow(axes, (x, y + half_height), (to_x, to_y - half_height), _INSIDE)
     else:
-        # Around the boxes between, on the right of the column.
+        # Draw the edge on the right of the column, around the boxes in between.
         right = x + half_width
         trunk_x = right + 0.02 + 0.012 * (int(y) % 4)
         xs, ys = [right, trunk_x, trunk_x], [y, y, to_y - 0.12]

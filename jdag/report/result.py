@@ -1,4 +1,4 @@
-"""The result of a run, as `result.json` holds it."""
+"""The file `result.json`, the result of a run."""
 
 import json
 from collections.abc import Mapping
@@ -11,12 +11,10 @@ from jdag.errors import ScenarioError
 from jdag.settings.toml_files import parsed_text, text_in
 
 RESULT, TRACE = "result.json", "trace.jsonl"
-JSON_BYTES_MAX = 1 << 28  # Of a file of a run, which may be any by now.
+JSON_BYTES_MAX = 1 << 28  # Limits memory use if the file was replaced.
 
 
 class Expectation(Struct):
-    """One expectation of a figure: what was wanted, what it is, whether it is met."""
-
     figure: str
     wanted: str
     got: Any
@@ -24,7 +22,7 @@ class Expectation(Struct):
 
 
 class _Result(Struct):
-    """The contents of `result.json`; each figure is also a key of its own."""
+    """The contents of `result.json`. Each metric is also a top-level key."""
 
     name: str
     question: str
@@ -44,12 +42,6 @@ class _Result(Struct):
 
 
 def json_of(path: Path) -> Any:
-    """Return the contents of a JSON file.
-
-    Raises:
-        ValueError: it cannot be read, has more than `JSON_BYTES_MAX`, is no JSON, or
-            nested too deep.
-    """
     try:
         return parsed_text(json.loads, text_in(path, JSON_BYTES_MAX))
     except ScenarioError as error:
@@ -57,16 +49,12 @@ def json_of(path: Path) -> Any:
 
 
 def read_result(folder: Path) -> Mapping[str, Any]:
-    """Return the result of the run in a folder.
-
-    Raises:
-        ValueError: there is no result, or a key is missing or has another type.
-    """
-    found = json_of(folder / RESULT)
+    """Return the result of a run. Raises ValueError if it is missing or invalid."""
+    contents = json_of(folder / RESULT)
     try:
-        known = convert(found, _Result)
+        result = convert(contents, _Result)
     except ValidationError as error:
-        said, _, place = str(error).partition(" - at `$")
+        text, _, place = str(error).partition(" - at `$")
         key = f"{place[1:-1]} in " if place[1:] else ""
-        raise ValueError(f"{key}{RESULT}: {said[0].lower()}{said[1:]}") from None
-    return {"not_asked": known.not_asked, **found}
+        raise ValueError(f"{key}{RESULT}: {text[0].lower()}{text[1:]}") from None
+    return {"not_asked": result.not_asked, **contents}

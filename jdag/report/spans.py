@@ -1,7 +1,7 @@
-"""Time in a trace: when each job ran, and when each message was in flight.
+"""The times in a trace: when each job ran, and when each message was in flight.
 
-Jobs and transfers are operations (`jdag.report.operations`), in order of start time; a
-transfer is a send whose message was handed on.
+Jobs and transfers are operations (`jdag.report.operations`) in order of start time. A
+transfer is a send whose message arrived.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,11 +12,11 @@ from typing import NamedTuple
 from jdag.report.operations import Operation, operations_of
 from jdag.runtime.trace import Trace
 
-Window = tuple[int, int]  # From when to when, nanoseconds.
+Window = tuple[int, int]  # (from_ns, until_ns).
 
 
 class SpanMark(NamedTuple):
-    """An event without duration: a drop, a resend, a duplicate, a crash, a loss."""
+    """An event without duration, of a kind in `_MARKS`."""
 
     worker: str
     kind: str
@@ -29,14 +29,11 @@ _MARKS = ("drop", "resend", "duplicate", "crash", "lost")
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The jobs, transfers and marks of a run, or of a part of it."""
-
     jobs: tuple[Operation, ...]
     transfers: tuple[Operation, ...]
     marks: tuple[SpanMark, ...]
 
     def within(self, window_ns: Window) -> "Spans":
-        """Return the part that overlaps or touches a window of time."""
         first_ns, last_ns = window_ns
 
         def overlaps(span: Operation) -> bool:
@@ -44,25 +41,24 @@ class Spans:
 
         return Spans(
             tuple(job for job in self.jobs if overlaps(job)),
-            tuple(one for one in self.transfers if overlaps(one)),
+            tuple(send for send in self.transfers if overlaps(send)),
             tuple(mark for mark in self.marks if first_ns <= mark.at_ns <= last_ns),
         )
 
 
 def spans_of(trace: Trace) -> Spans:
-    """Return the jobs, transfers and marks of a trace."""
     jobs: list[Operation] = []
     transfers: list[Operation] = []
-    for one in sorted(operations_of(trace), key=lambda one: one.start_ns):
-        if one.pair < 0:
-            jobs.append(one)
-        elif one.kind == "send" and one.end_ns >= 0:
-            transfers.append(one)
+    for operation in sorted(operations_of(trace), key=lambda each: each.start_ns):
+        if operation.pair < 0:
+            jobs.append(operation)
+        elif operation.kind == "send" and operation.end_ns >= 0:
+            transfers.append(operation)
     marks: list[SpanMark] = []
     for record in trace:
         if record.kind in _MARKS:
-            said = record.named
-            peer = said.get("peer", said.get("destination", ""))
+            detail = record.named
+            peer = detail.get("peer", detail.get("destination", ""))
             marks.append(SpanMark(record.worker, record.kind, peer, record.time_ns))
     return Spans(tuple(jobs), tuple(transfers), tuple(marks))
 
@@ -70,10 +66,10 @@ def spans_of(trace: Trace) -> Spans:
 def bubble(
     jobs: Iterable[Operation], workers: Sequence[str], window: Window
 ) -> dict[str, Fraction]:
-    """Return for each worker 1 - busy time / length of the window, exactly.
+    """Return the exact bubble of each worker: 1 - busy time / length of the window.
 
-    A worker is busy while it computes: jobs, in order of their starts, that run at one
-    time count once. The bubble of an empty window is 0.
+    `jobs` must be in order of start time. The time of overlapping jobs of a worker
+    counts once. The bubble of an empty window is 0.
     """
     first_ns, last_ns = window
     busy_ns, until_ns = dict.fromkeys(workers, 0), dict.fromkeys(workers, first_ns)

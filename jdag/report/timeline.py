@@ -1,4 +1,4 @@
-"""The timeline of a run as a picture: the chart of `jdag.report.gantt` as a PNG."""
+"""The timeline of a run as a PNG picture, from the data of `jdag.report.gantt`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,23 +15,18 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from jdag.report.formatting import formatted, shortened
 
 _WIDTH_INCHES = 12.0
-_ROW_INCHES, _ROWS_INCHES = 0.5, 15.0  # One row, and all together, at most.
-_DENSE_INCHES = (0.13, 7.5)  # The same of a chart with more rows.
-_FRAME_INCHES = 1.75  # Title, axis and legend.
+_ROW_INCHES, _ROWS_INCHES = 0.5, 15.0  # Height of a row, and maximum for all rows.
+_DENSE_INCHES = (0.13, 7.5)  # The same two heights for a dense chart.
+_FRAME_INCHES = 1.75  # Height of title, axis and legend.
 _NAMES_MAX, _NAME_MAX = 40, 24
-_EDGE_SHARE = 0.001  # A bar that is wider than this share of the axis has an edge.
-_LABEL_SHARE = 0.006  # What a character of a label takes of the axis.
+_EDGE_SHARE = 0.001  # Wider bars, relative to the axis, have an edge.
+_LABEL_SHARE = 0.006  # Width of a character of a label, as a share of the axis.
 _LABELS_MAX = 3_000
 _SYMBOLS = {"drop": ("x", 16), "crash": ("X", 80)}
 _INK, _SOFT = "#22272c", "#68727c"
 
 
 def draw_timeline(path: Path, gantt: Mapping[str, Any], title: str) -> None:
-    """Write the picture.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
     rows, length_ns = gantt["rows"], gantt["length_ns"]
     row_inches, most = (_ROW_INCHES, _ROWS_INCHES)
     if gantt["is_dense"]:
@@ -46,55 +41,53 @@ def draw_timeline(path: Path, gantt: Mapping[str, Any], title: str) -> None:
         _draw_texts(axes, gantt)
     for kind in gantt["marks"]:
         symbol, points = _SYMBOLS[kind]
-        at = [(time_ns, y + 0.8) for y, row in enumerate(rows)
-              for time_ns, one in row["marks"] if one == kind]  # fmt: skip
-        axes.scatter([x for x, _ in at], [y for _, y in at], s=points, marker=symbol,
+        xys = [(time_ns, y + 0.8) for y, row in enumerate(rows)
+               for time_ns, mark in row["marks"] if mark == kind]  # fmt: skip
+        axes.scatter([x for x, _ in xys], [y for _, y in xys], s=points, marker=symbol,
                      color=_INK, linewidths=1.0, zorder=4, clip_on=False)  # fmt: skip
     if length_ns == 0:
-        axes.text(0.5, 0.5, "nothing took any time", ha="center", va="center",
+        axes.text(0.5, 0.5, "no job took any time", ha="center", va="center",
                   transform=axes.transAxes, color=_SOFT)  # fmt: skip
     axes.set_title(title, loc="left", fontsize=11, pad=10, parse_math=False)
     _legend(figure, gantt)
-    # No date and no version in the file: the same run gives the same bytes.
+    # The file contains no date or version, so that equal runs give equal bytes.
     figure.savefig(path, dpi=130, metadata={"Software": None})
 
 
 def _draw_bars(axes: Axes, gantt: Mapping[str, Any], kind: str, color: str) -> None:
-    """Draw all bars of a kind; what is thinner than a pixel shades it by its share."""
     lanes, length_ns = gantt["lanes"], gantt["length_ns"]
     bars = [
         (max(start, 0), min(end, length_ns), y + lanes[lane][0], lanes[lane][1])
         for y, row in enumerate(gantt["rows"])
-        for start, end, one, lane, *_ in row["bars"]
-        if one == kind
+        for start, end, bar_kind, lane, *_ in row["bars"]
+        if bar_kind == kind
     ]
-    left, right, top, height = np.array(bars, dtype=float).T
-    xs, ys = [left, right, right, left], [top, top, top + height, top + height]
+    start, end, top, height = np.array(bars, dtype=float).T
+    xs, ys = [start, end, end, start], [top, top, top + height, top + height]
     corners: Any = np.stack([np.stack(xs, 1), np.stack(ys, 1)], 2)
-    # An edge parts wide bars, or closes the seams between dense rows.
-    is_wide = right - left > _EDGE_SHARE * length_ns
+    # White edges separate wide bars. In a dense chart, edges fill gaps between rows.
+    is_wide = end - start > _EDGE_SHARE * length_ns
     edge = (color, 0.4) if gantt["is_dense"] else ("white", 0.5)
-    drawn = PolyCollection(
+    polygons = PolyCollection(
         corners, facecolors=color, edgecolors=edge[0],
         linewidths=np.where(is_wide, edge[1], 0.0), snap=False, zorder=2,
     )  # fmt: skip
-    axes.add_collection(drawn, autolim=False)
+    axes.add_collection(polygons, autolim=False)
 
 
 def _draw_texts(axes: Axes, gantt: Mapping[str, Any]) -> None:
-    """Write the labels of bars with room for them, and how busy each worker was."""
     length_ns, lanes = gantt["length_ns"], gantt["lanes"]
     labels = 0
     for y, row in enumerate(gantt["rows"]):
         for start, end, _, lane, label, _ in row["bars"]:
-            left, right = max(start, 0), min(end, length_ns)
-            room = int((right - left) / (_LABEL_SHARE * length_ns))
+            first, last = max(start, 0), min(end, length_ns)
+            room = int((last - first) / (_LABEL_SHARE * length_ns))
             if not label or room < min(len(label) + 1, 5) or labels == _LABELS_MAX:
                 continue
             labels += 1
             top, height = lanes[lane]
             axes.text(
-                (left + right) / 2, y + top + height / 2, shortened(label, room),
+                (first + last) / 2, y + top + height / 2, shortened(label, room),
                 ha="center", va="center", fontsize=7, color="white", zorder=3,
                 parse_math=False, clip_on=True,
             )  # fmt: skip
@@ -111,8 +104,7 @@ def _frame(axes: Axes, gantt: Mapping[str, Any]) -> None:
     idle, gap = gantt["idle"], 0.0 if gantt["is_dense"] else 0.05
     for y in range(len(rows)):
         axes.barh(y + gap, length, 1 - 2 * gap, align="edge", color=idle, zorder=0)
-    every = -(-len(rows) // _NAMES_MAX)
-    named = range(0, len(rows), every)
+    named = range(0, len(rows), -(-len(rows) // _NAMES_MAX))
     names = [shortened(rows[y]["worker"], _NAME_MAX) for y in named]
     axes.set_yticks([y + 0.5 for y in named], names,
                     fontsize=7 if gantt["is_dense"] else 10)  # fmt: skip

@@ -1,15 +1,16 @@
-"""A run as Perfetto's own format, TrackEvent packets: exact and whole.
+"""Export of a run in Perfetto's own format, TrackEvent packets, with exact times.
 
-A worker is a process. Its tracks are its device, the queue to each other worker, with
-a slice from the sending of a message till it was handed on, and its inbox, with a slice
-of 1 ns for each message. An arrow joins the two slices of a message. Slices of a track
-nest, so what overlaps lies on further lanes of the same name. Times are nanoseconds.
+Each worker is a process with three kinds of tracks. The first is its device. The second
+is a queue to each other worker, with a slice for each message from send to delivery.
+The third is its inbox, with a slice of 1 ns for each message. An arrow (flow) joins the
+two slices of a message. Slices of a Perfetto track must nest, so overlapping slices are
+on additional tracks ("lanes") with the same name. A message that did not arrive is an
+instant event. Times are nanoseconds.
+
+A flow cannot join a slice of duration 0, so a slice lasts at least 1 ns. Its annotation
+`duration_ns` has the exact duration. Causes other than messages are not represented.
 
 Source: Perfetto, protos/perfetto/trace (trace_packet, track_descriptor, track_event).
-
-TrackEvent cannot say: causes other than messages; and a duration of 0 that an arrow may
-join, so a slice has at least 1 ns, and its annotation `duration_ns` the exact length. A
-message that did not arrive is an instant.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,12 +23,12 @@ from jdag.report.spans import SpanMark
 
 _BEGIN, _END, _INSTANT = 1, 2, 3
 _SEQUENCE = 1
-_BY_NAME = 1  # The order of a worker's tracks.
-_Event = tuple[int, int, bytes]  # Time, rank among those of one time, packet.
+_BY_NAME = 1  # The tracks of a worker are sorted by name.
+_Event = tuple[int, int, bytes]  # (time, rank among the events of that time, packet).
 
 
 class _Tracks:
-    """The tracks of all workers; a track's number is its place, from 1."""
+    """The tracks of all workers. A track's id is its index in `packets` plus 1."""
 
     def __init__(self, workers: Sequence[str]) -> None:
         self.packets: list[bytes] = []
@@ -35,21 +36,20 @@ class _Tracks:
         self._processes: dict[str, int] = {}
         for pid, worker in enumerate(workers, 1):
             process = nested(3, number(1, pid) + nested(6, worker))
-            self._processes[worker] = self._described(process + number(11, _BY_NAME))
+            self._processes[worker] = self._add(process + number(11, _BY_NAME))
 
     def lane(self, worker: str, name: str, start_ns: int, end_ns: int) -> int:
-        """Return the first lane of this name that is free at a time; take it."""
         lanes = self._ends.setdefault((worker, name), [])
-        for place, (track, free_ns) in enumerate(lanes):
+        for index, (track, free_ns) in enumerate(lanes):
             if free_ns <= start_ns:
-                lanes[place] = track, end_ns
+                lanes[index] = track, end_ns
                 return track
-        said = name if not lanes else f"{name}, lane {len(lanes) + 1}"
+        title = name if not lanes else f"{name}, lane {len(lanes) + 1}"
         parent = number(5, self._processes[worker])
-        lanes.append((self._described(nested(2, said) + parent), end_ns))
+        lanes.append((self._add(nested(2, title) + parent), end_ns))
         return lanes[-1][0]
 
-    def _described(self, fields: bytes) -> int:
+    def _add(self, fields: bytes) -> int:
         track = len(self.packets) + 1
         self.packets.append(_packet(nested(60, number(1, track) + fields)))
         return track
@@ -60,61 +60,62 @@ def track_events(
     marks: Iterable[SpanMark],
     workers: Sequence[str],
 ) -> bytes:
-    """Return the file of all operations and marks of these workers."""
     tracks = _Tracks(workers)
     events: list[_Event] = []
-    for one in sorted(operations, key=lambda one: one.start_ns):
-        events += _of_operation(tracks, one)
+    for operation in sorted(operations, key=lambda each: each.start_ns):
+        events += _events_of(tracks, operation)
     for mark in marks:
         track = tracks.lane(mark.worker, "network", mark.at_ns, mark.at_ns)
         fields = nested(23, mark.kind) + _annotation("peer", mark.peer)
         events.append((mark.at_ns, 1, _event(mark.at_ns, _INSTANT, track, fields)))
-    # At one time slices end first, then others begin, sends before receives.
+    # At equal times, slices end before others begin, and sends come before receives.
     events.sort(key=lambda event: event[:2])
     return b"".join([*tracks.packets, *[packet for *_, packet in events]])
 
 
-def _of_operation(tracks: _Tracks, one: Operation) -> list[_Event]:
-    names = {"send": f"queue to {one.peer}", "recv": "inbox"}
-    ways = {"send": f" to {one.peer}", "recv": f" from {one.peer}"}
-    lane = names.get(one.kind, "device")
-    name = one.name.rpartition(":")[2] + ways.get(one.kind, "")
-    fields = nested(22, one.kind) + nested(23, name) + _said(one)
-    start_ns = one.start_ns
-    if one.end_ns < 0:
-        track = tracks.lane(one.worker, lane, start_ns, start_ns)
+def _events_of(tracks: _Tracks, operation: Operation) -> list[_Event]:
+    kind, worker, peer = operation.kind, operation.worker, operation.peer
+    lane, suffix = {
+        "send": (f"queue to {peer}", f" to {peer}"),
+        "recv": ("inbox", f" from {peer}"),
+    }.get(kind, ("device", ""))
+    name = operation.name.rpartition(":")[2] + suffix
+    fields = nested(22, kind) + nested(23, name) + _annotations(operation)
+    start_ns = operation.start_ns
+    if operation.end_ns < 0:
+        track = tracks.lane(worker, lane, start_ns, start_ns)
         return [(start_ns, 1, _event(start_ns, _INSTANT, track, fields))]
-    end_ns = max(one.end_ns, start_ns + 1)
-    track = tracks.lane(one.worker, lane, start_ns, end_ns)
-    if one.pair >= 0:
-        fields += fixed64(47 if one.kind == "send" else 48, one.pair + 1)
-    rank = 2 if one.kind == "recv" else 1
+    end_ns = max(operation.end_ns, start_ns + 1)
+    track = tracks.lane(worker, lane, start_ns, end_ns)
+    if operation.pair >= 0:
+        fields += fixed64(47 if kind == "send" else 48, operation.pair + 1)
+    rank = 2 if kind == "recv" else 1
     return [
         (start_ns, rank, _event(start_ns, _BEGIN, track, fields)),
         (end_ns, 0, _event(end_ns, _END, track, b"")),
     ]
 
 
-def _said(one: Operation) -> bytes:
-    said: dict[str, int | str] = {
-        "id": one.id,
-        "function" if one.pair < 0 else "message": one.name,
-        "context": one.context,
-        "pass": one.number,
-        "path": dotted(one.path),
+def _annotations(operation: Operation) -> bytes:
+    values: dict[str, int | str] = {
+        "id": operation.id,
+        "function" if operation.pair < 0 else "message": operation.name,
+        "context": operation.context,
+        "pass": operation.number,
+        "path": dotted(operation.path),
     }
-    if one.end_ns >= 0:
-        said["duration_ns"] = one.end_ns - one.start_ns
-    if one.pair >= 0:
-        said["payload_bytes"] = one.payload_bytes
-        said["wire_bytes"] = one.wire_bytes
-    return b"".join(_annotation(name, value) for name, value in said.items())
+    if operation.end_ns >= 0:
+        values["duration_ns"] = operation.end_ns - operation.start_ns
+    if operation.pair >= 0:
+        values["payload_bytes"] = operation.payload_bytes
+        values["wire_bytes"] = operation.wire_bytes
+    return b"".join(_annotation(name, value) for name, value in values.items())
 
 
 @lru_cache(1 << 14)
 def _annotation(name: str, value: int | str) -> bytes:
-    held = nested(6, value) if isinstance(value, str) else number(3, value)
-    return nested(4, nested(10, name) + held)
+    data = nested(6, value) if isinstance(value, str) else number(3, value)
+    return nested(4, nested(10, name) + data)
 
 
 def _event(at_ns: int, kind: int, track: int, fields: bytes) -> bytes:

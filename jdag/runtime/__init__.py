@@ -1,1 +1,1 @@
-"""What both drivers share: how one worker carries out its effects, and its counts."""
+"""The runtime of one worker under both drivers: effects, statistics and traces."""

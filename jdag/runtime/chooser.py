@@ -1,17 +1,17 @@
-"""One chooser for every choice of a run that its program and settings leave open.
+"""The source of all choices that the program and settings of a run leave open.
 
-    chance       whether a fault befalls a frame
-    amount       how long jitter, or the delay of a fault, is
-    pick_job     which of the ready jobs of a device runs next
-    pick_event   which of the events that are due at one instant happens next: that a
-                 frame arrives, a job begins or ends, a program begins or goes on
+    chance       whether a fault affects a frame
+    amount       the length of jitter, or of a fault's delay
+    pick_job     the next job of those that are ready on a device
+    pick_event   the next event of those due at one instant: arrival of a frame, begin
+                 or end of a job, start or resumption of a program
 
 `Chooser` draws amounts and chances from a seed, and orders ready jobs by a policy. A
-strategy, or a script of the choices of an earlier run, overrides these methods. Picks
-are asked for only where it sets `picks_jobs` or `picks_events`.
+strategy, or a script of an earlier run's choices, overrides these methods. Picks are
+requested only if it sets `picks_jobs` or `picks_events`.
 
-Invariants: nothing is asked where the answer is certain: a probability of 0 or 1, an
-amount with equal bounds. A choice changes when things happen, and never gradient bits.
+Invariants: nothing is requested if only one answer is possible: a probability of 0 or
+1, an amount with equal bounds. A choice changes times and orders, never gradient bits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +20,8 @@ from typing import Any
 
 from jdag.errors import ScenarioError, unusable
 
-# The order of a ready job, lowest first, by its `phase` (0: forward, else its pass) and
-# its `path`. Jobs of equal keys run in the order in which they became ready.
+# The sort key of a ready job, from its `phase` (0: forward, else the number of its
+# pass) and `path`. Jobs with equal keys run in the order in which they became ready.
 JobKey = Callable[[Any], tuple[Any, ...]]
 
 
@@ -32,44 +32,42 @@ POLICIES: Mapping[str, JobKey] = {
 
 
 class Chooser:
-    """Choices by a seed and a policy.
+    """Makes choices from a seed and a policy.
 
     "path" is the order of the program: forward before backward, then by pass, then by
-    path. "backward_first": backward before forward, then the same. Both take what is
-    ready; the orders of pipelines, which wait for what is not, are `jdag.schedules`.
+    path. "backward_first" puts backward before forward. Both order only ready jobs.
+    Pipeline orders, which wait for jobs that are not ready, are in `jdag.schedules`.
     """
 
     picks_jobs = False
     picks_events = False
-    untimed = False  # Whether it picks the order of all steps: `jdag.sim.untimed`.
+    untimed = False  # Whether the chooser orders all steps: see `jdag.sim.untimed`.
 
     def __init__(self, seed: int = 0, policy: str = "path") -> None:
         self.job_key = POLICIES[policy]
         self._random = Random(seed)
 
     def chance(self, probability: float) -> bool:
-        """Whether something of this probability, between 0 and 1, happens."""
         return self._random.random() < probability
 
     def amount(self, least: int, most: int) -> int:
-        """An int from `least` to `most`, which is larger."""
-        # Not randrange: it draws a varying number of times, at five times the cost.
+        # randrange would draw a varying number of times, at five times the cost.
         return least + int(self._random.random() * (most - least + 1))
 
     def pick_job(self, worker: str, ready: Sequence[Any]) -> int:
-        """The index of the job to run next; `ready` is in the policy's order."""
+        """Return the index of the next job. `ready` is in the order of the policy."""
         del worker, ready
         return 0
 
     def pick_event(self, tied: Sequence[tuple[str, str]]) -> int:
-        """The index of the event to happen next; each is given as (kind, worker)."""
+        """Return the index of the next event. `tied` has (kind, worker) for each."""
         del tied
         return 0
 
 
-def checked_index(index: int, count: int, what: str = "pick of the chooser") -> int:
-    """Return an index that was picked; ScenarioError if it is none, with who did."""
+def checked_index(index: int, count: int, name: str = "pick of the chooser") -> int:
+    """Return a picked index. Raise ScenarioError if it is out of range."""
     if type(index) is not int or not 0 <= index < count:
-        allowed = f"an int from 0 to {count - 1}: an index"
-        raise ScenarioError(unusable(what, index, allowed))
+        allowed = f"an index from 0 to {count - 1}"
+        raise ScenarioError(unusable(name, index, allowed))
     return index

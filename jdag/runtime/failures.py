@@ -1,4 +1,4 @@
-"""Failures as messages carry them, and the exceptions that users see."""
+"""Conversion between failures in messages and the exceptions that users see."""
 
 import contextlib
 import os
@@ -27,18 +27,21 @@ from jdag.errors import (
     text_of,
 )
 
-_OF_COMPILED = (FloatingPointError, jax.errors.JaxRuntimeError)
+_COMPILED_ERRORS = (FloatingPointError, jax.errors.JaxRuntimeError)
 _FRAME = re.compile(r'  File "(.+)", line \d+, in ').match
 _JAX_NOTE = "JAX has removed its internal frames"
-_THEIRS = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, contextlib.__file__
+_LIBRARIES = (
+    os.path.dirname(os.path.abspath(jax.__file__)) + os.sep,
+    contextlib.__file__,
+)
 
 
 def failure_of(error: BaseException, worker: str, path: Path, function: str) -> Failure:
-    """What a user's function raised on `worker`, as a value for engines to hand on.
+    """Convert an error of a user's function to a failure that engines pass on.
 
-    An error of jdag keeps its class and text, a KeyboardInterrupt its class; any other
-    is a RemoteError. Of a text that is too long for a message the middle is left out.
-    An error of a segment names the call there that raised it.
+    An error of jdag keeps its class and text, a KeyboardInterrupt keeps its class, and
+    any other error becomes a RemoteError. A text that is too long for a message loses
+    its middle. An error of a segment names the call that raised it.
     """
     is_ours = is_own(error)
     function, call_site = failed_call(error) or (function, "")
@@ -58,10 +61,7 @@ def failure_of(error: BaseException, worker: str, path: Path, function: str) -> 
 def remote_error(
     error: Exception, fn: Callable[..., Any], worker: str, site: object
 ) -> JdagError:
-    """Return an error that names the function, worker and call site.
-
-    Errors of jdag keep their class and get no traceback.
-    """
+    """Add function, worker and call site to an error. Keep the class of jdag errors."""
     if is_own(error):
         where = f"{name_of(fn)} failed on {worker!r}, called at {site}"
         return type(error)(f"{where}: {text_of(error)}")
@@ -69,25 +69,24 @@ def remote_error(
 
 
 def blamed(error: Exception, name: str, worker: str, site: object) -> RemoteError:
-    """Return an error that names what failed, with the user's own traceback."""
-    where, said = f"{name} failed on {worker!r}, called at {site}", named_text(error)
+    where, text = f"{name} failed on {worker!r}, called at {site}", named_text(error)
     lines = user_traceback(error)
-    return RemoteError(f"{where}: {said}\n\n{lines}" if lines else f"{where}: {said}")
+    return RemoteError(f"{where}: {text}\n\n{lines}" if lines else f"{where}: {text}")
 
 
 def exception_of(failure: Failure) -> JdagError:
-    """Return the exception that a failure names, chained to the original if it is here.
+    """Convert a failure to an exception, chained to the original exception if local.
 
-    The text has function, worker, call site, the route of workers and the user's own
-    traceback, as far as the failure knows them.
+    The text has function, worker, call site, the route of workers and the user's
+    traceback, as far as they are known.
 
     Raises:
-        KeyboardInterrupt: the failure is one, as where its function ran.
+        KeyboardInterrupt: the failure's function raised one.
     """
     if failure.error == KeyboardInterrupt.__name__:
         raise KeyboardInterrupt(failure.message) from failure.exception
-    known = getattr(errors, failure.error, None)
-    kind = known if isinstance(known, type) else RemoteError
+    cls = getattr(errors, failure.error, None)
+    kind = cls if isinstance(cls, type) else RemoteError
     text = failure.message
     if failure.function:
         site = f", called at {failure.call_site}" if failure.call_site else ""
@@ -95,7 +94,7 @@ def exception_of(failure: Failure) -> JdagError:
     elif failure.call_site:
         text = f"the call at {failure.call_site}: {text}"
     if len(failure.route) > 1:
-        text += f"\nit came along {' <- '.join(failure.route)}"
+        text += f"\nroute of workers: {' <- '.join(failure.route)}"
     if failure.traceback:
         text += f"\n\n{failure.traceback}"
     exception: JdagError = kind(text)
@@ -104,33 +103,33 @@ def exception_of(failure: Failure) -> JdagError:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` without the frames of jdag, JAX and contextlib.
+    """Format the traceback of `error` without the frames of jdag, JAX and contextlib.
 
-    Where there are no others all are shown: the error is then jdag's or JAX's own. But
-    none are if it is a JdagError, which says all by itself; a TypeError: then the
-    user's function could not be called with these arguments; of compiled code, such as
-    that of `jax_debug_nans` and of callbacks, whose text has their frames; or of JAX,
-    as of a function without a backward.
+    If there are no other frames, all frames are included: the error is then an internal
+    error of jdag or JAX. But the result is "" for a JdagError, whose text is complete;
+    for a TypeError, since the user's function does not accept these arguments; for
+    errors of compiled code (`jax_debug_nans`, callbacks), whose text has the frames;
+    and for errors of JAX, such as that of a function without a backward.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    others = [frame for frame in frames if not is_ours(frame.filename)]
-    kept = [frame for frame in others if not frame.filename.startswith(_THEIRS)]
-    if not kept and (
-        isinstance(error, (JdagError, TypeError, *_OF_COMPILED)) or _of_jax(error)
+    outside = [frame for frame in frames if not is_ours(frame.filename)]
+    user_frames = [f for f in outside if not f.filename.startswith(_LIBRARIES)]
+    if not user_frames and (
+        isinstance(error, (JdagError, TypeError, *_COMPILED_ERRORS))
+        or _is_from_jax(error)
     ):
         return ""
-    lines = traceback.format_list(kept or frames)
+    lines = traceback.format_list(user_frames or frames)
     text = "".join(["Traceback (most recent call last):\n", *lines])
-    told = error_text(error)
-    if is_own(error):  # The failure's own text has the other lines.
-        own = text_of(error)
-        told = told.replace(own, own.partition("\n")[0], 1)
-    return abridged(text, SAID_MAX) + told
+    message = error_text(error)
+    if is_own(error):  # The failure's text has the other lines.
+        jdag_text = text_of(error)
+        message = message.replace(jdag_text, jdag_text.partition("\n")[0], 1)
+    return abridged(text, SAID_MAX) + message
 
 
-def _of_jax(error: BaseException) -> bool:
-    """Whether JAX raised it, and removed its frames; asserts there are jdag's own."""
-    with contextlib.suppress(Exception):  # A user's may fail where it is asked.
+def _is_from_jax(error: BaseException) -> bool:
+    with contextlib.suppress(Exception):  # Notes of a user's exception may fail.
         is_noted = any(_JAX_NOTE in note for note in error.__notes__)
         return is_noted and not isinstance(error, AssertionError)
     return False
@@ -139,22 +138,24 @@ def _of_jax(error: BaseException) -> bool:
 def error_text(error: BaseException) -> str:
     """Return the class, text and notes of an exception, without JAX's note on frames.
 
-    A traceback in its text, as of a callback that raised, has the user's frames alone.
-    If formatting the exception itself fails, only its class is returned.
+    A traceback inside the text, such as that of a callback, keeps only the user's
+    frames. If the exception cannot be formatted, only its class is returned.
     """
     try:
-        told = traceback.TracebackException.from_exception(error)
+        formatted = traceback.TracebackException.from_exception(error)
     except Exception:
         return f"{type(error).__module__}.{type(error).__qualname__}"
-    notes = getattr(told, "__notes__", None) or ()
-    told.__notes__ = [note for note in notes if _JAX_NOTE not in note]
-    text = "".join(told.format_exception_only()).rstrip("\n")
+    notes = getattr(formatted, "__notes__", None) or ()
+    formatted.__notes__ = [note for note in notes if _JAX_NOTE not in note]
+    text = "".join(formatted.format_exception_only()).rstrip("\n")
     lines = text.split("\n")
-    named = [(n, match[1]) for n, one in enumerate(lines) if (match := _FRAME(one))]
-    last = max([n for n, file in named if is_ours(file)], default=-1)
-    gone = {n for n, file in named if n <= last or file.startswith(_THEIRS)}
+    locations = [
+        (n, match[1]) for n, text in enumerate(lines) if (match := _FRAME(text))
+    ]
+    last = max([n for n, file in locations if is_ours(file)], default=-1)
+    removed = {n for n, file in locations if n <= last or file.startswith(_LIBRARIES)}
     return abridged(
-        "\n".join([x for n, x in enumerate(lines) if n not in gone]), SAID_MAX
+        "\n".join([line for n, line in enumerate(lines) if n not in removed]), SAID_MAX
     )
 
 
@@ -168,7 +169,6 @@ def traced(
     *,
     configured: Configuration | None = None,
 ) -> Pair:
-    """Return the forward/vjp pair of a call; raise RemoteError if `fn` raises."""
     try:
         return pair(fn, parts.template, avals, tracked, configured)
     except Exception as error:

@@ -1,24 +1,24 @@
-"""The order of the inputs of an engine on a process, as a file, to repeat the run.
+"""The order of an engine's inputs in a process, as a file from which to replay the run.
 
-An engine is a pure state machine: the order of its inputs, and what they are, decide
-all its effects. What they are follows from the effects of all engines and from the
-programs; so the order of inputs on each worker decides the whole run. How the workers'
-inputs interleave does not: no engine sees it.
+An engine is a pure state machine: the order and contents of its inputs decide all its
+effects. The contents follow from the effects of all engines and from the programs. So
+the order of inputs on each worker decides the run; how the inputs of several workers
+interleave does not matter, since no engine sees it.
 
-A journal has a head, one line for each input, and a line that says why it ends. An
-input is a JSON list; as text, its parts are separated by spaces:
+A journal has a head, one line for each input, and a line with the reason for its end.
+An input is a JSON list; in this text form, spaces separate its parts:
 
-    m SENDER NUMBER KIND CONTEXT PASS PATH  a message, by its number on its link; of an
-                                            acknowledgement the PATH is how many
-    j NUMBER OUTCOME                        a job has ended: ok, or its error
+    m SENDER NUMBER KIND CONTEXT PASS PATH  a message, by its number on its link; for an
+                                            acknowledgement PATH is the count of paths
+    j NUMBER OUTCOME                        the end of a job: ok, or its error
     p KIND CONTEXT PASS PATH                an event of a program, or of an alarm
     l WORKER, J WORKER                      that incarnation is lost, or has joined
 
-Inputs:  of a node's host, each event before its engine handles it.
-Outputs: the file, written before what an event led to leaves the process, or within a
+Inputs:  events from a node's WorkerRuntime, each before its engine handles it.
+Outputs: the file, written before the effects of an input leave the process, or within a
          second.
-Invariants: a line is whole, or it is the last one; at most `bytes_max` are written,
-also with the last line, if the head has room in them.
+Invariants: every line is complete, except possibly the last; at most `bytes_max` bytes
+are written, including the last line, if the head fits.
 """
 
 import json
@@ -65,11 +65,12 @@ _log = logging.getLogger(__name__)
 
 
 def rows(inputs: Iterable[Input]) -> list[tuple[Any, ...]]:
-    """Return the lines of inputs, to be encoded; of a message, its cause is its number.
+    """Return the lines of inputs.
 
-    This is the hot loop: it calls no function of Python.
+    The cause of a message is its number on its link. The loop is hot, so it calls no
+    functions.
     """
-    found: list[tuple[Any, ...]] = []
+    lines: list[tuple[Any, ...]] = []
     for event, causes in inputs:
         kind = event.__class__
         row: tuple[Any, ...]
@@ -107,17 +108,15 @@ def rows(inputs: Iterable[Input]) -> list[tuple[Any, ...]]:
                 event.number if has_number else 0,
                 event.path if has_path else (),
             )
-        found.append(row)
-    return found
+        lines.append(row)
+    return lines
 
 
 def entry(event: Any, causes: tuple[int, ...] = ()) -> str:
-    """Return the line of an input as text."""
     return _text(json.loads(_encode(rows([(event, causes)])[0])))
 
 
 def _text(row: Any) -> str:
-    """Return a line as text, to compare it and for errors."""
     if row[0] in ("m", "p"):
         *row, context, number, path = row
         context = "-" if context is None else str(ContextId(*context))
@@ -126,13 +125,10 @@ def _text(row: Any) -> str:
 
 
 class Journal:
-    """Writes the journal of one node.
+    """Writes the journal of a node. Raises ScenarioError if it cannot create the file.
 
-    `note` takes an input, before its engine handles it. It becomes a line when it is
-    written, together with others.
-
-    Raises:
-        ScenarioError: the file cannot be made.
+    `note` records an input, before its engine handles it; `flush` writes the recorded
+    inputs.
     """
 
     def __init__(self, path: Path, head: dict[str, Any], bytes_max: int) -> None:
@@ -144,26 +140,24 @@ class Journal:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         except OSError as error:
-            said = f"journal: {path} cannot be made: {reason(error)}"
-            raise ScenarioError(said) from error
+            text = f"journal: {path} cannot be created: {reason(error)}"
+            raise ScenarioError(text) from error
         self._write(json.dumps(head).encode() + b"\n")
 
     def flush(self) -> None:
-        """Write what has been noted, as far as there is room."""
         if not self._noted:
             return
         data = _encode_lines(rows(self._noted))
         self._noted.clear()
         if len(data) > self._left_bytes:
-            whole = data.rfind(b"\n", 0, max(self._left_bytes, 0)) + 1
-            self._end(data[:whole], FULL)
-            why = "it has journal_bytes; what is there can be replayed"
+            end = data.rfind(b"\n", 0, max(self._left_bytes, 0)) + 1
+            self._end(data[:end], FULL)
+            why = "it has reached journal_bytes; its lines can be replayed"
             _log.warning("the journal %s ends: %s", self._path, why)
         else:
             self._write(data)
 
     def close(self) -> None:
-        """Write the rest; the run has ended."""
         self.flush()
         if self._file >= 0:
             self._end(b"", END)
@@ -185,12 +179,12 @@ class Journal:
     def _stop(self) -> None:
         os.close(self._file)
         self._file = -1
-        self.note = deque[Input](maxlen=0).append  # What comes now is not kept.
+        self.note = deque[Input](maxlen=0).append  # Discards later inputs.
 
 
 @dataclass(slots=True)
 class Entries:
-    """The lines of one worker's journal, and why it ends: "end", "full", "" if lost."""
+    """A worker's journal: its lines, and its last line ("end", "full"; "" if lost)."""
 
     worker: str
     lines: list[str]
@@ -198,84 +192,78 @@ class Entries:
 
 
 def head_of(worker: str, workers: Sequence[str], program: str) -> dict[str, Any]:
-    """Return what the first line of a journal says."""
-    names = [*workers]
-    made = {"format": _FORMAT, "jdag": version_of("jdag"), "program": program}
-    return {**made, "worker": worker, "workers": names}
+    run = {"format": _FORMAT, "jdag": version_of("jdag"), "program": program}
+    return {**run, "worker": worker, "workers": [*workers]}
 
 
 def read_journals(
     folder: Path, workers: Sequence[str], program: str
 ) -> dict[str, Entries]:
-    """Read the journals of a run of these workers by this program, incarnations too.
+    """Read the journals of a run of these workers by this program.
+
+    Incarnations that joined again are included.
 
     Raises:
-        ScenarioError: one is missing, truncated, damaged, or of another program or
-            version.
+        ScenarioError: a journal is missing, truncated, damaged, or of another program
+            or version.
     """
-    found: dict[str, Entries] = {}
+    journals: dict[str, Entries] = {}
     names = [*workers]
-    for name in names:  # Those that have joined again follow.
-        found[name] = one = _read(folder, name, workers, program)
-        again = [line[2:] for line in one.lines if line[0] == "J"]
-        names += [worker for worker in again if worker not in names]
-    home = found[names[0]]
-    # As a run ends, workers notice each other's end as a loss; main does not.
-    telling = [home] if home.end == END else [*found.values()]
-    lost = {line[2:] for one in telling for line in one.lines if line[0] == "l"}
-    for name, one in found.items():
-        if not one.end and name not in lost:
+    for name in names:  # Incarnations that joined again are appended.
+        journals[name] = journal = _read(folder, name, workers, program)
+        joined = [line[2:] for line in journal.lines if line[0] == "J"]
+        names += [worker for worker in joined if worker not in names]
+    main = journals[names[0]]
+    # When a run ends, workers record the end of other workers as losses. Main does not.
+    sources = [main] if main.end == END else [*journals.values()]
+    lost = {line[2:] for each in sources for line in each.lines if line[0] == "l"}
+    for name, journal in journals.items():
+        if not journal.end and name not in lost:
             raise ScenarioError(
-                f"{folder / (name + SUFFIX)} is truncated: it has no last line,"
-                f" and no journal says that worker {name!r} was lost during the run"
+                f"{folder / (name + SUFFIX)} is truncated: its last line is missing,"
+                f" and no journal records the loss of worker {name!r} during the run"
             )
-    return found
+    return journals
 
 
 def check_journals(folder: Path) -> None:
-    """Check the journals of a folder, before what is to replay them is known.
-
-    Raises:
-        ScenarioError: there are none; one is missing, truncated, or of another version.
-    """
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         head, _ = _parts(path)
         read_journals(folder, head.get("workers", ()), head.get("program", ""))
         return
-    raise ScenarioError(f"{folder} has no journal of jdag.launch(journal=)")
+    raise ScenarioError(f"{folder} contains no journal of jdag.launch(journal=)")
 
 
 def _read(folder: Path, name: str, workers: Sequence[str], program: str) -> Entries:
     path = folder / (name + SUFFIX)
     head, lines = _parts(path)
-    for key, wanted in head_of(name, workers, program).items():
-        if head.get(key) != wanted:
-            said = f"{path} is of {key} = {head.get(key)!r}"
-            raise ScenarioError(f"{said}; what would replay it has {wanted!r}")
-    lines.pop()  # What follows the last line's end: nothing, or a part of a line.
+    for key, expected in head_of(name, workers, program).items():
+        if head.get(key) != expected:
+            raise ScenarioError(
+                f"{path} has {key} = {head.get(key)!r}; the replay needs {expected!r}"
+            )
+    lines.pop()  # The text after the last newline: empty, or a part of a line.
     end = lines.pop() if lines and lines[-1] in (END, FULL) else ""
     return Entries(name, [_input(path, *line) for line in enumerate(lines, 2)], end)
 
 
 def _input(path: Path, number: int, line: str) -> str:
-    """Return a line of a journal as text."""
     try:
         if _LINE.fullmatch(text := _text(json.loads(line))):
             return text
     except (ValueError, TypeError, LookupError, RecursionError):
         pass
-    raise ScenarioError(f"{path}: line {number} is no input: {repr_of(line)}")
+    raise ScenarioError(f"{path}: line {number} is not an input: {repr_of(line)}")
 
 
 def _parts(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the head of a journal, and all else between the ends of lines."""
     try:
         first, *lines = path.read_text(encoding="utf-8").split("\n")
         head = json.loads(first)
-        if all([isinstance(one, str) for one in head["workers"]]):
+        if all([isinstance(worker, str) for worker in head["workers"]]):
             return head, lines
     except OSError as error:
         raise ScenarioError(f"{path}: {reason(error)}") from error
     except (ValueError, KeyError, TypeError):
         pass
-    raise ScenarioError(f"{path} is no journal of jdag.launch(journal=)")
+    raise ScenarioError(f"{path} is not a journal of jdag.launch(journal=)")

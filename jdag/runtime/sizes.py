@@ -1,7 +1,7 @@
 """Size limit for values that a program sends.
 
 Constants, values of new leaves and cotangents are checked before the program's engine
-gets the event. Values that workers send each other later are checked by the sender: see
+gets the event. The sender checks values that workers send each other later: see
 `jdag.compute.machine.Machine.load`.
 """
 
@@ -14,24 +14,13 @@ from jdag.engine.protocol import Assigned, Differentiated, Event, Issued, Key, W
 from jdag.errors import JdagError
 
 
-def check_values(event: Event, here: Worker, bytes_max: int) -> None:
-    """Refuse an event that would send a value of more than `bytes_max`.
-
-    Args:
-        event: an event of a program.
-        here: the program's worker.
-        bytes_max: the limit.
-
-    Raises:
-        JdagError: names the value, its bytes, what is allowed, and what to do.
-    """
-    for worker, what, aval in _handed_over(event):
-        if worker != here and aval.nbytes > bytes_max:
-            raise JdagError(too_large(f"for {worker!r}: {what}", aval, bytes_max))
+def check_values(event: Event, local: Worker, bytes_max: int) -> None:
+    for worker, name, aval in _values_of(event):
+        if worker != local and aval.nbytes > bytes_max:
+            raise JdagError(too_large(f"for {worker!r}: {name}", aval, bytes_max))
 
 
-def _handed_over(event: Event) -> Iterator[tuple[Worker, str, Aval]]:
-    """Yield (destination, description, aval) of the values of an event."""
+def _values_of(event: Event) -> Iterator[tuple[Worker, str, Aval]]:
     match event:
         case Issued():
             keys = [argument.key for argument in event.arguments]
@@ -50,8 +39,8 @@ def _handed_over(event: Event) -> Iterator[tuple[Worker, str, Aval]]:
 
 
 def _constants(
-    worker: Worker, made: Any, keys: Sequence[Key]
+    worker: Worker, pair: Any, keys: Sequence[Key]
 ) -> Iterator[tuple[Worker, str, Aval]]:
-    for place, (key, aval) in enumerate(zip(keys, made.avals, strict=True)):
+    for place, (key, aval) in enumerate(zip(keys, pair.avals, strict=True)):
         if key.kind == "constant":
-            yield worker, f"{made.source.argument(place)} of {made.name}", aval
+            yield worker, f"{pair.source.argument(place)} of {pair.name}", aval

@@ -1,4 +1,4 @@
-"""Statistics of a worker: what it holds, and what it has sent and computed."""
+"""Statistics of a worker: the values that it holds, its messages and its jobs."""
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -9,29 +9,25 @@ from jdag.runtime.worker_runtime import WorkerRuntime
 
 @dataclass(slots=True)
 class Sent:
-    """What left a worker; bytes and frames with headers, acknowledgements, resends."""
+    """Counts of sent data. Bytes and frames include headers, acks and resends."""
 
     messages: int = 0
     payload_bytes: int = 0
-    zero_bytes: int = 0  # Of zeros that were not sent.
+    zero_bytes: int = 0  # Bytes of zeros, which are not sent.
     bytes: int = 0
     frames: int = 0
     resends: int = 0
-    duplicates: int = 0  # Frames that came again, and were thrown away.
+    duplicates: int = 0  # Repeated frames that were received and dropped.
 
 
 def total_sent(counts: Iterable[Sent]) -> Sent:
-    """Return the sum of the counts of all connections."""
     return Sent(*map(sum, zip(*map(astuple, (Sent(), *counts)), strict=True)))
 
 
 def info(
     host: WorkerRuntime, sent: Sent, busy_ns: int, *, lost: bool, waits_for: str = ""
 ) -> dict[str, Any]:
-    """Return the counts of a worker; one that crashed holds nothing.
-
-    `waits_for` names the action for which its list of a schedule waits, if it does.
-    """
+    """Count a worker's data. `waits_for` is the action that its list waits for."""
     values, engine = host.machine.values, host.engine
     return {
         "live_contexts": 0 if engine is None else engine.live_contexts,

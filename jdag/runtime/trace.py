@@ -1,19 +1,19 @@
-"""The ordered record of a run: what happened when and where, and what it waited for.
+"""The ordered record of a run: events with their time, worker and causes.
 
-A driver calls `add(...)`, which returns the index by which later events name this one
-as a cause. A detail consists of int, str, bool, None and, two deep, tuples of these, so
-files round-trip, and the digest covers every bit: equal digests, equal runs. Events are
-kept as bytes, which cost the garbage collector nothing; with tuples it took a third of
-the time of a long run.
+A driver calls `add(...)`, which returns an index; later events name their causes by
+index. A detail consists of int, str, bool, None, and tuples of these that are nested at
+most two deep, so files round-trip. The digest covers every bit: equal digests mean
+equal runs. Events are stored as bytes, which cost the garbage collector nothing; tuples
+took a third of the time of a long run.
 
-Invariants: indices count from 0 without a gap; causes point backwards.
+Invariants: indices count from 0 without a gap; causes have smaller indices.
 
 `DETAIL` lists the fields of each kind's detail, in order:
 
 - path and number (of the pass, 0 for none) place an event in the program, context is
   `owner.counter`;
-- `fingerprints` has one number a value that travels, `payload_bytes` their bytes,
-  `wire_bytes` those with all headers;
+- `fingerprints` has one number per value sent, `payload_bytes` the size of these
+  values, `wire_bytes` the size with all headers;
 - `by` is the origin of a duplicate: a "fault" sent it, or the "link" dropped it.
 """
 
@@ -41,31 +41,31 @@ _PLACE = ("context", "number", "path")
 _JOB = ("job", *_PLACE, "function", "action", "cost_ns")
 
 DETAIL: Mapping[str, tuple[str, ...]] = {
-    # A program told its engine of something.
+    # A program issued an event to its engine.
     "issue": ("event", *_PLACE),
-    # A message left; it was handed on, once and in order, where it went.
+    # A message was sent; it was delivered, once and in order, at its destination.
     "send": (
         *("destination", "message", *_PLACE),
         *("payload_bytes", "wire_bytes", "fingerprints"),
     ),
     "deliver": ("source", "message", *_PLACE),
-    # A frame that went again, or carries nothing but an acknowledgement.
+    # A frame was sent again, or carries only an acknowledgement.
     "resend": ("destination", "message", *_PLACE, "wire_bytes"),
     "ack": ("destination", "wire_bytes"),
-    # A frame that was lost, late, or came (or was thrown away as having come) again.
+    # A frame was lost, delayed, or duplicated (or dropped as a duplicate).
     "drop": ("peer", "why"),
     "delay": ("peer", "delay_ns"),
     "duplicate": ("peer", "by"),
-    # A job on a device; `action` is such as 0F3 if its call is tagged; `failure` names
-    # the error of one that failed.
+    # A job on a device. `action`, such as 0F3, is set for tagged calls; `failure` is
+    # the name of an error.
     "start": _JOB,
     "finish": (*_JOB, "failure"),
-    # A worker stopped; another was told so. It joined anew; another was told so.
+    # A worker crashed, a peer noticed, the worker joined again, a peer noticed.
     "crash": ("why",),
     "lost": ("peer",),
     "restart": ("incarnation",),
     "joined": ("peer",),
-    # A program began, or has what it waited for.
+    # A program began, or was resumed.
     "spawn": (*_PLACE, "function"),
     "resume": ("waiter", "event"),
 }
@@ -76,7 +76,7 @@ class TraceRecord:
     """One event of a trace.
 
     `causes` are the indices of the events that it waited for: data (the producers of
-    the values that it reads, and the message that asked for it), device (the previous
+    the values that it reads, and the message that requested it), device (the previous
     job, if it waited for that), link (the previous frame, if it queued behind that).
     """
 
@@ -89,7 +89,7 @@ class TraceRecord:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The detail by the names of `DETAIL`."""
+        """The detail as a dict whose keys are the names in `DETAIL`."""
         return dict(zip(DETAIL[self.kind], self.detail, strict=True))
 
 
@@ -100,15 +100,15 @@ FIELDS = tuple(field.name for field in fields(TraceRecord))
 
 
 class Trace:
-    """The records of one run, in order; indexing and iteration give `TraceRecord`s."""
+    """The records of one run, in order. Indexing and iteration give `TraceRecord`s."""
 
     __slots__ = ("_hash", "_hashed", "_rows", "settings")
 
     def __init__(self) -> None:
         self._rows: list[bytes] = []
         self._hash = hashlib.sha256()
-        self._hashed = 0  # How many rows the hash has taken in.
-        # Of the run, as far as re-timing needs them: data of JSON, not in the digest.
+        self._hashed = 0  # The number of rows in the hash.
+        # The run's settings that re-timing needs, as JSON data. Not in the digest.
         self.settings: dict[str, Any] = {}
 
     def add(
@@ -119,7 +119,7 @@ class Trace:
         detail: tuple[Any, ...],
         causes: tuple[int, ...],
     ) -> int:
-        """Append an event; return its index.
+        """Append an event, and return its index.
 
         Raises:
             ProtocolError: the detail holds an unsupported type.
@@ -129,7 +129,7 @@ class Trace:
         return len(rows) - 1
 
     def at(self, clock: Any) -> Note:
-        """Return `add` for a driver, at the time `now_ns` of its clock."""
+        """Return `add` for a driver, with the time `now_ns` of its clock."""
         rows = self._rows
         append = rows.append
 
@@ -140,7 +140,7 @@ class Trace:
             try:
                 append(_encode(row))
             except ValueError:
-                append(encoded(row))  # Text that is not Unicode is escaped.
+                append(encoded(row))  # `encoded` escapes text that is not Unicode.
             return len(rows) - 1
 
         return note
@@ -157,12 +157,11 @@ class Trace:
             yield TraceRecord(index, *_decode(row))
 
     def of_kind(self, *kinds: str) -> Iterator[TraceRecord]:
-        """The records of these kinds, in order."""
         return (record for record in self if record.kind in kinds)
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of all records so far, in hexadecimal; computed on access."""
+        """The SHA-256 of all records so far, in hexadecimal. Computed on access."""
         rows = self._rows
         for start in range(self._hashed, len(rows), _CHUNK):
             self._hash.update(b"".join(rows[start : start + _CHUNK]))
@@ -170,7 +169,7 @@ class Trace:
         return self._hash.hexdigest()
 
     def write(self, path: str | Path) -> None:
-        """Write one JSON object a line; each has the fields of `TraceRecord`.
+        """Write one JSON object per line, with the fields of `TraceRecord`.
 
         The settings, if there are any, are the first line.
 
@@ -182,15 +181,15 @@ class Trace:
                 head = {"settings": self.settings}
                 file.write(json.dumps(head, separators=(",", ":")) + "\n")
             for record in self:
-                held = {name: getattr(record, name) for name in FIELDS}
-                file.write(json.dumps(held, separators=(",", ":")) + "\n")
+                fields = {name: getattr(record, name) for name in FIELDS}
+                file.write(json.dumps(fields, separators=(",", ":")) + "\n")
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read what `Trace.write` wrote; it has the same records and the same digest.
+    """Read a file written by `Trace.write`. Records and digest are the same.
 
     Raises:
-        JdagError: a line is no record, or not the next one; names file and line.
+        JdagError: a line is not a record, or its index is wrong.
         OSError: the file cannot be read.
     """
     trace = Trace()
@@ -203,33 +202,33 @@ def read_trace(path: str | Path) -> Trace:
                     trace.add(*_row(line, len(trace)))
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise JdagError(
-                    f"{path}, line {number}: {error!s} is wrong;"
-                    f" a trace has one JSON object a line, with {', '.join(FIELDS)}"
+                    f"{path}, line {number} is not a trace record: {error!s};"
+                    f" each line is a JSON object with {', '.join(FIELDS)}"
                 ) from error
     return trace
 
 
 def _row(line: str, index: int) -> _Row:
-    held = json.loads(line)
-    if held["index"] != index:
-        raise ValueError(f"index {held['index']} in place of {index}")
-    row = row_of(*[held[name] for name in FIELDS[1:]])
+    fields = json.loads(line)
+    if fields["index"] != index:
+        raise ValueError(f"the index is {fields['index']}, expected {index}")
+    row = row_of(*[fields[name] for name in FIELDS[1:]])
     if not all(type(cause) is int and 0 <= cause < index for cause in row[4]):
-        raise ValueError(f"causes {row[4]}")
+        raise ValueError(
+            f"the causes are {row[4]}, expected smaller indices than {index}"
+        )
     return row
 
 
 def row_of(time_ns: Any, kind: Any, worker: Any, detail: Any, causes: Any) -> _Row:
-    """Return a row of JSON with tuples in place of lists.
-
-    Raises:
-        ValueError: the kind is unknown, or has another detail.
-    """
     if kind not in DETAIL:
-        raise ValueError(f"kind {kind!r}")
+        raise ValueError(f"unknown kind {kind!r}")
     detail = _tupled(detail)
     if len(detail) != len(DETAIL[kind]):
-        raise ValueError(f"a detail of {len(detail)} parts")
+        raise ValueError(
+            f"the detail of {kind} has {len(detail)} parts: "
+            f"expected {len(DETAIL[kind])}"
+        )
     return time_ns, kind, worker, detail, _tupled(causes)
 
 

@@ -1,4 +1,4 @@
-"""Versions of packages, also of those that are on the path but not installed."""
+"""Versions of packages, including checkouts that are not installed."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,8 +6,7 @@ UNKNOWN = "0+unknown"
 
 
 def version_of(package: str = "jdag") -> str:
-    """The version of a package; `UNKNOWN` where it is not installed."""
     try:
         return version(package)
-    except PackageNotFoundError:  # From a checkout.
+    except PackageNotFoundError:  # A checkout that is only on the path.
         return UNKNOWN

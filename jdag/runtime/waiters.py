@@ -10,7 +10,7 @@ from jdag.engine.functions import call_site
 Cancel = Callable[[], object]
 
 _WORDS = {
-    "Asked": "an answer of its caller",
+    "Asked": "an answer from its caller",
     "Awaited": "the arrival of its calls",
     "Collected": "programs that it called",
     "Compiled": "the compilation of a plan",
@@ -20,8 +20,8 @@ _WORDS = {
     "Stepping": "a step of a plan",
 }
 LOSSES_INSTEAD = (
-    "if the pass is from a sum of losses, which waits for all of them, make it from "
-    "the losses: ctx.backward(*losses)"
+    "if the root of the pass is a sum of losses, which waits for all of them, pass the "
+    "losses as roots: ctx.backward(*losses)"
 )
 
 
@@ -30,55 +30,49 @@ class Waiters:
 
     Attributes:
         number: returns a new, unique waiter.
-        asked: waiter to its worker and the name of the event that created it.
-        given: resumed waiter, until its result is taken, to result and trace record.
-        alarms: waiter to the function that cancels its alarm.
+        events: by waiter, its worker and the name of the event that created it.
+        results: by resumed waiter, its result and trace record, until a program takes
+            them.
+        alarms: by waiter, the function that cancels its alarm.
     """
 
-    __slots__ = ("alarms", "asked", "given", "number")
+    __slots__ = ("alarms", "events", "number", "results")
 
     def __init__(self) -> None:
         self.number = count(1).__next__
-        self.asked: dict[int, tuple[str, str]] = {}
+        self.events: dict[int, tuple[str, str]] = {}
         self.alarms: dict[int, Cancel] = {}
-        self.given: dict[int, tuple[Any, int]] = {}
+        self.results: dict[int, tuple[Any, int]] = {}
 
     def silence(self, waiter: int) -> None:
-        """Cancel the alarm of a waiter, if it has one."""
         if (cancel := self.alarms.pop(waiter, None)) is not None:
             cancel()
 
     def forget(self, waiter: int) -> None:
-        """Forget a waiter whose result was taken, or whose program was interrupted."""
         if self.alarms:
             self.silence(waiter)
-        self.asked.pop(waiter, None)
-        self.given.pop(waiter, None)
+        self.events.pop(waiter, None)
+        self.results.pop(waiter, None)
 
     def clear(self) -> None:
-        """Forget all waiters."""
-        for waiter in tuple(self.asked):
+        for waiter in tuple(self.events):
             self.forget(waiter)
 
     def waiting(self, frame_of: Callable[[int], FrameType | None]) -> list[str]:
-        """List whose programs wait, for what and where, in the order of asking.
-
-        `frame_of` returns what a waiter's program runs, if that is known.
-        """
-        found = []
-        for waiter, (worker, what) in self.asked.items():
-            if waiter not in self.given:
+        """Describe the waiting programs in order of creation, with event and place."""
+        waits = []
+        for waiter, (worker, event) in self.events.items():
+            if waiter not in self.results:
                 frame = frame_of(waiter)
                 line = "" if frame is None else f" at {call_site(frame)}"
-                found.append(f"{worker!r} for {_WORDS.get(what, what)}{line}")
-        return found
+                waits.append(f"{worker!r} for {_WORDS.get(event, event)}{line}")
+        return waits
 
 
 def stuck_wait_text(waits: Sequence[str], lists: Sequence[str]) -> str:
-    """Return the text of a wait without end: programs, then lists of a schedule."""
     why = "no engine will ever resume them"
     if lists:
         why = f"the schedule cannot go on: {'; '.join(lists)}"
         if any(_WORDS["Differentiated"] in wait for wait in waits):
             why += f"; {LOSSES_INSTEAD}"
-    return f"these still wait: {', '.join(waits) or 'nobody'}; {why}"
+    return f"these programs still wait: {', '.join(waits) or 'none'}; {why}"

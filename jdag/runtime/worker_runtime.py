@@ -1,16 +1,16 @@
 """One worker under either driver: its engine, its values, and its programs' waiters.
 
-Inputs: events, of programs (`ProgramPort.tell`) and of the driver
-(`WorkerRuntime.handle`).
-Outputs: the effects of each event, in their order. Values are dropped and waiters are
-    resumed here; the driver sends messages, computes jobs, starts programs and sets
+Inputs: events of programs (`ProgramPort.tell`) and of the driver
+    (`WorkerRuntime.handle`).
+Outputs: the effects of each event, in order. The runtime drops values and resumes
+    waiters itself; the driver sends messages, computes jobs, starts programs and sets
     alarms (`Driver`).
-Invariants: all effects of an event are carried out before the next event, also if one
-    of them raises; a waiter is resumed once, and only while its program waits. The
-    recorder, if there is one, is told of every event before the engine handles it and
-    of the effects that it records before they are carried out.
+Invariants: all effects of an event are carried out before the next event, even if one
+    of them raises. A waiter is resumed once, and only while its program waits. The
+    recorder, if any, gets every event before the engine handles it, and every effect
+    that it records before it is carried out.
 
-A cause is the index of a record in the trace; -1 stands for none, and for no trace.
+A cause is the index of a record in the trace; -1 means no cause, or no trace.
 """
 
 from collections import deque
@@ -60,20 +60,16 @@ RunProgram = Callable[["ProgramPort", Spawn], Returned]
 _WAITING = frozenset(
     (Collected, Asked, Awaited, Fetched, Differentiated, Left, Compiled, Stepping)
 )
-# The program gets values in place of keys.
+# Events whose results contain keys, which are replaced by values.
 _VALUED = (Fetched.__name__, Stepping.__name__)
 
 
 class Driver(Protocol):
-    """What a driver does for its hosts and for programs."""
-
     def tell(
         self, port: "ProgramPort", event: Event, values: Sequence[tuple[Key, Any]]
-    ) -> None:
-        """Have the engine of a program's worker handle an event: `ProgramPort.tell`."""
+    ) -> None: ...
 
-    def wait(self, port: "ProgramPort", waiter: int) -> tuple[Any, int]:
-        """Block a program until its waiter is resumed; return the result and cause."""
+    def wait(self, port: "ProgramPort", waiter: int) -> tuple[Any, int]: ...
 
     def transmit(
         self,
@@ -83,38 +79,30 @@ class Driver(Protocol):
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
         cause: int,
     ) -> None:
-        """Send a message with values, of these keys, to another worker."""
+        """Send a message to another worker. `values` are keys and their values."""
 
-    def compute(self, host: "WorkerRuntime", job: Job, cause: int) -> None:
-        """Compute a job; report `Computed` when it is done."""
+    def compute(self, host: "WorkerRuntime", job: Job, cause: int) -> None: ...
 
     def skip(self, host: "WorkerRuntime", skip: Skip | Listed) -> None:
-        """Wait no more for jobs that a schedule lists, and that will not come."""
+        """Stop waiting for jobs of a schedule's list that will not come."""
 
-    def spawn(self, host: "WorkerRuntime", spawn: Spawn, cause: int) -> None:
-        """Start a program."""
+    def spawn(self, host: "WorkerRuntime", spawn: Spawn, cause: int) -> None: ...
 
-    def alarm(self, host: "WorkerRuntime", alarm: Alarm, cause: int) -> Cancel:
-        """Report the event of an alarm when it is due, unless it is cancelled."""
+    def alarm(self, host: "WorkerRuntime", alarm: Alarm, cause: int) -> Cancel: ...
 
-    def wake(self, host: "WorkerRuntime", waiter: int) -> None:
-        """Let the program of a waiter go on, if it is blocked."""
+    def wake(self, host: "WorkerRuntime", waiter: int) -> None: ...
 
 
 class WorkerRuntime:
-    """The state of one worker.
+    """The state of one worker. `worker` is its name with its incarnation.
 
-    `journal` notes each event before that is recorded or handled, if there is one.
-
-    Args:
-        worker: its name, with its incarnation.
-        lost: the reason for each lost peer; filled by the driver.
-        value_bytes_max: the size limit for values that leave the worker; None: none.
-        recorder: records all events and effects; None: not recorded.
+    `journal` and `recorder`, if not None, get each event before it is handled. `lost`
+    has the reason for each lost peer. `value_bytes_max` limits values that leave the
+    worker.
     """
 
     __slots__ = (
-        "_read",
+        "_fetching",
         "_value_bytes_max",
         "alive",
         "driver",
@@ -145,29 +133,29 @@ class WorkerRuntime:
         self.machine = machine
         self.lost = lost
         self.alive = True
-        self.objects: dict[ObjectId, Any] = {}  # That programs made here.
+        self.objects: dict[ObjectId, Any] = {}  # Made by programs on this worker.
         self.driver = driver
         self.waiters = waiters
         self.recorder = recorder
         self.journal: Journal | None = None
-        self._read: dict[Key, Any] = {}  # Values of incomplete fetches.
+        self._fetching: dict[Key, Any] = {}  # Values of incomplete fetches.
         self._value_bytes_max = value_bytes_max
 
     def tell(
         self, port: "ProgramPort", event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
-        """Handle an event of a program; hold its values, unless that raises."""
+        """Store a program's values and handle its event. An error drops the values."""
         if event.__class__ in _WAITING:
-            port.asked.append(event.waiter)
-            self.waiters.asked[event.waiter] = self.worker, type(event).__name__
+            port.pending.append(event.waiter)
+            self.waiters.events[event.waiter] = self.worker, type(event).__name__
         causes = () if port.cause < 0 else (port.cause,)
         keys = tuple(map(itemgetter(0), values))
         try:
             for key, value in values:
                 self.machine.values.put(key, value)
-            most = self._value_bytes_max
-            if most is not None and self.machine.values.bytes_peak > most:
-                check_values(event, self.worker, most)
+            bytes_max = self._value_bytes_max
+            if bytes_max is not None and self.machine.values.bytes_peak > bytes_max:
+                check_values(event, self.worker, bytes_max)
             self.handle(event, causes, keys)
         except JdagError:
             self.drop(keys)
@@ -179,42 +167,39 @@ class WorkerRuntime:
         message: Message,
         values: Sequence[Any],
         causes: tuple[int, ...] = (),
-        said: tuple[Any, ...] = (),
+        fields: tuple[Any, ...] = (),
     ) -> None:
-        """Handle a message, whose values are held from now on.
-
-        `said` is what traces tell of it, if it is known.
-        """
+        """Store a message's values and handle it. `fields` are known trace fields."""
         keys: tuple[Key, ...] = ()
         if values:
             keys = landing(message)
             for key, value in zip(keys, values, strict=True):
                 if key.__class__ is ReadingKey:
-                    self._read[key] = value
+                    self._fetching[key] = value
                 else:
                     self.machine.values.put(key, value)
-        self.handle(Arrived(sender, message), causes, keys, said)
+        self.handle(Arrived(sender, message), causes, keys, fields)
 
     def handle(
         self,
         event: Event,
         causes: tuple[int, ...] = (),
         keys: Sequence[Key] = (),
-        said: tuple[Any, ...] = (),
+        fields: tuple[Any, ...] = (),
     ) -> int:
-        """Handle an event and carry out all its effects; then raise what one raised.
+        """Handle an event and carry out all effects. Then raise their first error.
 
-        `causes` are the trace records that led to the event, `keys` those of the values
-        that came with it, which are stored already. Returns the event's record.
+        `causes` are the trace records that led to the event. `keys` are the keys of its
+        values, which are stored already. Returns the event's record.
         """
         journal, recorder = self.journal, self.recorder
         if journal is not None:
             journal.note((event, causes))
         record = NO_CAUSE
         if recorder is not None:
-            record = recorder.input(self.worker, event, causes, keys, said)
+            record = recorder.input(self.worker, event, causes, keys, fields)
             if not self.alive:
-                return record  # It crashes when there are so many records.
+                return record  # The worker crashed at this number of records.
         failed: Exception | None = None
         driver = self.driver
         effect: Any
@@ -239,14 +224,16 @@ class WorkerRuntime:
                 elif kind is Resume:
                     self._resume(effect, cause)
                 else:
-                    self._rarer(effect, cause)
+                    self._carry_out_rare(effect, cause)
             except Exception as error:
                 failed = failed or error
         if failed is not None and self.alive:
             raise failed
         return record
 
-    def _rarer(self, effect: Alarm | Skip | Listed | Spawn, cause: int) -> None:
+    def _carry_out_rare(
+        self, effect: Alarm | Skip | Listed | Spawn, cause: int
+    ) -> None:
         if isinstance(effect, Alarm):
             alarm = self.driver.alarm(self, effect, cause)
             self.waiters.alarms[effect.waiter] = alarm
@@ -260,42 +247,40 @@ class WorkerRuntime:
         waiter, result, waiters = resume.waiter, resume.result, self.waiters
         if waiters.alarms:
             waiters.silence(waiter)
-        asked = waiters.asked.get(waiter)
-        if asked is None:  # The program was interrupted, and no longer waits.
-            came = result if isinstance(result, tuple) else ()
-            self.drop([one for one in came if one.__class__ is ReadingKey])
+        origin = waiters.events.get(waiter)
+        if origin is None:  # The program was interrupted, and no longer waits.
+            keys = result if isinstance(result, tuple) else ()
+            self.drop([key for key in keys if key.__class__ is ReadingKey])
             return
-        if asked[1] in _VALUED and isinstance(result, tuple):
+        if origin[1] in _VALUED and isinstance(result, tuple):
             result = self._fetched(result)  # Before another event can replace a leaf.
-        waiters.given[waiter] = result, cause
+        waiters.results[waiter] = result, cause
         self.driver.wake(self, waiter)
 
-    def _fetched(self, found: Sequence[Any]) -> tuple[Any, ...]:
-        """Return values for keys; discard those received for this fetch only."""
-        read = self._read
-        if len(found) == 1 and found[0].__class__ is ReadingKey:
-            return (read.pop(found[0]),)
-        if not read:
-            return self.machine.fetched(found, self.worker)
-        held = [one for one in found if one.__class__ is not ReadingKey]
-        rest = iter(self.machine.fetched(held, self.worker))
+    def _fetched(self, keys: Sequence[Any]) -> tuple[Any, ...]:
+        received = self._fetching
+        if len(keys) == 1 and keys[0].__class__ is ReadingKey:
+            return (received.pop(keys[0]),)
+        if not received:
+            return self.machine.fetched(keys, self.worker)
+        stored = [key for key in keys if key.__class__ is not ReadingKey]
+        rest = iter(self.machine.fetched(stored, self.worker))
         return tuple(
-            [read.pop(k) if k.__class__ is ReadingKey else next(rest) for k in found]
+            [received.pop(k) if k.__class__ is ReadingKey else next(rest) for k in keys]
         )
 
     def drop(self, keys: Sequence[Key]) -> None:
-        """Drop values; a key that is not held is no error."""
         self.machine.values.drop(keys)
-        if self._read:
+        if self._fetching:
             for key in keys:
-                self._read.pop(key, None)
+                self._fetching.pop(key, None)
 
     def clear(self) -> None:
-        """Drop everything but counts."""
+        """Drop all state except counts."""
         self.alive = False
         self.machine.clear()
         self.objects.clear()
-        self._read.clear()
+        self._fetching.clear()
         if self.engine is not None:
             self.engine.clear()
         self.engine = None
@@ -306,36 +291,36 @@ class ProgramPort:
 
     Attributes:
         cause: the record of the last result, which causes the program's next events.
-        asked: its pending waiters, in order of creation.
+        pending: its pending waiters, in order of creation.
         waiter: returns a new waiter.
     """
 
-    __slots__ = ("asked", "cause", "host", "waiter", "worker")
+    __slots__ = ("cause", "host", "pending", "waiter", "worker")
 
     def __init__(self, host: WorkerRuntime, cause: int = NO_CAUSE) -> None:
         self.host = host
         self.worker = host.worker
         self.waiter = host.waiters.number
         self.cause = cause
-        self.asked: deque[int] = deque()
+        self.pending: deque[int] = deque()
 
     def tell(self, event: Event, values: Sequence[tuple[Key, Any]] = ()) -> None:
         """Have the engine handle an event, and carry out its effects.
 
-        Blocks only while more bytes wait to be sent than may. The values are held on
-        this worker from then on, unless this raises.
+        Blocks only while the unsent bytes exceed their limit. The worker stores the
+        values, unless this raises.
 
         Raises:
             JdagError: the engine refuses the event, the cluster is closed, or a
-                function cannot travel to where it is to run.
+                function cannot be sent to its worker.
         """
         self.host.driver.tell(self, event, values)
 
     def wait(self, waiter: int) -> Any:
-        """Block until the engine resumes a waiter; return the result.
+        """Block until the engine resumes a waiter. Return the result.
 
-        Waiters are awaited in the order of asking. An earlier one that is still pending
-        was interrupted between asking and waiting, and is forgotten too.
+        Waiters are awaited in order of creation. An earlier waiter that is still
+        pending was interrupted between creation and waiting, and is forgotten too.
 
         Raises:
             JdagError: the waiter can never be resumed, or the cluster is closed.
@@ -344,35 +329,32 @@ class ProgramPort:
             result, self.cause = self.host.driver.wait(self, waiter)
             return result
         finally:
-            asked = self.asked
-            while asked and asked[0] <= waiter:
-                self.host.waiters.forget(asked.popleft())
+            pending = self.pending
+            while pending and pending[0] <= waiter:
+                self.host.waiters.forget(pending.popleft())
 
     def lost(self, worker: str) -> str | None:
-        """The reason why this incarnation is lost; None if it is not known to be."""
         return self.host.lost.get(worker)
 
 
 def run_and_report(
-    run: RunProgram, port: ProgramPort, spawn: Spawn, over: type[BaseException]
+    run: RunProgram, port: ProgramPort, spawn: Spawn, closed: type[BaseException]
 ) -> BaseException | None:
-    """Run a program, and report its outcome to the engine.
+    """Run a program, and report its outcome to the engine. Return its exception.
 
-    `over` is raised in a program whose worker or cluster is gone, and is not reported.
-
-    Returns:
-        The exception that `run` raised, such as a KeyboardInterrupt. The program's
-        caller gets it as a failure; the driver may raise it.
+    `closed` is raised in a program whose worker or cluster is gone, and is not
+    reported. The program's caller gets the exception as a failure; the driver may raise
+    it.
     """
-    passed: BaseException | None = None
+    raised: BaseException | None = None
     try:
         returned = run(port, spawn)
-    except over:
+    except closed:
         raise
     except BaseException as error:
-        passed = error
+        raised = error
         name = name_of(spawn.function)
         failure = failure_of(error, port.worker, spawn.path, name)
         returned = Returned(spawn.context, spawn.path, None, failure)
     port.tell(returned)
-    return passed
+    return raised

@@ -1,8 +1,7 @@
-"""A scenario: a TOML file that asks a question, checked and ready to be played.
+"""Scenarios: TOML files that describe a run and the results expected of it.
 
-Its first comment is the question, its `[expect]` the answer. `load` turns the file into
-settings and a program, or raises an error of one line: file, key, value, and what is
-allowed.
+The first comment of a file is the question that the run answers; `[expect]` holds the
+expected answer. `load` reads and validates a file.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,11 +15,12 @@ import jax
 from msgspec.structs import replace
 
 from jdag.errors import ScenarioError, unusable
-from jdag.scenario.case import Case, Figures, Player, Run
+from jdag.scenario.case import Case
 from jdag.scenario.changes import changed
 from jdag.scenario.costs import with_costs
 from jdag.scenario.driving import Virtual
 from jdag.scenario.expectations import refuse_unknown
+from jdag.scenario.player import Figures, Player, Run
 from jdag.scenario.program import player_of
 from jdag.scenario.scenario_schema import ScenarioTable
 from jdag.scenario.training import Training
@@ -32,15 +32,15 @@ __all__ = [
 ]  # fmt: skip
 
 _NO_PLANS = (
-    "false for this program, which opens contexts; one that makes its steps by "
-    "jdag.compile where run.compile is set has an attribute `compiles = True`"
+    "false for this program, which opens contexts; a program that calls jdag.compile "
+    "where run.compile is true sets the attribute `compiles = True`"
 )
 _FILE = "a scenario's TOML file, such as scenarios/chain.toml"
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario that can be played."""
+    """A validated scenario: its file, question, settings and program."""
 
     path: Path
     question: str
@@ -49,25 +49,19 @@ class Scenario:
 
     @property
     def case(self) -> Case:
-        """What its program returned; ScenarioError if that is no `Case`."""
         if isinstance(self.player, Case):
             return self.player
-        allowed = "one that returns a jdag.scenario.Case, of one context"
-        raise self.settings.refused(allowed)
+        raise self.settings.refused("a program that returns a jdag.scenario.Case")
 
 
 def load(
     path: Path, *, seed: int | None = None, changes: Mapping[str, Any] | None = None
 ) -> Scenario:
-    """Read and check a scenario.
+    """Read and validate a scenario.
 
-    Args:
-        path: the TOML file.
-        seed: in place of the one in the file.
-        changes: values in place of those in the file, by their dotted keys.
-
-    Raises:
-        ScenarioError: one line: file, key, value, and what is allowed.
+    `seed` and `changes` override the file; `changes` has values by dotted key, such as
+    `network.latency_ns`. The text of a ScenarioError is one line with the file, the
+    key, the value and what is allowed.
     """
     with wrong(path):
         text, table = read_toml(path, _FILE)
@@ -78,7 +72,7 @@ def load(
         if settings.home is not None:
             settings.check_worker("home", settings.home)
         with configured(settings):
-            # A network, or faults, that cannot be are found out by making it once.
+            # Making a cluster once validates the network and the faults.
             Virtual(settings).cluster(settings.seed, clean=False).close()
             player = player_of(settings, path.resolve().parent)
             refuse_unknown(settings.expect, player.figures)
@@ -94,31 +88,29 @@ def _question(text: str) -> str:
 
 @contextmanager
 def configured(settings: ScenarioTable, *, exact: bool = False) -> Iterator[None]:
-    """Configure JAX for a scenario; the number of CPU devices stays afterwards.
+    """Configure JAX for a scenario, and restore its configuration at exit.
 
-    Args:
-        settings: of the scenario.
-        exact: whether products of matrices have the highest precision, as they need
-            where gradients are checked; else a GPU may round float32 to TF32.
-
-    Raises:
-        ScenarioError: this process has begun with fewer devices.
+    The number of CPU devices is not restored: JAX reads it only once. `exact` sets the
+    matmul precision to "highest", for runs that check gradients, since by default a GPU
+    may round float32 to TF32. Raises ScenarioError if JAX has already been initialized
+    with too few CPU devices.
     """
     count = settings.host_devices
     config: Any = jax.config
     if count is not None:
         if config.jax_num_cpu_devices < count:
-            with suppress(RuntimeError):  # Too late for that; perhaps XLA_FLAGS did it.
+            # JAX raises if it is initialized; XLA_FLAGS may have set enough devices.
+            with suppress(RuntimeError):
                 config.update("jax_num_cpu_devices", count)
-        if (found := len(jax.devices("cpu"))) < count:
-            said = f"at most {found}, with which JAX has begun in this process"
-            raise ScenarioError(unusable("host_devices", count, said))
-    wanted: dict[str, Any] = {"jax_enable_x64": settings.x64}
+        if (actual := len(jax.devices("cpu"))) < count:
+            allowed = f"at most {actual}, the CPU devices of JAX in this process"
+            raise ScenarioError(unusable("host_devices", count, allowed))
+    options: dict[str, Any] = {"jax_enable_x64": settings.x64}
     if exact:
-        wanted["jax_default_matmul_precision"] = "highest"
-    before = {name: getattr(config, name) for name in wanted}
+        options["jax_default_matmul_precision"] = "highest"
+    before = {name: getattr(config, name) for name in options}
     try:
-        for name, value in wanted.items():
+        for name, value in options.items():
             config.update(name, value)
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Changes of a scenario's settings, by dotted keys such as `faults[0].probability`."""
+"""Overrides of scenario settings by dotted key, such as `faults[0].probability`."""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -8,25 +8,29 @@ from jdag.errors import ScenarioError, unusable
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a scenario's table with other values at some keys.
+    """Return a copy of a scenario's table with some values replaced.
 
-    A text at `schedule` is the kind of the schedule. Tables that are missing are made.
-
-    Raises:
-        ScenarioError: a key leads into what has no such part.
+    A string at `schedule` replaces `schedule.kind`. Missing tables are added. Raises
+    ScenarioError if a key does not fit the structure of the table.
     """
-    found = deepcopy(dict(table))
+    result = deepcopy(dict(table))
     for key, value in changes.items():
         is_kind = key == "schedule" and isinstance(value, str)
-        at: Any = {"": found}  # A place in a list begins with a bracket.
+        parent: Any = {"": result}
         part: Any = ""
         for text in ("schedule.kind" if is_kind else key).replace("[", ".[").split("."):
-            is_place = text.startswith("[") and text[1:-1].isdecimal()
-            at = at.setdefault(part, {}) if isinstance(at, dict) else at[part]
-            part = int(text[1:-1]) if is_place else text
-            has = part in range(len(at)) if isinstance(at, list) else not is_place
-            if not (has and isinstance(at, dict | list)):
+            is_index = text.startswith("[") and text[1:-1].isdecimal()
+            if isinstance(parent, dict):
+                parent = parent.setdefault(part, {})
+            else:
+                parent = parent[part]
+            part = int(text[1:-1]) if is_index else text
+            is_list = isinstance(parent, list)
+            fits = part in range(len(parent)) if is_list else not is_index
+            if not (fits and isinstance(parent, dict | list)):
                 allowed = "a key of the file, such as network.latency_ns or seed"
-                raise ScenarioError(unusable(key, value, f"{allowed}; {text} is none"))
-        at[part] = value
-    return found
+                raise ScenarioError(
+                    unusable(key, value, f"{allowed}; {text} does not exist in it")
+                )
+        parent[part] = value
+    return result

@@ -1,8 +1,9 @@
-"""A file of measured costs, which `jdag calibrate` writes and scenarios read.
+"""Files of measured costs, written by `jdag calibrate` and read by scenarios.
 
-It has the tables `[network]` and `[devices]` of a scenario, and `[measured]`: where and
-how. A scenario names it by `costs = "costs.toml"`, relative to its own file; its own
-keys take precedence over those of the file.
+A file of costs has the tables `[network]` and `[devices]` of a scenario, and
+`[measured]`, which describes the measurement. A scenario refers to it by
+`costs = "costs.toml"`, a path relative to the scenario. Keys of the scenario take
+precedence over keys of the file.
 """
 
 import json
@@ -17,7 +18,7 @@ from jdag.settings.toml_files import read_toml, wrong
 from jdag.settings.validation import TABLE, Settings, settings_from
 from jdag.sim.devices import MOVED
 
-_FILE = "a file of costs, as `jdag calibrate` writes it"
+_FILE = "a file of costs written by `jdag calibrate`"
 _JOBS = ("forward", "vjp", "vjpinputs", "vjpweights")
 
 
@@ -28,50 +29,46 @@ class _CostsTable(Settings, frozen=True):
 
 
 def read_costs(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the tables of a file of costs.
-
-    Raises:
-        ScenarioError: one line: file, key, value, and what is allowed.
-    """
+    """Return the tables of a file of costs. Raises ScenarioError if it is invalid."""
     with wrong(path):
         _, table = read_toml(path, _FILE)
-        given = settings_from(_CostsTable, table)
-        tables = {"network": given.network, "devices": given.devices}
-        own = {"name": "costs", "program": "a:b", "workers": ["a", "b"], "expect": {}}
-        settings = settings_from(ScenarioTable, {**own, **tables})
+        file = settings_from(_CostsTable, table)
+        tables = {"network": file.network, "devices": file.devices}
+        # A scenario with these tables, to validate them.
+        rest = {"name": "costs", "program": "a:b", "workers": ["a", "b"], "expect": {}}
+        settings = settings_from(ScenarioTable, {**rest, **tables})
         network_of(settings, clean=False)
         devices_of(settings)
-    return {"measured": given.measured, **tables}
+    return {"measured": file.measured, **tables}
 
 
 def with_costs(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the content of a scenario, with the costs of the file that it names."""
-    name, found = table.get("costs"), dict(table)
+    name, merged = table.get("costs"), dict(table)
     if isinstance(name, str) and name and "\0" not in name:
         costs = read_costs(folder / name)
         for key in ("network", "devices"):
-            own = found.get(key, {})
-            if isinstance(own, dict):  # What is none is refused with the other keys.
-                found[key] = {**costs[key], **own}
-        devices: Any = found["devices"]
+            keys = merged.get(key, {})
+            if isinstance(keys, dict):  # Other types are rejected by `load`.
+                merged[key] = {**costs[key], **keys}
+        devices: Any = merged["devices"]
         if isinstance(devices, dict) and isinstance(devices["functions"], dict):
-            own = devices["functions"]
+            functions = devices["functions"]
             devices["functions"] = {
                 key: value
                 for key, value in costs["devices"].get("functions", {}).items()
-                if _names(key).isdisjoint(own)
-            } | own
-    return found
+                if _names(key).isdisjoint(functions)
+            } | functions
+    return merged
 
 
 def _names(key: str) -> set[str]:
-    """The names, without types, by which a scenario may name a function."""
+    """Return the names, without types, by which a scenario may refer to a function."""
     name = key.partition("(")[0]
     return {name, name.rpartition(":")[2]}
 
 
 def written(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return tables as TOML; their values are texts, integers, lists and tables."""
+    """Format tables as TOML. Their values are strings, integers, lists and tables."""
     lines = ["# Measured by `jdag calibrate`; scenarios read it by `costs`."]
     for name, table in tables.items():
         inner = {f"{name}.{k}": v for k, v in table.items() if isinstance(v, Mapping)}
@@ -88,10 +85,7 @@ def _key(key: str) -> str:
 
 
 def refuse_unmeasured(settings: ScenarioTable, trace: Iterable[TraceRecord]) -> None:
-    """Raise ScenarioError if a run called a function without a cost.
-
-    A device with costs for all functions, or a roofline, takes any.
-    """
+    """Raise ScenarioError if the file of costs lacks a function that has run."""
     if settings.costs is None:
         return
     models = devices_of(settings)
@@ -101,8 +95,9 @@ def refuse_unmeasured(settings: ScenarioTable, trace: Iterable[TraceRecord]) -> 
         model, name = models[record.worker.partition("#")[0]], record.named["function"]
         if name == MOVED or model.forward_ns or model.backward_ns or model.roofline:
             continue
-        known = [key.partition("(")[0] for key in model.functions]
-        if name not in known and name.rpartition(":")[2] not in known:
-            allowed = f"one with a cost of {name}, which this program calls"
-            said = f"{spelled(settings.costs)}: allowed is {allowed}"
-            raise ScenarioError(f"costs = {said}{meant(name, known)}")
+        measured = [key.partition("(")[0] for key in model.functions]
+        if name not in measured and name.rpartition(":")[2] not in measured:
+            raise ScenarioError(
+                f"costs = {spelled(settings.costs)}: expected a file with a cost of "
+                f"{name}, which this program calls{meant(name, measured)}"
+            )

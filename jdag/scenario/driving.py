@@ -1,8 +1,8 @@
-"""Drivers of a scenario: virtual time, or real processes.
+"""Drivers of a scenario: virtual time ("sim"), or processes of this host ("rpc").
 
-On processes the tables of network and devices are ignored: these are those of the host.
-What is impossible there, or would change the question, is refused by its key: faults,
-values that are shapes, a home that is not the first worker.
+Processes use the network and the devices of the host; the tables `network` and
+`devices` are ignored. Keys that processes cannot honor raise an error: `faults`,
+abstract `values`, and a `home` other than the first worker.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import launch, simulate
 from jdag.errors import JdagError, ScenarioError, unusable
 from jdag.processes.session.cluster_file import DEVICES, is_device
-from jdag.scenario.case import Figures
+from jdag.scenario.player import Figures
 from jdag.scenario.scenario_schema import (
     ScenarioTable,
     devices_of,
@@ -21,13 +21,12 @@ from jdag.scenario.scenario_schema import (
 
 DRIVERS = ("sim", "rpc")
 
-# Figures of each worker in a run without a trace: the name in `cluster.info()`, the
-# meaning.
+# Figures of each worker: (key in `cluster.info()`, description).
 BY_WORKER = {
-    "peak_bytes": ("bytes_peak", "the most that each worker held at one time"),
+    "peak_bytes": ("bytes_peak", "most bytes that each worker held at one time"),
     "peak_activation_bytes": (
         "activation_bytes_peak",
-        "the most that each worker held for backward passes at one time",
+        "most bytes that each worker held at one time for backward passes",
     ),
     "sent_messages": ("messages_sent", "protocol messages that each worker sent"),
     "sent_bytes": ("bytes_sent", "all bytes that each worker sent"),
@@ -35,16 +34,16 @@ BY_WORKER = {
 
 
 class Virtual:
-    """Plays in virtual time, in this process: a cluster for each seed."""
+    """Runs in virtual time, in this process, with a new cluster for each seed."""
 
     virtual = True
 
     def __init__(self, settings: ScenarioTable) -> None:
         self._settings = settings
-        self._made: list[Cluster] = []
+        self._clusters: list[Cluster] = []
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
-        """Make the cluster that the file describes; a clean one has no faults."""
+        """Make the scenario's cluster. With `clean` it has no faults and no jitter."""
         settings = self._settings
         cluster = simulate(
             settings.names,
@@ -60,29 +59,26 @@ class Virtual:
             events_max=settings.events_max,
             nesting_max=settings.nesting_max,
         )
-        self._made.append(cluster)
+        self._clusters.append(cluster)
         return cluster
 
     def let_go(self, kept: Cluster | None) -> None:
-        """Close the clusters that were made before, but for one."""
-        for cluster in self._made:
+        for cluster in self._clusters:
             if cluster is not kept:
                 cluster.close()
 
     def figures(self) -> Figures:
-        """Return further figures of the run: what its last cluster counted."""
-        info = self._made[-1].info() if self._made else {}
-        figure = "peak_activation_bytes"
-        name, _ = BY_WORKER[figure]
-        return {figure: {worker: one[name] for worker, one in info.items()}}
+        """Return more figures, of the cluster that was made last."""
+        if not self._clusters:
+            return {"peak_activation_bytes": {}}
+        return _by_worker(self._clusters[-1], "peak_activation_bytes")
 
     def close(self) -> None:
-        """Close everything."""
         self.let_go(None)
 
 
 class Real:
-    """Plays on processes of this host: one cluster, for all seeds."""
+    """Runs on processes of this host, with one cluster for all seeds."""
 
     virtual = False
 
@@ -93,7 +89,7 @@ class Real:
         self._cluster: Cluster | None = None
 
     def cluster(self, seed: int, *, clean: bool) -> Cluster:
-        """Return the cluster; its processes start when it is first asked for."""
+        """Return the cluster. The first call starts its processes."""
         del seed, clean
         settings = self._settings
         if self._cluster is None:
@@ -111,20 +107,12 @@ class Real:
         return self._cluster
 
     def let_go(self, kept: Cluster | None) -> None:
-        """Do nothing: there is one cluster."""
+        """Do nothing: there is only one cluster, which stays open until `close`."""
 
     def figures(self) -> Figures:
-        """Return what each worker held and sent."""
-        if self._cluster is None:
-            return {}
-        info = self._cluster.info()
-        return {
-            figure: {worker: one[name] for worker, one in info.items()}
-            for figure, (name, _) in BY_WORKER.items()
-        }
+        return {} if self._cluster is None else _by_worker(self._cluster, *BY_WORKER)
 
     def close(self) -> None:
-        """End all processes."""
         if self._cluster is not None:
             self._cluster.close()
 
@@ -132,8 +120,16 @@ class Real:
 CaseDriver = Virtual | Real
 
 
+def _by_worker(cluster: Cluster, *figures: str) -> Figures:
+    info = cluster.info()
+    return {
+        figure: {worker: counts[key] for worker, counts in info.items()}
+        for figure in figures
+        for key, _ in [BY_WORKER[figure]]
+    }
+
+
 def refuse_virtual(settings: ScenarioTable) -> None:
-    """Raise ScenarioError for settings that only virtual time has."""
     first = settings.names[0]
     if settings.values != "real":
         _refuse("values", settings.values, '"real"')
@@ -150,15 +146,10 @@ def _refuse(key: str, value: Any, allowed: str) -> None:
 def driver_of(
     settings: ScenarioTable, driver: str, *, device: str | None
 ) -> CaseDriver:
-    """Return the driver of a scenario.
+    """Return the driver "sim" or "rpc" of a scenario.
 
-    Args:
-        settings: what the file says.
-        driver: "sim" or "rpc".
-        device: with rpc, where workers compute: cpu, gpu or gpu:1; None: as JAX does.
-
-    Raises:
-        ScenarioError: names what is unusable, its value and what is allowed.
+    `device` is the workers' device with "rpc": cpu, gpu, gpu:1, or None for JAX's
+    default. Raises ScenarioError if an option is invalid or the scenario needs "sim".
     """
     if driver not in DRIVERS:
         allowed = "one of " + ", ".join(DRIVERS)

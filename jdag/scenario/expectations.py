@@ -1,11 +1,11 @@
-"""Expectations of a scenario, and whether its figures meet them.
+"""Expectations of a scenario and the comparison of its figures with them.
 
 [expect]
 outcome = "finished"                       # equal
 gradient_difference = { max = 1e-12 }      # min, max, above, below
-bubble_max = "3/11"                        # a fraction, exactly
-bubble = { below = 0.5 }                   # of each worker
-owed_functions = { contains = "product" }  # part of it, or one of its items
+bubble_max = "3/11"                        # an exact fraction
+bubble = { below = 0.5 }                   # for each worker
+owed_functions = { contains = "product" }  # a substring, or an item of a list
 """
 
 from collections.abc import Callable, Mapping
@@ -22,79 +22,70 @@ ERRORS = tuple(
     if isinstance(kind, type) and issubclass(kind, JdagError)
 )
 
-# The possible values of a figure, where they are known.
+# Figures with a fixed set of values.
 POSSIBLE: Mapping[str, tuple[str, ...]] = {"outcome": OUTCOMES, "error": ERRORS}
 
 
 class Judged(NamedTuple):
-    """One expectation: the figure, the wanted value, its value, whether it is met."""
-
     figure: str
     wanted: str
     got: Any
     met: bool
 
 
-# Raised by conversion to a number: of "x", of inf, of "1/0".
+# Raised when "x", inf or "1/0" is converted to a number.
 _NO_NUMBER = (TypeError, ValueError, OverflowError, ZeroDivisionError)
 
 
 def _number(value: Any) -> Fraction:
     if isinstance(value, bool):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return Fraction(value)
 
 
-def _contains(got: Any, wanted: Any) -> bool:
+def _contains(got: Any, expected: Any) -> bool:
     items = got if isinstance(got, list | tuple) else [got]
-    return any(wanted == item or str(wanted) in str(item) for item in items)
+    return any(expected == item or str(expected) in str(item) for item in items)
 
 
 COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
-    "min": lambda got, wanted: _number(got) >= _number(wanted),
-    "max": lambda got, wanted: _number(got) <= _number(wanted),
-    "above": lambda got, wanted: _number(got) > _number(wanted),
-    "below": lambda got, wanted: _number(got) < _number(wanted),
+    "min": lambda got, bound: _number(got) >= _number(bound),
+    "max": lambda got, bound: _number(got) <= _number(bound),
+    "above": lambda got, bound: _number(got) > _number(bound),
+    "below": lambda got, bound: _number(got) < _number(bound),
     "contains": _contains,
 }
 
 
 def refuse_unknown(expect: Mapping[str, Any], figures: Mapping[str, str]) -> None:
-    """Refuse expectations of unknown figures or by unknown comparisons.
-
-    Raises:
-        ScenarioError: there are none, or one of no figure, or by no comparison.
-    """
     if not expect:
         raise ScenarioError(
-            f"expect is empty: allowed is something of the figures {', '.join(figures)}"
+            f"expect is empty: expected the figures {', '.join(figures)}"
         )
-    for name, wanted in expect.items():
+    for name, expected in expect.items():
         if name not in figures:
             raise ScenarioError(
-                f"expect.{name} = {wanted!r}: there is no such figure"
-                f"{meant(name, figures)}: allowed is one of {', '.join(figures)}"
+                f"expect.{name} = {expected!r}: there is no such figure"
+                f"{meant(name, figures)}: expected one of {', '.join(figures)}"
             )
-        if name in POSSIBLE and wanted not in POSSIBLE[name]:
+        if name in POSSIBLE and expected not in POSSIBLE[name]:
             allowed = f"one of {', '.join(POSSIBLE[name])}"
-            raise ScenarioError(unusable(f"expect.{name}", wanted, allowed))
-        if isinstance(wanted, Mapping):
-            for how, bound in wanted.items():
-                _refuse_bound(f"expect.{name}.{how}", how, bound)
-            if not wanted:
-                raise ScenarioError(
-                    f"expect.{name} = {{}}: it says nothing: allowed is a value, or "
-                    f"some of {', '.join(COMPARE)}"
-                )
+            raise ScenarioError(unusable(f"expect.{name}", expected, allowed))
+        if isinstance(expected, Mapping):
+            for comparison, bound in expected.items():
+                _refuse_bound(f"expect.{name}.{comparison}", comparison, bound)
+            if not expected:
+                allowed = f"a value, or some of {', '.join(COMPARE)}"
+                raise ScenarioError(unusable(f"expect.{name}", expected, allowed))
 
 
-def _refuse_bound(key: str, how: str, bound: Any) -> None:
-    if how not in COMPARE:
+def _refuse_bound(key: str, comparison: str, bound: Any) -> None:
+    if comparison not in COMPARE:
         raise ScenarioError(
-            f"{key} = {bound!r}: there is no such comparison: allowed is one of "
+            f"{key} = {bound!r}: there is no such comparison: expected one of "
             f"{', '.join(COMPARE)}"
         )
-    if how == "contains":
+    if comparison == "contains":
         return
     try:
         _number(bound)
@@ -104,35 +95,37 @@ def _refuse_bound(key: str, how: str, bound: Any) -> None:
 
 
 def judge(expect: Mapping[str, Any], figures: Mapping[str, Any]) -> list[Judged]:
-    """Compare figures with their expectations; a missing figure is None.
+    """Compare figures with their expectations. A missing figure counts as None.
 
-    Whoever says nothing of the outcome expects it to be "finished".
+    The default expectation of `outcome` is "finished".
     """
     judged = []
-    for name, wanted in {"outcome": "finished", **expect}.items():
+    for name, expected in {"outcome": "finished", **expect}.items():
         got = figures.get(name)
-        bounds = wanted if isinstance(wanted, Mapping) else {"": wanted}
-        for how, bound in bounds.items():
-            met = _compare(how, got, bound)
-            judged.append(Judged(name, f"{how} {bound}".lstrip(), got, met))
+        bounds = expected if isinstance(expected, Mapping) else {"": expected}
+        for comparison, bound in bounds.items():
+            met = _is_met(comparison, got, bound)
+            judged.append(Judged(name, f"{comparison} {bound}".lstrip(), got, met))
     return judged
 
 
-def _compare(how: str, got: Any, bound: Any) -> bool:
+def _is_met(comparison: str, got: Any, bound: Any) -> bool:
     if isinstance(got, Mapping):
-        return bool(got) and all(_compare(how, one, bound) for one in got.values())
+        values = got.values()
+        return bool(got) and all(_is_met(comparison, value, bound) for value in values)
     try:
-        return COMPARE[how](got, bound) if how else _equal(got, bound)
+        compare = COMPARE[comparison] if comparison else _is_equal
+        return compare(got, bound)
     except _NO_NUMBER:
-        return False  # There is no such number: the pass did not get that far.
+        return False  # Of a failed pass, a figure may be None.
 
 
-def _equal(got: Any, wanted: Any) -> bool:
-    if isinstance(wanted, list):
-        return list(got) == wanted if isinstance(got, list | tuple) else False
-    if isinstance(got, bool) or isinstance(wanted, bool):
-        return got is wanted
+def _is_equal(got: Any, expected: Any) -> bool:
+    if isinstance(expected, list):
+        return isinstance(got, list | tuple) and list(got) == expected
+    if isinstance(got, bool) or isinstance(expected, bool):
+        return got is expected
     try:
-        return _number(got) == _number(wanted)
+        return _number(got) == _number(expected)
     except _NO_NUMBER:
-        return bool(got == wanted)
+        return bool(got == expected)

@@ -1,4 +1,4 @@
-"""Running a scenario: its figures are compared with what it expects."""
+"""Runs a scenario and compares its figures with its expectations."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,10 +9,10 @@ from jdag.api.cluster import Cluster
 from jdag.engine.functions import outermost
 from jdag.errors import JdagError, RootError, ScenarioError, unusable
 from jdag.scenario import Scenario, configured
-from jdag.scenario.case import VIRTUAL, Figures, Run, ended
 from jdag.scenario.costs import refuse_unmeasured
 from jdag.scenario.driving import CaseDriver, Virtual
 from jdag.scenario.expectations import Judged, judge
+from jdag.scenario.player import VIRTUAL, Figures, Run, ended
 from jdag.scenario.program import raising_nothing
 from jdag.scenario.scenario_schema import has_jitter
 from jdag.settings.toml_files import wrong
@@ -22,19 +22,16 @@ Progress = Callable[[int, int, Mapping[str, float]], None]
 
 @dataclass(slots=True)
 class ScenarioResult:
-    """The outcome of a scenario."""
-
     figures: Figures
     judged: list[Judged]
     cluster: Cluster
-    not_asked: tuple[str, ...]  # Expectations that need virtual time.
+    not_asked: tuple[str, ...]  # Figures not compared: they need virtual time.
     window: tuple[int, int]
     drawings: Any = None
 
     @property
     def met(self) -> bool:
-        """Whether all expectations are met."""
-        return all(one.met for one in self.judged)
+        return all(expectation.met for expectation in self.judged)
 
 
 def _run_of(scenario: Scenario, show: Progress, driver: CaseDriver) -> Run:
@@ -51,18 +48,16 @@ def _run_of(scenario: Scenario, show: Progress, driver: CaseDriver) -> Run:
     )
 
 
-@outermost  # So that the digest does not depend on who runs it.
+@outermost  # So that call sites, and thus the digest, do not depend on the caller.
 def run_scenario(
     scenario: Scenario, show: Progress, driver: CaseDriver | None = None
 ) -> ScenarioResult:
-    """Run a scenario and compare its figures with what it expects.
+    """Run a scenario and compare its figures with its expectations.
 
-    If the program raises an error of jdag, that error is the outcome. Without a driver
-    the run is in virtual time. A driver that is given stays open.
-
-    Raises:
-        ScenarioError: the program returns roots from which no pass can start, or no
-            figures; keeps no cluster; or raises an error that is not jdag's.
+    If the program raises a JdagError, this is the outcome of the run. If `driver` is
+    None, the run is in virtual time; otherwise the caller closes the driver. Raises
+    ScenarioError if the program returns invalid roots or figures, does not call
+    `run.keep`, or raises an error that is not a JdagError.
     """
     driver = Virtual(scenario.settings) if driver is None else driver
     run = _run_of(scenario, show, driver)
@@ -77,15 +72,14 @@ def run_scenario(
         except ScenarioError:
             raise
         except RootError as error:
-            allowed = f"one whose roots a pass can start from; {error}"
-            raise refused(allowed) from error
+            raise refused(f"a program that returns roots of a pass; {error}") from error
         except JdagError as error:
             figures = ended(error)
             if run.last is not None and run.kept is None:
                 run.keep(run.last, (0, run.last.now_ns))
         if run.kept is None:
             raise refused(
-                "one that keeps a cluster to report on, by "
+                "a program that selects a cluster to report on, by "
                 "run.keep(cluster, (from_ns, until_ns))"
             )
         if driver.virtual:
@@ -100,17 +94,12 @@ def run_scenario(
 
 
 def _plain(figures: Any) -> Figures:
-    """Return the figures of a program, with arrays as lists and numbers.
-
-    Raises:
-        ScenarioError: the figures are not a mapping, or one has a type that JSON lacks.
-    """
     if not isinstance(figures, Mapping):
-        allowed = "a mapping of figures by their names"
-        raise ScenarioError(unusable("what play(run) returned", figures, allowed))
+        allowed = "a mapping from the name of a figure to its value"
+        raise ScenarioError(unusable("result of play(run)", figures, allowed))
     for name in figures:
         if not isinstance(name, str):
-            raise ScenarioError(unusable("name of a figure", name, "a text"))
+            raise ScenarioError(unusable("name of a figure", name, "a string"))
     return {name: _figure(name, value) for name, value in figures.items()}
 
 
@@ -119,11 +108,11 @@ def _figure(name: str, value: Any) -> Any:
         case None | bool() | int() | float() | str() | Fraction():
             return value
         case Mapping():
-            return {str(key): _figure(name, one) for key, one in value.items()}
+            return {str(key): _figure(name, item) for key, item in value.items()}
         case list() | tuple():
-            return [_figure(name, one) for one in value]
-        case _ if hasattr(value, "tolist"):  # An array, of numpy's or of JAX's.
+            return [_figure(name, item) for item in value]
+        case _ if hasattr(value, "tolist"):  # An array of NumPy or JAX.
             return _figure(name, value.tolist())
         case _:
-            allowed = "a number, a text, None, or a list or mapping of these"
+            allowed = "a number, a string, None, or a list or mapping of these"
             raise ScenarioError(unusable(f"figure {name}", value, allowed))

@@ -1,7 +1,7 @@
-"""The tables of a scenario's file, and what they describe in `jdag.sim`.
+"""The tables of a scenario's file, and their conversion to objects of `jdag.sim`.
 
-The keys of a table that describes a class of `jdag.sim` are the fields of that class.
-All errors have one wording: `key = value: allowed is ...`.
+A table that describes a class of `jdag.sim` has the fields of that class as its keys.
+All errors have the form `key = value: expected ...`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -55,7 +55,7 @@ from jdag.sim.settings import EVENTS_MAX, POLICY, VALUES
 
 _NAME = "letters, digits, _, - and ., beginning with a letter or a digit"
 _WORKERS = (
-    "names, none twice; or how many, and they are w0, w1, ...; at most "
+    "different names; or a number of workers, then named w0, w1, ...; at most "
     f"{WORKERS_MAX:,}; each of {NAMES}"
 )
 
@@ -77,7 +77,7 @@ _REFERENCE = Annotated[
     ),
 ]
 _TABLES = Annotated[tuple[TABLE, ...], Meta(description="a list of tables")]
-_TEXTS = Annotated[tuple[str, ...], Meta(description="a list of texts")]
+_TEXTS = Annotated[tuple[str, ...], Meta(description="a list of strings")]
 _CONTROL = Meta(description="true, false or a table")
 
 _BUILDERS: dict[str, Callable[..., Schedule]] = {
@@ -104,8 +104,6 @@ _TOPOLOGIES: dict[str, Callable[..., Network]] = {
 
 
 class ScenarioTable(Settings, frozen=True, kw_only=True):
-    """The keys of a scenario's file."""
-
     name: _FILE_NAME
     program: _REFERENCE
     workers: Annotated[tuple[Any, ...] | int, where(_are_workers, _WORKERS)]
@@ -131,102 +129,92 @@ class ScenarioTable(Settings, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the workers."""
         if isinstance(self.workers, int):
             return tuple(f"w{number}" for number in range(self.workers))
         return tuple(self.workers)
 
     def check_worker(self, key: str, name: str) -> None:
-        """Raise ScenarioError if the value of this key names no worker."""
         if name not in self.names:
             workers = ", ".join(self.names)
             allowed = f"one of the workers {workers}{meant(name, self.names)}"
             raise ScenarioError(unusable(key, name, allowed))
 
     def refused(self, allowed: str) -> ScenarioError:
-        """Return the error of a program that is not as it has to be."""
         return ScenarioError(unusable("program", self.program, allowed))
 
 
-_Made = TypeVar("_Made", bound=Settings)
+_Described = TypeVar("_Described", bound=Settings)
 
 
-def _made(
-    kind: type[_Made], key: str, table: Mapping[str, Any], /, **own: Any
-) -> tuple[_Made, Any]:
-    """Return what a table describes, and the table.
+def _described(
+    kind: type[_Described], key: str, table: Mapping[str, Any], /, **more: Any
+) -> tuple[_Described, Any]:
+    """Return the object of class `kind` that a table describes, and the valid table.
 
-    Args:
-        kind: a class of `jdag.sim`.
-        key: the key of the table in the file.
-        table: the content of the file.
-        own: types, or types and defaults, of keys that are not fields of the class.
+    `more` has (type,) or (type, default) of keys that are not fields of the class.
     """
     wider: type[Any] = defstruct(
         kind.__name__,
-        [(name, *each) for name, each in own.items()],
+        [(name, *each) for name, each in more.items()],
         bases=(kind,),
         frozen=True,
         kw_only=True,
     )
-    found: Any = settings_from(wider, table, key)
-    return part(kind, found), found
+    validated: Any = settings_from(wider, table, key)
+    return part(kind, validated), validated
 
 
 def network_of(settings: ScenarioTable, *, clean: bool) -> Network:
-    """Return the network; a clean one has no jitter."""
-    table = _without_jitter(settings.network) if clean else settings.network
-    default, own = _link(
+    default, keys = _link(
         "network",
-        table,
+        _without_jitter(settings.network) if clean else settings.network,
         control_lane=(Annotated[bool | TABLE | None, _CONTROL], None),
         topology=(TABLE | None, None),
         links=(_TABLES, ()),
         port_bandwidth_bytes_per_s=(COUNT | None, None),
     )
-    network, control = Network(default), own.control_lane
-    if own.topology is not None:
+    network, control = Network(default), keys.control_lane
+    if keys.topology is not None:
         with under("network.topology"):
-            network = _topology(settings, own.topology)
+            network = _topology(settings, keys.topology)
     if isinstance(control, dict):
         control, _ = _link("network.control_lane", control)
-    links = _links_of(settings, own.links, network.routed)
+    links = _links_of(settings, keys.links, network.routed)
     with under("network"):
         return replace(
             network,
             default=default,
             links=links,
             control_lane=control,
-            port_bandwidth_bytes_per_s=own.port_bandwidth_bytes_per_s,
+            port_bandwidth_bytes_per_s=keys.port_bandwidth_bytes_per_s,
         )
 
 
-def _link(key: str, table: Mapping[str, Any], **own: Any) -> tuple[LinkModel, Any]:
-    """Return the link that a table describes, by the model it names, and the table."""
+def _link(key: str, table: Mapping[str, Any], **more: Any) -> tuple[LinkModel, Any]:
     name = table.get("model", "alpha_beta")
     kind = _MODELS.get(name, LinkModel) if isinstance(name, str) else LinkModel
     model = (Annotated[str, one_of(*_MODELS)], "alpha_beta")
-    return _made(kind, key, table, model=model, **own)
+    return _described(kind, key, table, model=model, **more)
 
 
 def _links_of(
     settings: ScenarioTable, tables: tuple[TABLE, ...], routed: tuple[str, ...]
 ) -> dict[tuple[str, str], LinkModel]:
-    """Return the links that are not as the others."""
+    """Return the links that the tables describe, by (source, destination)."""
     links: dict[tuple[str, str], LinkModel] = {}
-    for number, one in enumerate(tables):
+    for number, table in enumerate(tables):
         key = f"network.links[{number}]"
-        model, given = _link(key, one, source=(TEXT,), destination=(TEXT,))
-        source, destination = given.source, given.destination
+        model, ends = _link(key, table, source=(TEXT,), destination=(TEXT,))
+        source, destination = ends.source, ends.destination
         settings.check_worker(f"{key}.source", source)
         settings.check_worker(f"{key}.destination", destination)
         allowed = None
         if source == destination:
             allowed = f"a worker other than the source, {source}"
         elif (source, destination) in links:
-            allowed = f"one link from {source} to {destination}, and this is the second"
+            allowed = f"at most one link from {source} to {destination}"
         elif source in routed and destination in routed:
-            allowed = f"a worker that is not in the topology, as {source} is"
+            allowed = f"a worker outside of the topology, since {source} is inside"
         if allowed is not None:
             raise ScenarioError(unusable(f"{key}.destination", destination, allowed))
         links[source, destination] = model
@@ -247,90 +235,87 @@ class _TopologyTable(Settings, frozen=True):
 
 def _kind_of(
     settings: ScenarioTable,
-    found: dict[str, Any],
+    keys: dict[str, Any],
     kinds: Iterable[str],
-    other: object,
-    what: str,
+    alternative: object,
+    description: str,
 ) -> str | None:
-    """Take the kind of a table; None if `other`, called `what`, is in its place.
+    """Remove `kind` from a table's keys and return it.
 
-    Its workers are all, unless it names some.
+    A table has either a kind or the alternative, which errors call `description`. If
+    the table has no `workers`, they become all workers.
     """
-    kind: str | None = found.pop("kind", None)
-    if (kind is None) == (other is None):
-        allowed = f"one of {', '.join(kinds)}, or {what} in its place"
+    kind: str | None = keys.pop("kind", None)
+    if (kind is None) == (alternative is None):
+        allowed = f"one of {', '.join(kinds)}, or {description} in its place"
         raise ScenarioError(unusable("kind", kind, allowed))
-    found.setdefault("workers", settings.names)
-    for name in found["workers"]:
+    keys.setdefault("workers", settings.names)
+    for name in keys["workers"]:
         settings.check_worker("workers", name)
     return kind
 
 
 def _topology(settings: ScenarioTable, table: Mapping[str, Any]) -> Network:
-    """Return a topology, of all workers if none are named; links as in the table."""
-    found = _given(settings_from(_TopologyTable, table))
-    dimensions = found.get("dimensions")
-    kind = _kind_of(settings, found, _TOPOLOGIES, dimensions, "dimensions")
+    values = _present(settings_from(_TopologyTable, table))
+    dimensions = values.get("dimensions")
+    kind = _kind_of(settings, values, _TOPOLOGIES, dimensions, "dimensions")
     build = topologies.topology if kind is None else _TOPOLOGIES[kind]
     takes = dict.fromkeys(signature(build).parameters)
     has_link = "link" in takes
-    for own in ("default", "control_lane", "link"):  # Other tables have these.
-        takes.pop(own, None)
+    for name in ("default", "control_lane", "link"):  # Set by other tables of the file.
+        takes.pop(name, None)
     keys = [*takes, *(_LINK_KEYS if has_link else ())]
-    for key, value in found.items():
+    for key, value in values.items():
         if key not in keys:
             raise ScenarioError(unusable(key, value, ", ".join(["kind", *keys])))
-    if "shape" in takes and "shape" not in found:
-        raise ScenarioError("shape is missing: allowed is a list of integers >= 1")
+    if "shape" in takes and "shape" not in values:
+        raise ScenarioError("shape is missing: expected a list of integers >= 1")
     if has_link:
-        link = {key: found.pop(key) for key in _LINK_KEYS if key in found}
-        found["link"] = LinkModel(**link)
+        link = {key: values.pop(key) for key in _LINK_KEYS if key in values}
+        values["link"] = LinkModel(**link)
     if dimensions is not None:
-        found["dimensions"] = [
-            _dimension(f"dimensions[{number}]", one)
-            for number, one in enumerate(dimensions)
+        values["dimensions"] = [
+            _dimension(f"dimensions[{number}]", dimension)
+            for number, dimension in enumerate(dimensions)
         ]
-    return build(**found)
+    return build(**values)
 
 
-def _given(table: Settings) -> dict[str, Any]:
-    """Return the values of a table that the file has."""
-    found = {key: getattr(table, key) for key in table.__struct_fields__}
-    return {key: value for key, value in found.items() if value is not None}
+def _present(table: Settings) -> dict[str, Any]:
+    values = {key: getattr(table, key) for key in table.__struct_fields__}
+    return {key: value for key, value in values.items() if value is not None}
 
 
 def _dimension(key: str, table: Mapping[str, Any]) -> topologies.Dimension:
-    own: Any = {"kind": (Any,), "size": (Any,), "arity": (Any, 2)}
-    link, given = _made(LinkModel, key, table, **own)
+    more: Any = {"kind": (Any,), "size": (Any,), "arity": (Any, 2)}
+    link, keys = _described(LinkModel, key, table, **more)
     with under(key):
-        return topologies.Dimension(given.kind, given.size, link, given.arity)
+        return topologies.Dimension(keys.kind, keys.size, link, keys.arity)
 
 
 def _without_jitter(table: Any) -> Any:
-    """Return the table of a network where no link has jitter."""
     if isinstance(table, dict):
-        found = {key: _without_jitter(value) for key, value in table.items()}
-        return {**found, "jitter_ns": 0} if "jitter_ns" in found else found
+        values = {key: _without_jitter(value) for key, value in table.items()}
+        return {**values, "jitter_ns": 0} if "jitter_ns" in values else values
     return [*map(_without_jitter, table)] if isinstance(table, list) else table
 
 
 def has_jitter(table: Any) -> bool:
-    """Whether the table of a network, or one inside it, has jitter."""
     if isinstance(table, dict):
         return bool(table.get("jitter_ns")) or has_jitter([*table.values()])
     return isinstance(table, list) and any(map(has_jitter, table))
 
 
 def devices_of(settings: ScenarioTable) -> dict[str, DeviceModel]:
-    """Return the device of each worker: its own, or that of all."""
-    table = dict(settings.devices)
-    tables = converted(dict[str, TABLE], table.pop("workers", {}), "devices.workers")
-    found = dict.fromkeys(settings.names, settings_from(DeviceModel, table, "devices"))
-    for name, one in tables.items():
+    default = dict(settings.devices)
+    tables = converted(dict[str, TABLE], default.pop("workers", {}), "devices.workers")
+    device = settings_from(DeviceModel, default, "devices")
+    devices = dict.fromkeys(settings.names, device)
+    for name, table in tables.items():
         key = f"devices.workers.{name}"
         settings.check_worker(key, name)
-        found[name] = settings_from(DeviceModel, one, key)
-    return found
+        devices[name] = settings_from(DeviceModel, table, key)
+    return devices
 
 
 class _ScheduleTable(Settings, frozen=True):
@@ -343,7 +328,6 @@ class _ScheduleTable(Settings, frozen=True):
 
 
 def schedule_of(settings: ScenarioTable) -> Schedule | None:
-    """Return the schedule; its workers are all of the run if none are named."""
     if settings.schedule is None:
         return None
     try:
@@ -354,19 +338,19 @@ def schedule_of(settings: ScenarioTable) -> Schedule | None:
 
 
 def _schedule(settings: ScenarioTable, table: Settings) -> Schedule:
-    found = _given(table)
-    lists = found.pop("lists", None)
-    kind = _kind_of(settings, found, _BUILDERS, lists, "lists of actions")
+    values = _present(table)
+    lists = values.pop("lists", None)
+    kind = _kind_of(settings, values, _BUILDERS, lists, "lists of actions")
     build: Any = from_lists if kind is None else _BUILDERS[kind]
     takes = signature(build).parameters
-    for key, value in found.items():
+    for key, value in values.items():
         if key not in takes:
             keys = ", ".join([each for each in takes if each != "lists"])
             raise ScenarioError(unusable(key, value, keys))
     if lists is not None:
-        return from_lists([each.split() for each in lists], **found)
+        return from_lists([each.split() for each in lists], **values)
     for key in takes:
-        if key not in found:
-            raise ScenarioError(f"{key} is missing: allowed is an integer >= 1")
-    made: Schedule = build(**found)
-    return made
+        if key not in values:
+            raise ScenarioError(f"{key} is missing: expected an integer >= 1")
+    schedule: Schedule = build(**values)
+    return schedule

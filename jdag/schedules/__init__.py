@@ -1,12 +1,12 @@
-"""Pipeline schedules as data: who computes which stage of which micro-batch, and when.
+"""Pipeline schedules as data: the order of each worker's stages and micro-batches.
 
     schedule = jdag.schedules.zb_h1(stages=4, micro_batches=8)
     schedule.check()
     schedule.makespan_ns(forward=18_522, input_grad=18_086, weight_grad=9_337, comm=601)
 
-A schedule is a list of actions for each worker (`Schedule`). Builders make the
-published ones; `from_lists` and `from_csv` read others and check them. All is pure: no
-engine, no arrays, no clock.
+A `Schedule` has a list of actions for each worker. Builders return the published
+schedules; `from_lists` and `from_csv` read and check other schedules. This package does
+not need JAX.
 """
 
 from jdag.schedules.actions import Action, Overlap

@@ -1,14 +1,9 @@
-"""Actions: what a worker of a pipeline does in one step, and how it is written.
+"""Actions: the work of one pipeline stage on one micro-batch, and its text form.
 
-An action is a forward `0F3` (stage 0, micro-batch 3), a whole backward `0B3`, or one of
+An action is a forward `0F3` (stage 0, micro-batch 3), a full backward `0B3`, or one of
 its halves: `0I3` computes the cotangents of inputs, `0W3` the gradients of parameters.
-`(0F7;7B3)OVERLAP_F_B` is a forward and a whole backward that run as one.
-
-Inputs:  texts, or kinds with numbers of stages and micro-batches.
-Outputs: `Action` and `Overlap`, whose `str` is the text that `parsed_action` reads.
-
-Invariants: `needs` names only what an action of another stage, or an earlier action of
-its own stage, `gives`; to other stages a whole backward is the same as its input half.
+`(0F7;7B3)OVERLAP_F_B` is a forward and a full backward that run as one action. These
+strings are the `str` of actions; `parsed_action` reads them.
 """
 
 import re
@@ -19,8 +14,8 @@ from jdag.errors import ScheduleError, repr_of, unusable
 _KINDS = ("F", "B", "I", "W")
 OVERLAP = "OVERLAP_F_B"
 
-# What has been done, with stage and micro-batch. B gives what I gives: the cotangents
-# of inputs. Nothing in a schedule needs the gradients of parameters.
+# A result of an action: kind, stage and micro-batch. B gives the result of I, the
+# cotangents of inputs; no action needs the gradients of parameters.
 Result = tuple[str, int, int]
 _GIVES = {"F": "F", "B": "I", "I": "I", "W": "W"}
 
@@ -30,7 +25,7 @@ _PAIR = re.compile(rf"\(([^;]*);([^;]*)\){OVERLAP}")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action: `kind` is F, B, I or W; `stage` and `micro_batch` count from 0.
+    """One action. `kind` is F, B, I or W. `stage` and `micro_batch` count from 0.
 
     Raises:
         ScheduleError: an unknown kind, or a number that is not an int >= 0.
@@ -54,30 +49,32 @@ class Action:
 
     @property
     def parts(self) -> tuple["Action", ...]:
-        """The action itself; an `Overlap` has two."""
+        """A tuple of this action. An `Overlap` has two parts."""
         return (self,)
 
     @property
     def gives(self) -> tuple[Result, ...]:
-        """What is done when the action ends."""
+        """The results that the action provides when it ends."""
         return ((_GIVES[self.kind], self.stage, self.micro_batch),)
 
     def needs(self, stages: int) -> tuple[Result, ...]:
-        """What must be done before the action can start, in a pipeline of `stages`."""
+        """The results that the action needs, in a pipeline of `stages` stages."""
         stage, micro_batch = self.stage, self.micro_batch
         if self.kind == "W":
             return (("I", stage, micro_batch),)
         if self.kind == "F":
             return (("F", stage - 1, micro_batch),) if stage else ()
-        own = ("F", stage, micro_batch)
-        return (own, ("I", stage + 1, micro_batch)) if stage + 1 < stages else (own,)
+        forward = ("F", stage, micro_batch)
+        if stage + 1 == stages:
+            return (forward,)
+        return (forward, ("I", stage + 1, micro_batch))
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """A forward and a whole backward that run as one action, of DualPipe.
+    """A forward and a full backward that run as one action, as in DualPipe.
 
-    Both must be ready before it starts; both have ended when it ends.
+    The pair starts when both actions are ready, and ends when both have ended.
 
     Raises:
         ScheduleError: `forward` is not an F, or `backward` is not a B.
@@ -100,21 +97,21 @@ class Overlap:
 
     @property
     def kind(self) -> str:
-        """The kind, as actions have one."""
+        """The kind of a pair, always "OVERLAP_F_B"."""
         return OVERLAP
 
     @property
     def parts(self) -> tuple[Action, ...]:
-        """The forward and the backward."""
+        """The two actions of the pair: (forward, backward)."""
         return (self.forward, self.backward)
 
     @property
     def gives(self) -> tuple[Result, ...]:
-        """What is done when both have ended."""
+        """The results that the two actions provide when they end."""
         return self.forward.gives + self.backward.gives
 
     def needs(self, stages: int) -> tuple[Result, ...]:
-        """What must be done before both can start."""
+        """The results that either action needs, in a pipeline of `stages` stages."""
         return self.forward.needs(stages) + self.backward.needs(stages)
 
 
@@ -122,7 +119,7 @@ ScheduleStep = Action | Overlap
 
 
 def parsed_action(text: str, kinds: dict[str, str]) -> ScheduleStep:
-    """Read an action from its text; `kinds` maps kinds of the text to ours.
+    """Parse an action. `kinds` maps kinds in texts to kinds of `Action`.
 
     Raises:
         ScheduleError: the text is not an action.
@@ -134,11 +131,11 @@ def parsed_action(text: str, kinds: dict[str, str]) -> ScheduleStep:
 
 
 def _single(text: str, kinds: dict[str, str]) -> Action:
-    found = _SINGLE.fullmatch(text.strip())
-    if not found or found[2] not in kinds:
+    match = _SINGLE.fullmatch(text.strip())
+    if not match or match[2] not in kinds:
         raise ScheduleError(
-            f"{repr_of(text)} is not an action; allowed are a stage, one of "
-            f"{', '.join(kinds)}, and a micro-batch, such as 0F3, or a pair such as "
+            f"{repr_of(text)} is not an action; expected a stage, a kind ("
+            f"{', '.join(kinds)}) and a micro-batch, such as 0F3, or a pair such as "
             f"(0F7;7B3){OVERLAP}"
         )
-    return Action(kinds[found[2]], int(found[1]), int(found[3]))
+    return Action(kinds[match[2]], int(match[1]), int(match[3]))

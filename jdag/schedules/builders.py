@@ -1,14 +1,9 @@
 """The published schedules, as functions from sizes to a `Schedule`.
 
-Inputs:  `stages` (all stages of the pipeline, whatever their workers), `micro_batches`,
-         and names of workers; w0, w1, ... if None are given.
-Outputs: a schedule that passes `check`.
-
-Invariants: forwards of a stage come in the order of micro-batches; so do its backwards,
-and its W. Placement is "loop" (stage s on worker s mod p of p workers; with one stage a
-worker, worker s) or "V" (worker r has stages r and 2p - 1 - r).
-
-In the texts, p is the number of workers, m that of micro-batches, r a worker's rank.
+All of them pass `Schedule.check`. Each takes the total number of stages, the number of
+micro-batches, and the names of the workers (None: w0, w1, ...). The placement is a loop
+(stage s on worker s mod p) or a V (worker r has stages r and 2p - 1 - r), where p is
+the number of workers and r the index of a worker.
 """
 
 from collections.abc import Sequence
@@ -19,11 +14,11 @@ from jdag.schedules.schedule import Schedule, at_least_one, worker_names
 
 
 class _List:
-    """The list of one worker in the making; it counts the micro-batches."""
+    """The list of one worker under construction. It counts the micro-batches."""
 
     def __init__(self) -> None:
         self.steps: list[ScheduleStep] = []
-        self.pending: list[Action] = []  # W of halves, the oldest first.
+        self.pending: list[Action] = []  # Each W whose I was added, oldest first.
         self._next: dict[tuple[bool, int], int] = {}
 
     def _action(self, kind: str, stage: int) -> Action:
@@ -33,27 +28,23 @@ class _List:
         return Action(kind, stage, micro_batch)
 
     def add(self, kind: str, stage: int) -> None:
-        """Add F, B or I of the stage's next micro-batch."""
         action = self._action(kind, stage)
         self.steps.append(action)
         if kind == "I":
             self.pending.append(Action("W", stage, action.micro_batch))
 
     def overlap(self, forward: int, backward: int) -> None:
-        """Add F of one stage and B of another as one action."""
         both = Overlap(self._action("F", forward), self._action("B", backward))
         self.steps.append(both)
 
     def weight(self, stage: int | None = None) -> None:
-        """Add the oldest W that is pending, of this stage if one is given."""
-        wanted = [w for w in self.pending if stage is None or w.stage == stage][:1]
-        for action in wanted:
+        oldest = [w for w in self.pending if stage is None or w.stage == stage][:1]
+        for action in oldest:
             self.pending.remove(action)
             self.steps.append(action)
 
 
 def _lists(stages: int, micro_batches: int) -> list[_List]:
-    """An empty list for each stage."""
     at_least_one("stages", stages)
     at_least_one("micro_batches", micro_batches)
     return [_List() for _ in range(stages)]
@@ -76,7 +67,8 @@ def gpipe(
     """All forwards, then all backwards (Huang et al., 2019, arXiv:1811.06965).
 
     Raises:
-        ScheduleError: a size is not an integer >= 1, or `workers` are not p names.
+        ScheduleError: a size is not an integer >= 1, or `workers` does not have a name
+            for each stage.
     """
     lists = _lists(stages, micro_batches)
     for rank, each in enumerate(lists):
@@ -89,9 +81,9 @@ def gpipe(
 def one_f_one_b(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """1F1B: p - 1 - r forwards, then one forward and one backward in turn.
+    """1F1B: worker r of p runs p - 1 - r forwards, then one F and one B alternately.
 
-    PipeDream-Flush of Narayanan et al., 2021, arXiv:2006.09503. Raises as `gpipe`.
+    PipeDream-Flush of Narayanan et al., 2021, arXiv:2006.09503. Same errors as `gpipe`.
     """
     return _warmed_up(stages, micro_batches, workers, depth=1, halves=False)
 
@@ -99,10 +91,11 @@ def one_f_one_b(
 def eager_one_f_one_b(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """1F1B with 2 (p - 1 - r) forwards first, so that transfers overlap with work.
+    """1F1B in which worker r of p first runs 2 (p - 1 - r) forwards.
 
-    It holds up to 2p - 1 micro-batches. Zhuang et al., 2023, "On Optimizing the
-    Communication of Model Parallelism", arXiv:2211.05322. Raises as `gpipe`.
+    So transfers and compute overlap. Each worker stores activations of up to 2p - 1
+    micro-batches. Zhuang et al., 2023, "On Optimizing the Communication of Model
+    Parallelism", arXiv:2211.05322. Same errors as `gpipe`.
     """
     return _warmed_up(stages, micro_batches, workers, depth=2, halves=False)
 
@@ -110,10 +103,10 @@ def eager_one_f_one_b(
 def zb_h1(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """ZB-H1: 1F1B with W apart, which fill the end; no more memory than 1F1B.
+    """ZB-H1: 1F1B with separate W actions that fill the bubble. Needs 1F1B's memory.
 
-    Qi et al., 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241. Raises as
-    `gpipe`.
+    Qi et al., 2024, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241. Same errors
+    as `gpipe`.
     """
     return _warmed_up(stages, micro_batches, workers, depth=1, halves=True)
 
@@ -121,9 +114,11 @@ def zb_h1(
 def zb_h2(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """ZB-H2: twice the forwards of ZB-H1 first; no bubble if F, I and W cost the same.
+    """ZB-H2: ZB-H1 in which each worker first runs twice as many forwards.
 
-    It holds up to 2p - 1 micro-batches. Same paper as `zb_h1`. Raises as `gpipe`.
+    There is no bubble if F, I and W cost the same. With p workers, each stores
+    activations of up to 2p - 1 micro-batches. Same paper as `zb_h1`. Same errors as
+    `gpipe`.
     """
     return _warmed_up(stages, micro_batches, workers, depth=2, halves=True)
 
@@ -136,7 +131,7 @@ def _warmed_up(
     depth: int,
     halves: bool,
 ) -> Schedule:
-    """`depth` (p - 1 - r) forwards first; W from when the first worker has one."""
+    """Put `depth * (p - 1 - r)` forwards first. All workers start W simultaneously."""
     lists = _lists(stages, micro_batches)
     for rank, each in enumerate(lists):
         first = min(micro_batches, depth * (stages - 1 - rank))
@@ -160,14 +155,16 @@ def interleaved(
     chunks: int,
     workers: Sequence[str] | None = None,
 ) -> Schedule:
-    """1F1B over `chunks` stages on each of stages / chunks workers, in a loop.
+    """1F1B with `chunks` stages on each of p = stages / chunks workers, in a loop.
 
-    Groups of p micro-batches pass all chunks in turn. Narayanan et al., 2021,
-    "Efficient Large-Scale Language Model Training on GPU Clusters", arXiv:2104.04473.
+    Groups of p micro-batches pass through one chunk after another. Narayanan et al.,
+    2021, "Efficient Large-Scale Language Model Training on GPU Clusters",
+    arXiv:2104.04473.
 
     Raises:
-        ScheduleError: a size is not an integer >= 1, `stages` is no multiple of
-            `chunks`, `micro_batches` none of p, or `workers` are not p names.
+        ScheduleError: a size is not an integer >= 1, `stages` is not a multiple of
+            `chunks`, `micro_batches` is not a multiple of p, or `workers` does not have
+            p names.
     """
     at_least_one("chunks", chunks)
     lists = _lists(stages, micro_batches)[::chunks]
@@ -194,14 +191,15 @@ def interleaved(
 def zb_v(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """ZB-V: two stages a worker in a V; memory of 1F1B, no bubble if F, I, W are equal.
+    """ZB-V: two stages per worker in a V. No bubble if F, I and W cost the same.
 
-    Qi et al., 2024, arXiv:2401.10241, section 6. With fewer than 2p - 1 micro-batches
-    the order is that of 2p - 1 without those that are too many.
+    It needs the memory of 1F1B. Qi et al., 2024, arXiv:2401.10241, section 6. With p
+    workers and fewer than 2p - 1 micro-batches, the order is the order for 2p - 1
+    micro-batches without the missing micro-batches.
 
     Raises:
-        ScheduleError: a size is not an integer >= 1, `stages` is odd, or `workers` are
-            not stages / 2 names.
+        ScheduleError: a size is not an integer >= 1, `stages` is odd, or `workers` does
+            not have stages / 2 names.
     """
     lists, placement = _in_a_v(stages, micro_batches)
     for rank, each in enumerate(lists):
@@ -211,8 +209,8 @@ def zb_v(
 
 
 def _fill_zb_v(each: _List, down: int, up: int, count: int, micro_batches: int) -> None:
-    """`down` is the stage on the first leg of the V, and the rank; `up` the other."""
-    whole = max(micro_batches, 2 * count - 1)
+    """Fill the list of worker `down`, whose stages in the V are `down` and `up`."""
+    total = max(micro_batches, 2 * count - 1)
     rest = count - down
     for _ in range(2 * rest - 1):
         each.add("F", down)
@@ -221,9 +219,9 @@ def _fill_zb_v(each: _List, down: int, up: int, count: int, micro_batches: int) 
         each.add("F", down)
     for _ in range(rest):
         _forward_and_halves(each, up, up)
-    for index in range(whole - count):
-        forwards_left = index < whole - (2 * count - 1 - down)
-        _forward_and_halves(each, down if forwards_left else None, down)
+    for index in range(total - count):
+        has_forward = index < total - (2 * count - 1 - down)
+        _forward_and_halves(each, down if has_forward else None, down)
         _forward_and_halves(each, up, up)
     for _ in range(down):
         each.add("I", down)
@@ -246,14 +244,14 @@ def _forward_and_halves(each: _List, forward: int | None, backward: int) -> None
 def dualpipe_v(
     *, stages: int, micro_batches: int, workers: Sequence[str] | None = None
 ) -> Schedule:
-    """DualPipeV: two stages a worker in a V; forwards and backwards overlap in pairs.
+    """DualPipeV: two stages per worker in a V. Forwards and backwards overlap in pairs.
 
-    DeepSeek-AI, 2024, arXiv:2412.19437, and https://github.com/deepseek-ai/DualPipe,
-    whose V is the half of a DualPipe of 2p ranks. It holds up to 2p + 1 units.
+    DeepSeek-AI, 2024, arXiv:2412.19437, and https://github.com/deepseek-ai/DualPipe.
+    With p workers, each stores up to 2p + 1 activations of a stage.
 
     Raises:
         ScheduleError: a size is not an integer >= 1, `stages` is odd, there are fewer
-            micro-batches than stages, or `workers` are not stages / 2 names.
+            micro-batches than stages, or `workers` does not have stages / 2 names.
     """
     lists, placement = _in_a_v(stages, micro_batches)
     if micro_batches < stages:
@@ -267,7 +265,6 @@ def dualpipe_v(
 def _fill_dualpipe_v(
     each: _List, down: int, up: int, count: int, micro_batches: int
 ) -> None:
-    """`down` is the stage on the first leg of the V, and the rank; `up` the other."""
     rest = count - 1 - down
     for _ in range(2 * rest):
         each.add("F", down)
@@ -280,7 +277,7 @@ def _fill_dualpipe_v(
         each.add("F", up)
     for index in range(micro_batches - 2 * count + down + 1):
         if index == 0 and rest == 0:
-            each.add("F", down)  # The last worker waits less if these are apart.
+            each.add("F", down)  # Not an overlap: the last worker would wait longer.
             each.add("B", up)
         else:
             each.overlap(down, up)
@@ -288,7 +285,7 @@ def _fill_dualpipe_v(
     for _ in range(rest):
         each.add("B", up)
         each.overlap(up, down)
-    # Of the last 2 (r + 1) backwards the second half, about, leave their W for the end.
+    # About half of the last 2 (r + 1) backwards have their W at the end.
     backwards = [up, down] * (down + 1) + [down] * rest
     for index, stage in enumerate(backwards):
         if index >= 2 * (down + 1):
@@ -299,7 +296,6 @@ def _fill_dualpipe_v(
 
 
 def _in_a_v(stages: int, micro_batches: int) -> tuple[list[_List], list[int]]:
-    """Return the lists of the workers of a V, and its placement."""
     lists = _lists(stages, micro_batches)[::2]
     if stages % 2:
         raise ScheduleError(unusable("stages", stages, "an even number"))

@@ -1,16 +1,10 @@
-"""Schedules from a user's own lists, and from and to the CSV of torch's pipelining.
+"""Schedules from lists of actions, and the CSV format of torch's pipelining.
 
-One row of a CSV is the list of one worker; a cell is an action, such as `0F3`, or empty
-where the worker is idle in a grid of equal steps. Idle cells are left out: time is what
-`Schedule.timeline` computes.
-
-Inputs:  lists of actions or of their texts, or the text of a CSV.
-Outputs: a `Schedule` that has passed `check`, or the text of a CSV.
-
-Invariants: `from_csv(to_csv(schedule, half), half)` has the actions and the placement
-of `schedule`. `input_half` is how the CSV calls the input half of a backward: "I", so
-that B is a whole one; or "B", as older versions of torch did. There a whole one is BW,
-or also B if the CSV has no W at all.
+A row of a CSV is the list of one worker; a cell is an action, such as `0F3`, or empty
+where the worker is idle in a grid of equal steps. Empty cells are ignored, since
+`Schedule.timeline` computes times. `input_half` is the letter for the input half of a
+backward in the CSV: "I", with B for the full backward; or "B", as in older versions of
+torch, with BW for the full backward, or B if the CSV has no W.
 """
 
 import csv
@@ -26,7 +20,7 @@ InputHalf = Literal["I", "B"]
 
 _NEWER = {"F": "F", "B": "B", "I": "I", "W": "W"}
 _OLDER = {"F": "F", "BW": "B", "B": "I", "W": "W"}
-_OLDER_WHOLE = {"F": "F", "BW": "B", "B": "B"}  # Of a CSV without W.
+_OLDER_FULL = {"F": "F", "BW": "B", "B": "B"}  # For a CSV without W.
 
 
 def from_lists(
@@ -36,17 +30,20 @@ def from_lists(
     stages: int | None = None,
     micro_batches: int | None = None,
 ) -> Schedule:
-    """Return the schedule of these lists, one for each worker, after checking it.
+    """Return a checked schedule from one list of actions for each worker.
 
-    An entry is an action, its text, or None or "" for an idle step. A stage is on the
-    worker in whose list it is. Numbers of stages and micro-batches follow from the
-    lists if None.
+    Args:
+        lists: an entry is an action, its text, or None or "" for an idle step. A stage
+            is on the worker whose list has its actions.
+        workers: the names of the workers; None: w0, w1, ...
+        stages: the number of stages; None: as many as the lists have.
+        micro_batches: the number of micro-batches; None: as many as the lists have.
 
     Raises:
-        ScheduleError: an entry is no action, a stage is on no worker or on two, another
-            number of workers, or what `Schedule.check` raises.
+        ScheduleError: an entry is not an action, a stage is on no worker or on two,
+            the number of names is wrong, or `Schedule.check` raises.
     """
-    return _made(lists, _NEWER, workers, stages, micro_batches)
+    return _checked_schedule(lists, _NEWER, workers, stages, micro_batches)
 
 
 def from_csv(
@@ -57,14 +54,19 @@ def from_csv(
     stages: int | None = None,
     micro_batches: int | None = None,
 ) -> Schedule:
-    """Return the schedule that the text of a CSV describes, one row for each worker.
+    """Return a checked schedule from the text of a CSV, with one row for each worker.
+
+    `input_half` is the letter for the input half of a backward in the CSV: "I" or "B".
+    The other arguments are those of `from_lists`.
 
     Raises:
-        ScheduleError: not a CSV, or what `from_lists` raises.
+        ScheduleError: the text is not a CSV, or `from_lists` raises.
     """
     _check_half(input_half)
     if not isinstance(text, str):
-        raise ScheduleError(f"the CSV is {kind_of(text)}: allowed is its text")
+        raise ScheduleError(
+            f"the CSV is {kind_of(text)}: expected a str, the text of the CSV"
+        )
     try:
         rows = [*csv.reader(StringIO(text.removeprefix("\ufeff"), newline=""))]
     except csv.Error as error:
@@ -73,14 +75,14 @@ def from_csv(
         rows.pop()
     renamed = _NEWER
     if input_half == "B":
-        # A BW has a W in it that is no action of its own.
+        # The W in BW is not a separate action.
         cells = [cell.replace("BW", "") for row in rows for cell in row]
-        renamed = _OLDER if any("W" in cell for cell in cells) else _OLDER_WHOLE
-    return _made(rows, renamed, workers, stages, micro_batches)
+        renamed = _OLDER if any("W" in cell for cell in cells) else _OLDER_FULL
+    return _checked_schedule(rows, renamed, workers, stages, micro_batches)
 
 
 def to_csv(schedule: Schedule, input_half: InputHalf = "I") -> str:
-    """Return the text of the CSV of a schedule, one row for each worker.
+    """Return a schedule as the text of a CSV, with one row for each worker.
 
     Raises:
         ScheduleError: `input_half` is neither "I" nor "B".
@@ -109,14 +111,13 @@ def _check_half(input_half: object) -> None:
         raise ScheduleError(unusable("input_half", input_half, '"I" or "B"'))
 
 
-def _made(
+def _checked_schedule(
     lists: Sequence[Sequence[ScheduleStep | str | None]],
     renamed: dict[str, str],
     workers: Sequence[str] | None,
     stages: int | None,
     micro_batches: int | None,
 ) -> Schedule:
-    """Read, place and check; `renamed` is as in `parsed_action`."""
     if isinstance(lists, str) or not isinstance(lists, Sequence) or not lists:
         allowed = "a list of actions for each worker, at least one"
         raise ScheduleError(unusable("the schedule", lists, allowed))
@@ -154,8 +155,8 @@ def _read(
                     raise ScheduleError(f"{where}: {error}") from None
         elif step is not None:
             raise ScheduleError(
-                f"worker {name}, entry {number}: {kind_of(step)}; allowed is an action "
-                "or its text, or None"
+                f"worker {name}, entry {number} is {kind_of(step)}; expected an "
+                "action, its text, or None"
             )
 
 
@@ -164,25 +165,24 @@ def _placement(
     actions: tuple[tuple[ScheduleStep, ...], ...],
     stages: int | None,
 ) -> tuple[int, ...]:
-    """Return the worker of each stage, by the lists in which the stages are."""
     if stages is not None:
         at_least_one("stages", stages)
     placed: dict[int, int] = {}
     for worker, steps in enumerate(actions):
         if not steps:
             raise ScheduleError(
-                f"worker {names[worker]} has no action; each worker has a stage or more"
+                f"worker {names[worker]} has no action; each worker needs a stage"
             )
         for part in [part for step in steps for part in step.parts]:
             if placed.setdefault(part.stage, worker) != worker:
                 raise ScheduleError(
                     f"worker {names[worker]} has {part}, but stage {part.stage} is on "
-                    f"{names[placed[part.stage]]}; a stage has one worker"
+                    f"{names[placed[part.stage]]}; a stage must be on one worker"
                 )
     count = 1 + max(placed) if stages is None else stages
-    for stage in range(count):  # The first that is missing ends it.
+    for stage in range(count):
         if stage not in placed:
             raise ScheduleError(
-                f"no worker has stage {stage}; stages are 0 to {count - 1}"
+                f"no worker has an action of stage {stage}; stages are 0 to {count - 1}"
             )
     return tuple([placed[stage] for stage in range(count)])

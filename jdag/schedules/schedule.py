@@ -1,15 +1,9 @@
-"""A pipeline schedule: for each worker the list of actions that it follows.
+"""A pipeline schedule: for each worker the list of actions that it executes in order.
 
-Inputs:  names of workers, their lists, the worker of each stage, the number of
-         micro-batches: from a builder, from a user's own lists, or from CSV.
-Outputs: what is wrong with it (`check`), when everything runs (`timeline`), and how
-         much each worker holds (`peak_activations`).
-
-Invariants of a schedule that passes `check`: for each stage and micro-batch its worker
-has one F, and either one B or one I and one W; an action comes after what it needs on
-its worker; workers that follow their lists never wait for each other in a circle. F of
-a stage needs F of the stage before; B or I needs B or I of the stage after, and its own
-F; W needs its own I.
+In a schedule that passes `check`, the list of a stage's worker has, for each
+micro-batch, one F and either one B or one I and one W; the lists cause no deadlock. F
+needs F of the previous stage; B or I needs F of its stage, and B or I of the next
+stage; W needs I of its stage.
 """
 
 from collections.abc import Sequence
@@ -23,13 +17,17 @@ from jdag.schedules.timing import Timeline, timed
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The lists of all workers, in the order of `workers`.
+    """A pipeline schedule: a list of actions for each worker.
 
-    `placement` has the index of the worker of each stage.
+    Attributes:
+        workers: the names of the workers.
+        actions: the list of each worker, in the order of `workers`.
+        placement: for each stage the index of its worker.
+        micro_batches: the number of micro-batches.
 
     Raises:
-        ScheduleError: names that are not distinct texts, another number of lists than
-            of workers, a stage on no worker, or no micro-batch.
+        ScheduleError: the names are not distinct strings, the numbers of lists and
+            workers differ, an index is invalid, or there is no stage or micro-batch.
     """
 
     workers: tuple[str, ...]
@@ -53,11 +51,11 @@ class Schedule:
 
     @property
     def lists(self) -> dict[str, tuple[ScheduleStep, ...]]:
-        """The list of actions of each worker."""
+        """The list of actions of each worker, by the worker's name."""
         return dict(zip(self.workers, self.actions, strict=True))
 
     def worker(self, stage: int) -> str:
-        """Return the name of the worker that has the stage.
+        """Return the name of the worker of a stage.
 
         Raises:
             ScheduleError: there is no such stage.
@@ -68,22 +66,21 @@ class Schedule:
         return self.workers[self.placement[stage]]
 
     def halves(self, stage: int, micro_batch: int) -> bool:
-        """Whether this backward is listed as I and W, each by itself."""
+        """Whether the schedule has I and W for this backward, in place of B."""
         steps = self.actions[self.placement[stage]]
         return Action("W", stage, micro_batch) in steps
 
     def check(self) -> None:
-        """Raise if the schedule is not complete, or can never end.
+        """Check that the schedule is complete and free of deadlocks.
 
         Raises:
-            ScheduleError: names the worker, the action and what would be right.
+            ScheduleError: the schedule is incomplete or has a deadlock.
         """
         self._check_complete()
         for _ in in_order(self.workers, self.actions, self.stages):
             pass
 
-    def _known(self) -> dict[Action, bool]:
-        """Return all actions, after checking each by itself."""
+    def _parts(self) -> dict[Action, bool]:
         known: dict[Action, bool] = {}
         for index, steps in enumerate(self.actions):
             for part in [part for step in steps for part in step.parts]:
@@ -104,7 +101,7 @@ class Schedule:
         return known
 
     def _check_complete(self) -> None:
-        known = self._known()
+        known = self._parts()
         for stage in range(self.stages):
             name = f"worker {self.worker(stage)}"
             for micro_batch in range(self.micro_batches):
@@ -138,15 +135,17 @@ class Schedule:
         comm: int = 0,
         overlap_ns: int | None = None,
     ) -> Timeline:
-        """Return start and end of each action, in ns.
+        """Return start and end of each action in ns, with one cost per kind of action.
 
-        `forward`, `input_grad` and `weight_grad` are the costs of F, I and W of one
-        stage and micro-batch; B costs I and W. `comm` is added between stages on
-        different workers and occupies nobody. OVERLAP_F_B costs `overlap_ns`; None:
-        F and B.
+        Args:
+            forward: cost of F in ns, for one stage and one micro-batch.
+            input_grad: cost of I.
+            weight_grad: cost of W. B costs as much as I and W together.
+            comm: latency in ns between stages on different workers.
+            overlap_ns: cost of OVERLAP_F_B; None: the costs of F and B together.
 
         Raises:
-            ScheduleError: a cost is not an integer >= 0, or what `check` raises.
+            ScheduleError: a cost is not an integer >= 0, or `check` raises.
         """
         for key, cost in (
             ("forward", forward),
@@ -158,10 +157,9 @@ class Schedule:
             if type(cost) is not int or cost < 0:
                 allowed = "an integer of nanoseconds >= 0"
                 raise ScheduleError(unusable(key, cost, allowed))
-        whole = input_grad + weight_grad
-        both = forward + whole if overlap_ns is None else overlap_ns
-        costs = {"F": forward, "B": whole, "I": input_grad, "W": weight_grad}
-        costs[OVERLAP] = both
+        backward = input_grad + weight_grad
+        costs = {"F": forward, "B": backward, "I": input_grad, "W": weight_grad}
+        costs[OVERLAP] = forward + backward if overlap_ns is None else overlap_ns
         self._check_complete()
         return timed(self.workers, self.actions, self.placement, costs, comm)
 
@@ -174,7 +172,7 @@ class Schedule:
         comm: int = 0,
         overlap_ns: int | None = None,
     ) -> int:
-        """Return the end of the last action in ns; see `timeline`."""
+        """Return the end of the last action in ns, for the arguments of `timeline`."""
         return self.timeline(
             forward=forward,
             input_grad=input_grad,
@@ -184,46 +182,39 @@ class Schedule:
         ).makespan_ns
 
     def peak_activations(self) -> dict[str, int]:
-        """Return, by worker, the most that it holds at once, in units of a stage.
+        """Return the largest number of activations that each worker stores at once.
 
-        One stage's activations of one micro-batch are held from its F until its B, or
-        until its W. With v stages on a worker, a micro-batch makes v units.
+        Each activation belongs to a stage and a micro-batch. It is stored from their F
+        until their B or W.
         """
         peaks = {}
         for worker, steps in zip(self.workers, self.actions, strict=True):
-            held = peak = 0
+            stored = peak = 0
             for part in [part for step in steps for part in step.parts]:
-                held += {"F": 1, "I": 0}.get(part.kind, -1)
-                peak = max(peak, held)
+                stored += {"F": 1, "I": 0}.get(part.kind, -1)
+                peak = max(peak, stored)
             peaks[worker] = peak
         return peaks
 
 
 def at_least_one(key: str, value: object) -> None:
-    """Raise ScheduleError if a number is not an integer >= 1."""
     if type(value) is not int or value < 1:
         raise ScheduleError(unusable(key, value, "an integer >= 1"))
 
 
 def worker_names(workers: Sequence[str] | None, count: int) -> tuple[str, ...]:
-    """Return the names of `count` workers, w0, w1, ... if None are given.
-
-    Raises:
-        ScheduleError: not a list of texts, a name twice, or another number of names.
-    """
     if workers is None:
         return tuple([f"w{index}" for index in range(count)])
     listed = isinstance(workers, Sequence) and not isinstance(workers, str)
     names = tuple(workers) if listed else ()
     texts = all(isinstance(name, str) and name for name in names)
     if len(names) != count or not texts or len(dict.fromkeys(names)) != count:
-        allowed = f"a list of {count} names, none twice: one for each list of actions"
+        allowed = f"a list of {count} different names, one for each list of actions"
         raise ScheduleError(unusable("workers", workers, allowed))
     return names
 
 
 def check_for(schedule: Schedule | None, workers: Sequence[str]) -> None:
-    """Raise ScheduleError unless these workers can follow it; None is no schedule."""
     if schedule is None:
         return
     for worker in schedule.workers:

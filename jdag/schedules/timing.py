@@ -1,12 +1,9 @@
-"""When each action of a schedule starts and ends, if each kind has one cost.
+"""Start and end of each action of a schedule, with one cost per kind of action.
 
-Inputs:  the lists of a complete schedule, the worker of each stage, and costs in ns.
-Outputs: a `Timeline`: the span of each action; makespan and bubble follow from it.
-
-Invariants: times are exact integers. A worker follows its list and starts an action as
-soon as the one before has ended and all that it needs is there. What comes from a stage
-on another worker is there `comm_ns` after its end, and occupies nobody; on the same
-worker it is there at once.
+A worker starts the next action of its list when the previous action has ended and the
+needed results are available. Results of the same worker are available at once, results
+of other workers after `comm_ns`. Communication occupies no worker. Times are exact
+integers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +24,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The spans of each worker's actions, in the order of `workers` and of their lists.
+    """The spans of each worker's actions, in the order of `workers` and their lists.
 
-    All starts from 0.
+    Times are in ns from the start of the schedule.
     """
 
     workers: tuple[str, ...]
@@ -37,27 +34,27 @@ class Timeline:
 
     @property
     def makespan_ns(self) -> int:
-        """The end of the last action."""
+        """The end of the last action in ns."""
         return max([span.end_ns for spans in self.spans for span in spans], default=0)
 
     @property
     def span_ns(self) -> int:
-        """The longest time of a worker from its first start to its last end.
+        """The longest time in ns of a worker from its first start to its last end.
 
-        The zero-bubble paper counts so: a worker whose optimizer waits for no other
-        starts the next batch at once.
+        The zero-bubble paper uses this time, since a worker without a synchronous
+        optimizer step starts the next batch at once.
         """
         lists = [spans for spans in self.spans if spans]
         return max([spans[-1].end_ns - spans[0].start_ns for spans in lists], default=0)
 
     @property
     def bubble(self) -> float:
-        """The idle share of all workers' time until the makespan, from 0 to 1."""
+        """The fraction of time until the makespan in which workers are idle, 0 to 1."""
         return self._idle(self.makespan_ns)
 
     @property
     def span_bubble(self) -> float:
-        """The idle share with `span_ns` in place of the makespan."""
+        """The fraction of `span_ns` in which workers are idle, 0 to 1."""
         return self._idle(self.span_ns)
 
     def _idle(self, time_ns: int) -> float:
@@ -73,11 +70,6 @@ def timed(
     costs_ns: Mapping[str, int],
     comm_ns: int,
 ) -> Timeline:
-    """Return the timeline of a complete schedule; `costs_ns` is by kind of action.
-
-    Raises:
-        ScheduleError: the schedule has a deadlock.
-    """
     ends: dict[Result, int] = {}
     free = [0] * len(lists)
     spans: list[list[Span]] = [[] for _ in lists]

@@ -1,1 +1,1 @@
-"""Settings: structs with bounds, how they are read, and what errors say."""
+"""Settings: structs with bounds, their parsing, and their error texts."""

@@ -1,4 +1,4 @@
-"""Files of TOML and JSON: read within bounds, or refused by an error of one line."""
+"""Reading of TOML and JSON files within bounds. Error texts have one line."""
 
 import io
 import stat
@@ -10,12 +10,11 @@ from typing import Any
 
 from jdag.errors import ScenarioError, reason, spelled, text_of
 
-TOML_BYTES_MAX = 1 << 20  # Of a file.
+TOML_BYTES_MAX = 1 << 20  # Bytes of a file.
 
 
 @contextmanager
 def wrong(path: Path) -> Iterator[None]:
-    """Prefix errors with the name of the file."""
     try:
         yield
     except ScenarioError as error:
@@ -23,19 +22,15 @@ def wrong(path: Path) -> Iterator[None]:
 
 
 def read_toml(path: Path, what: str) -> tuple[str, dict[str, Any]]:
-    """Return the text of a TOML file, and its content.
-
-    Args:
-        path: the file.
-        what: a description of the file for errors.
+    """Return the text and content of a TOML file. In errors, `what` describes the file.
 
     Raises:
-        ScenarioError: it cannot be read, or is not TOML.
+        ScenarioError: the file cannot be read, or is not TOML.
     """
     try:
         text = text_in(path)
     except ScenarioError as error:
-        raise ScenarioError(f"{error}; allowed is {what}") from error
+        raise ScenarioError(f"{error}; expected {what}") from error
     try:
         return text, parsed_text(tomllib.loads, text)
     except ValueError as error:
@@ -43,11 +38,7 @@ def read_toml(path: Path, what: str) -> tuple[str, dict[str, Any]]:
 
 
 def parsed_text(parse: Callable[[str], Any], text: str) -> Any:
-    """Return the content of a text, by a parser of TOML or JSON.
-
-    Raises:
-        ValueError: the parser refuses it, or its values are nested too deep.
-    """
+    """Call a parser of TOML or JSON. Values nested too deep raise a ValueError too."""
     try:
         return parse(text)
     except RecursionError:
@@ -55,11 +46,6 @@ def parsed_text(parse: Callable[[str], Any], text: str) -> Any:
 
 
 def value_in(text: str) -> Any:
-    """Return the number, text, flag, list or table that a text is in TOML.
-
-    Raises:
-        ValueError: it is none of these.
-    """
     value = parsed_text(tomllib.loads, f"value = {text}")["value"]
     if isinstance(value, bool | int | float | str | list | dict):
         return value
@@ -70,22 +56,22 @@ def text_in(path: Path, bytes_max: int = TOML_BYTES_MAX) -> str:
     """Return the text of a regular file, in UTF-8 with or without a byte order mark.
 
     Raises:
-        ScenarioError: it cannot be read, is too large, or is in another encoding.
+        ScenarioError: the file cannot be read, is too large, or is not UTF-8.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # A pipe would be waited for.
-            raise ScenarioError("this is no regular file")
+        if not stat.S_ISREG(path.stat().st_mode):  # Reading a pipe could block.
+            raise ScenarioError("this is not a regular file")
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)
     except (OSError, ValueError) as error:
         raise ScenarioError(reason(error)) from error
     if len(data) > bytes_max:
-        raise ScenarioError(f"this has more than {bytes_max:,} bytes, the most allowed")
+        raise ScenarioError(f"this file has more than {bytes_max:,} bytes, the maximum")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = 1 + error.object.count(b"\n", 0, error.start)
         byte = f"byte {error.object[error.start]:#04x} in line {line}"
-        why = f"this is not UTF-8, by {byte}: save it as UTF-8"
+        why = f"this is not UTF-8 because of {byte}: save the file as UTF-8"
         raise ScenarioError(why) from error
-    return io.StringIO(text, newline=None).read()  # Lines as files have them.
+    return io.StringIO(text, newline=None).read()  # Universal newlines.

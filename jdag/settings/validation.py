@@ -1,8 +1,8 @@
-"""Settings: frozen structs whose fields declare what is allowed, and their errors.
+"""Settings: frozen structs whose field types declare the allowed values.
 
-A `Settings` checks and converts its fields when it is made, so a value of such a class
-is always usable. `settings_from` makes one of a table of TOML or of keyword arguments.
-All errors have one wording, `key = value: allowed is ...`, and name every wrong field.
+A `Settings` checks and converts its fields when it is created, so an instance is always
+valid. `settings_from` creates one from a table of TOML or from keyword arguments. All
+errors have the form `key = value: expected ...`, and name every invalid field.
 """
 
 import inspect
@@ -32,17 +32,17 @@ from jdag.errors import ScenarioError, meant, unusable
 from jdag.gone import GONE_SETTINGS
 
 P = ParamSpec("P")
-_Made = TypeVar("_Made", bound="Settings")
+_SettingsT = TypeVar("_SettingsT", bound="Settings")
 _Result = TypeVar("_Result")
 
-_SHOWN_MAX = 10  # Of values that are wrong.
+_SHOWN_MAX = 10  # Number of invalid values that an error names.
 _PLAIN: tuple[Any, ...] = (bool, int, float, str)
 _LISTS = (tuple, list, Sequence)
-_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}
+_NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number, of Python or in an array without axes."""
+    """Whether a value is a real number or a real array of rank 0, but not a bool."""
     if not isinstance(value, Real) and getattr(value, "ndim", None) != 0:
         return False
     kind = getattr(getattr(value, "dtype", None), "kind", "f")
@@ -50,47 +50,42 @@ def is_number(value: Any) -> bool:
         float(value)
     except (TypeError, ValueError, OverflowError):
         return False
-    return type(value) is not bool and kind in "iufV"  # V: bfloat16 and its like.
+    return type(value) is not bool and kind in "iufV"  # V: bfloat16 and others.
 
 
 def is_listed(value: object) -> bool:
-    """Whether a value is an ordered collection: not a text, set or dict."""
     if isinstance(value, str | bytes | bytearray | set | frozenset | Mapping):
         return False
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
 def is_path(value: object) -> bool:
-    """Whether a value may be the path of a file or folder."""
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     return isinstance(text, str) and text != "" and "\0" not in text
 
 
 def where(is_usable: Callable[[Any], bool], allowed: str) -> Meta:
-    """Return what a type declares beside bounds: a test, and its words."""
     return Meta(description=allowed, extra={"is_usable": is_usable})
 
 
 def reads(read: Callable[[Any], Any], allowed: str) -> Meta:
-    """Return what a type declares that `read` makes of a value.
+    """Return metadata of a type: a conversion, and its description in errors.
 
-    It returns None, or raises ValueError, for what is unusable.
+    `read` returns None or raises ValueError for invalid values.
     """
     return Meta(description=allowed, extra={"read": read})
 
 
 def one_of(*names: str) -> Meta:
-    """Return what the type of one of some texts declares."""
     return where(lambda value: value in names, f"one of {', '.join(names)}")
 
 
 def are_different(values: Sequence[Any]) -> bool:
-    """Whether no value comes twice."""
     return len(dict.fromkeys(values)) == len(values)
 
 
-NS_MAX = (1 << 63) - 1  # 292 years: sums of them are still floats.
-NESTING_MAX = 200  # Default depth to which programs may call each other.
+NS_MAX = (1 << 63) - 1  # 292 years.
+NESTING_MAX = 200  # Default depth of programs that call programs.
 
 NS = Annotated[int, Meta(ge=0, le=NS_MAX, description="an integer >= 0 and < 2^63")]
 TEXT = Annotated[str, Meta(min_length=1)]
@@ -105,8 +100,7 @@ class Settings(Struct, frozen=True):
     """Base of all settings.
 
     Raises:
-        ScenarioError: key, value and what is allowed, of each field that is unusable;
-            if there is none, of fields that contradict each other.
+        ScenarioError: fields are invalid, or valid but contradict each other.
     """
 
     def __post_init__(self) -> None:
@@ -114,17 +108,16 @@ class Settings(Struct, frozen=True):
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
             try:
-                found = converted(field.type, value, field.name)
+                result = converted(field.type, value, field.name)
             except ScenarioError as error:
                 problems += error.args
             else:
-                if found is not value:
-                    force_setattr(self, field.name, found)
+                if result is not value:
+                    force_setattr(self, field.name, result)
         _refuse(problems)
         _refuse([*self.contradictions()])
 
     def contradictions(self) -> Iterator[str]:
-        """Yield the errors of fields that are usable, but not together."""
         return iter(())
 
 
@@ -132,19 +125,12 @@ fields_of: Callable[[type[Settings]], tuple[FieldInfo, ...]] = cache(fields)
 
 
 def settings_from(
-    kind: type[_Made], table: Any, key: str = "", /, **given: Any
-) -> _Made:
-    """Return the settings that a table describes.
-
-    Args:
-        kind: their class.
-        table: values by the names of fields.
-        key: the key of the table itself, in errors.
-        given: fields that are no keys of the table.
+    kind: type[_SettingsT], table: Any, key: str = "", /, **given: Any
+) -> _SettingsT:
+    """Create settings from `table` and `given`. Errors name the table by `key`.
 
     Raises:
-        ScenarioError: an unknown key, with the known ones; else a missing one; else
-            each value that is unusable, with its key and what is allowed.
+        ScenarioError: a key is unknown or missing, or values are invalid.
     """
     if not isinstance(table, Mapping):
         raise ScenarioError(unusable(key, table, "a table"))
@@ -157,14 +143,13 @@ def settings_from(
             raise ScenarioError(unusable(f"{prefix}{name}", value, allowed))
     for field in known:
         if field.required and field.name not in table:
-            raise ScenarioError(f"{prefix}{field.name} is missing; it has to be there")
+            raise ScenarioError(f"{prefix}{field.name} is missing; it is required")
     with under(key):
         return kind(**table, **given)
 
 
 @contextmanager
 def under(key: str) -> Iterator[None]:
-    """Prefix the keys that errors name with that of their table."""
     try:
         yield
     except ScenarioError as error:
@@ -172,57 +157,55 @@ def under(key: str) -> Iterator[None]:
         raise ScenarioError(*[f"{prefix}{each}" for each in error.args]) from None
 
 
-def part(kind: type[_Made], *others: Struct, **own: Any) -> _Made:
-    """Return settings of which others have some, by their names; `own` goes before."""
-    found = {
-        name: getattr(other, name)
-        for other in others
+def part(kind: type[_SettingsT], *sources: Struct, **values: Any) -> _SettingsT:
+    inherited = {
+        name: getattr(source, name)
+        for source in sources
         for name in kind.__struct_fields__
-        if hasattr(other, name)
+        if hasattr(source, name)
     }
-    return kind(**{**found, **own})
+    return kind(**{**inherited, **values})
 
 
 def converted(kind: Any, value: Any, key: str) -> Any:
-    """Return a value as this type has it: a list may become a tuple.
+    """Convert a value to a type, for example a list to a tuple.
 
     Raises:
-        ScenarioError: it cannot be; the text begins with the key.
+        ScenarioError: the value is invalid; the text begins with the key.
     """
     base, allowed, is_usable, read = _declared(kind)
     origin = get_origin(base)
-    found = value
+    result = value
     if read is not None:
-        found = None
+        result = None
         with suppress(TypeError, ValueError):
-            found = value if _is_instance(value, base) else read(value)
-        if found is None:
+            result = value if _is_instance(value, base) else read(value)
+        if result is None:
             raise ScenarioError(unusable(key, value, allowed))
     elif origin in (Union, UnionType):
-        found = _one_of(get_args(base), value, key, allowed)
+        result = _one_of(get_args(base), value, key, allowed)
     elif isinstance(base, type) and issubclass(base, Settings):
         if not isinstance(value, base):
             if not isinstance(value, Mapping):
                 raise ScenarioError(unusable(key, value, allowed))
-            found = settings_from(base, value, key)
+            result = settings_from(base, value, key)
     elif origin in (dict, Mapping):
-        found = _mapped(get_args(base), value, key, allowed)
+        result = _mapped(get_args(base), value, key, allowed)
     elif origin in _LISTS:
-        found = _listed(base, value, key, allowed)
+        result = _listed(base, value, key, allowed)
     elif base in _PLAIN:
-        found = _plain(kind, base, value, key, allowed)
+        result = _plain(kind, base, value, key, allowed)
     elif base is not Any and not _is_instance(value, origin or base):
         try:
-            found = convert(value, base, dec_hook=_path)
+            result = convert(value, base, dec_hook=_path)
         except (ValidationError, TypeError):
             raise ScenarioError(unusable(key, value, allowed)) from None
-    if is_usable is not None and not is_usable(found):
+    if is_usable is not None and not is_usable(result):
         raise ScenarioError(unusable(key, value, allowed))
-    return found
+    return result
 
 
 def _path(kind: Any, value: Any) -> Any:
-    """Return a path of a text; nothing else is made of values here."""
     if issubclass(kind, PurePath) and isinstance(value, str):
         return kind(value)
     raise TypeError(kind)
@@ -233,29 +216,29 @@ def _is_instance(value: Any, kind: Any) -> bool:
 
 
 def _plain(kind: Any, base: Any, value: Any, key: str, allowed: str) -> Any:
-    found = float(value) if base is float and is_number(value) else value
     try:
-        return convert(found, kind)
+        number = float(value) if base is float and is_number(value) else value
+        return convert(number, kind)
     except ValidationError:
         raise ScenarioError(unusable(key, value, allowed)) from None
 
 
 def _one_of(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
-    """Return a value as the first of these types that takes it.
+    """Convert a value to the first of these types that accepts it.
 
-    A table of tagged classes is that of its tag.
+    If the types are tagged classes, a table becomes the class of its tag.
     """
     if value is None and NoneType in kinds:
         return None
     others = [kind for kind in kinds if kind is not NoneType]
     if isinstance(value, Mapping) and (tags := _tags(others)):
         field = others[0].__struct_config__.tag_field
-        said = f"one of {', '.join(tags)}"
+        names = f"one of {', '.join(tags)}"
         if field not in value:
-            raise ScenarioError(f"{key}.{field} is missing: allowed is {said}")
+            raise ScenarioError(f"{key}.{field} is missing: expected {names}")
         tag = value[field]
         if not isinstance(tag, str) or tag not in tags:
-            raise ScenarioError(unusable(f"{key}.{field}", tag, said))
+            raise ScenarioError(unusable(f"{key}.{field}", tag, names))
         rest = {name: each for name, each in value.items() if name != field}
         return settings_from(tags[tag], rest, key)
     inner = None
@@ -264,12 +247,11 @@ def _one_of(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
             return converted(kind, value, key)
         except ScenarioError as error:
             if not str(error).startswith(f"{key} = "):
-                inner = inner or error  # It has that shape, and a mistake inside.
+                inner = inner or error  # The type fits, but not a part of the value.
     raise inner or ScenarioError(unusable(key, value, allowed))
 
 
 def _tags(kinds: Sequence[Any]) -> dict[str, Any]:
-    """Return classes of settings by their tags; none if one has no tag."""
     configs = [getattr(kind, "__struct_config__", None) for kind in kinds]
     tags: list[Any] = [getattr(config, "tag", None) for config in configs]
     return {} if None in tags else dict(zip(tags, kinds, strict=True))
@@ -278,17 +260,17 @@ def _tags(kinds: Sequence[Any]) -> dict[str, Any]:
 def _mapped(kinds: tuple[Any, ...], value: Any, key: str, allowed: str) -> Any:
     if not isinstance(value, Mapping):
         raise ScenarioError(unusable(key, value, allowed))
-    found: dict[Any, Any] = {}
+    result: dict[Any, Any] = {}
     problems: list[str] = []
     for name, each in value.items():
         try:
-            known = converted(kinds[0], name, f"{key}: name")
+            result_name = converted(kinds[0], name, f"{key}: name")
             inner = f".{name}" if isinstance(name, str) else f"[{name!r}]"
-            found[known] = converted(kinds[1], each, f"{key}{inner}")
+            result[result_name] = converted(kinds[1], each, f"{key}{inner}")
         except ScenarioError as error:
             problems += error.args
     _refuse(problems)
-    return found
+    return result
 
 
 def _listed(kind: Any, value: Any, key: str, allowed: str) -> Any:
@@ -299,15 +281,15 @@ def _listed(kind: Any, value: Any, key: str, allowed: str) -> Any:
         kinds = (kinds[0],) * len(values)
     if len(kinds) != len(values):
         raise ScenarioError(unusable(key, value, allowed))
-    found: list[Any] = []
+    items: list[Any] = []
     problems: list[str] = []
-    for index, (each, part) in enumerate(zip(kinds, values, strict=True)):
+    for index, (each, item) in enumerate(zip(kinds, values, strict=True)):
         try:
-            found.append(converted(each, part, f"{key}[{index}]"))
+            items.append(converted(each, item, f"{key}[{index}]"))
         except ScenarioError as error:
             problems += error.args
     _refuse(problems)
-    return found if get_origin(kind) is list else tuple(found)
+    return items if get_origin(kind) is list else tuple(items)
 
 
 def _refuse(problems: Sequence[str]) -> None:
@@ -317,7 +299,6 @@ def _refuse(problems: Sequence[str]) -> None:
 
 @cache
 def _declared(kind: Any) -> tuple[Any, str, Any, Any]:
-    """Return a type without declarations, its words, its test, what reads it."""
     base, *metas = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     words = [meta.description for meta in metas if meta.description]
     extra = {key: each for meta in metas for key, each in (meta.extra or {}).items()}
@@ -326,7 +307,6 @@ def _declared(kind: Any) -> tuple[Any, str, Any, Any]:
 
 
 def _words(base: Any, metas: Sequence[Meta]) -> str:
-    """Say what a type without a description allows."""
     origin = get_origin(base)
     if origin in (Union, UnionType):
         kinds = [kind for kind in get_args(base) if kind is not NoneType]
@@ -359,23 +339,24 @@ def _words(base: Any, metas: Sequence[Meta]) -> str:
 def takes(
     kind: Callable[P, Settings],
 ) -> Callable[[Callable[[Any], _Result]], Callable[P, _Result]]:
-    """Have a function take the fields of settings as its arguments.
+    """Return a decorator for a function of settings: callers pass their fields.
 
-    The function itself receives the settings, checked.
+    The decorator checks the fields, and calls the function with the settings.
     """
 
-    def taking(function: Callable[[Any], _Result]) -> Callable[P, _Result]:
+    def decorate(function: Callable[[Any], _Result]) -> Callable[P, _Result]:
         names = [field.name for field in fields_of(kind)]  # type: ignore[arg-type]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> _Result:
             for name in kwargs:
                 if name in GONE_SETTINGS:
-                    raise ScenarioError(f"{name} has gone: {GONE_SETTINGS[name]}")
+                    raise ScenarioError(f"{name} was removed: {GONE_SETTINGS[name]}")
                 if name not in names:
-                    said = f"{function.__name__} has no setting {name}: allowed is one"
-                    said += f" of {', '.join(names)}{meant(name, names)}"
-                    raise ScenarioError(said)
+                    raise ScenarioError(
+                        f"{function.__name__} has no setting {name}: expected one "
+                        f"of {', '.join(names)}{meant(name, names)}"
+                    )
             try:
                 signature.bind(*args, **kwargs)
             except TypeError as error:
@@ -385,8 +366,8 @@ def takes(
         hints = get_type_hints(kind)
         signature = inspect.signature(kind)
         parameters = [
-            one.replace(annotation=hints[one.name])
-            for one in signature.parameters.values()
+            parameter.replace(annotation=hints[parameter.name])
+            for parameter in signature.parameters.values()
         ]
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=parameters,
@@ -394,4 +375,4 @@ def takes(
         )
         return call
 
-    return taking
+    return decorate

@@ -1,6 +1,6 @@
-"""Virtual time: a whole cluster in one process, exactly repeatable from one seed.
+"""Simulated clusters: virtual time in one process, repeatable bit for bit from a seed.
 
-What a simulated cluster is made of, for `jdag.simulate`: links, faults, devices.
+This package contains the links, faults and device models that `jdag.simulate` accepts.
 """
 
 from jdag.sim import presets, topologies

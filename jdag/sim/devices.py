@@ -1,4 +1,4 @@
-"""Costs of jobs on the devices of workers, in virtual time."""
+"""Durations of jobs on the workers' devices, in virtual time."""
 
 import warnings
 from collections import Counter
@@ -24,7 +24,7 @@ from jdag.errors import CostWarning, ScenarioError, unusable
 from jdag.settings.validation import COUNT, NS, NS_MAX, Settings, where
 from jdag.sim.xla_cost import xla_cost
 
-# As `name_of` and `typed_name` make them: `name`, `module:name`, `module:name(types)`.
+# Forms of names: `name`, `module:name`, `module:name(types)`, `partial(module:name)`.
 _NAME = r"[^:()\s]+|[^:()\s]+:[^:()\s]+(@[^()\s]+)?(\(.*\))?|partial\(.+:.+\)"
 _NAMES = "name, module:name or module:name(types), such as m:layer(float32[8,4])"
 _TIMES = (
@@ -40,58 +40,63 @@ def _are_costs(costs: tuple[int, ...]) -> bool:
 
 _COSTS = Annotated[tuple[int, ...], where(_are_costs, _TIMES)]
 _BY_NAME = Meta(description=f'costs by name, {{"module:name": (1, 2)}}: {_TIMES}')
-# The function that `ctx.move` calls.
+# Name of the function that `ctx.move` calls.
 MOVED = name_of(transferred)
-# Of the nodes of a segment; others are sums.
+# The action of each kind of node in a compiled segment. All other kinds are sums.
 _ACTIONS = {"forward": "F", "vjp": "B", "input_grad": "I", "weight_grad": "W"}
 
 
 class Roofline(Settings, frozen=True, kw_only=True):
-    """Times of functions from XLA's counts of their operations and bytes.
+    """Durations of functions from XLA's counts of floating-point operations and bytes.
 
-    A forward or a vjp takes the larger of flops / `flops_per_s` and bytes accessed /
-    `bytes_per_s`, each rounded up to whole ns; see `jdag.sim.xla_cost`.
+    A forward or a vjp takes the larger of two times, each rounded up to whole ns: flops
+    / `flops_per_s`, and bytes accessed / `bytes_per_s`. See `jdag.sim.xla_cost`.
 
     Source: Williams, Waterman, Patterson, "Roofline: An Insightful Visual Performance
     Model for Multicore Architectures", CACM 2009.
 
     Raises:
-        ScenarioError: a rate that is not an int or below 1; names it.
+        ScenarioError: a rate is not an integer >= 1.
     """
 
     flops_per_s: COUNT
     bytes_per_s: COUNT
 
     def time_ns(self, flops: int, nbytes: int) -> int:
-        """How long so many operations and bytes take."""
+        """Return the time of `flops` operations that access `nbytes` bytes, in ns."""
         pairs = ((flops, self.flops_per_s), (nbytes, self.bytes_per_s))
         return max([-(-count * 1_000_000_000 // rate) for count, rate in pairs])
 
 
 class DeviceModel(Settings, frozen=True, kw_only=True):
-    """The durations of jobs on a device, in nanoseconds of virtual time.
+    """Durations of a device's jobs, in nanoseconds of virtual time.
 
-    A forward takes `forward_ns`, a vjp `backward_ns`; a sum of cotangents, a fill with
-    zeros or ones and a hook `sum_ns`. Where a schedule has the halves of a vjp apart,
-    the first one (I, the cotangents of inputs) takes `input_grad_ns`, None for half of
-    the vjp, and the second one (W, the gradients of weights) the rest. `functions`
-    overrides these: it maps a function's name, as `module:name` or `name`, to
-    (forward_ns, backward_ns), or to F, I and W: (forward_ns, input_grad_ns,
-    weight_grad_ns). `ctx.move` is free unless `functions` has an entry for the function
-    that it calls (`transferred`). A forward and a backward that run as one
-    (OVERLAP_F_B) take `overlap_ns`, None for both. `roofline` takes the place of
-    `forward_ns` and `backward_ns`: other functions take as long as it says. A compiled
-    step has several functions in one segment, so there each needs an entry.
+    Attributes:
+        forward_ns: a forward.
+        backward_ns: a vjp.
+        sum_ns: a sum of cotangents, a fill with zeros or ones, or a hook.
+        input_grad_ns: the input half (I) of a vjp that a schedule splits; the weight
+            half (W) takes the remaining time of `backward_ns`. None: half of
+            `backward_ns`.
+        overlap_ns: a forward and a backward that a schedule runs as one (OVERLAP_F_B).
+            None: the sum of both.
+        job_ns: overhead added to each job that runs a function.
+        call_ns: time that a program on this worker spends on each of its calls.
+        functions: durations by function name: (forward_ns, backward_ns), or
+            (forward_ns, input_grad_ns, weight_grad_ns). A name is "name", "module:name"
+            or, with input types, "module:name(float32[8,4])"; an entry with types takes
+            precedence.
+        roofline: a model for functions without an entry, in place of `forward_ns` and
+            `backward_ns`. A compiled step joins several functions into one segment;
+            each function of a compiled step needs an entry.
 
-    An entry of a name with the types of its inputs, "module:name(float32[8,4])", goes
-    before that of the name. What processes add, as `jdag calibrate` measures it, is
-    `job_ns` to each job of a function, and `call_ns`, which a program on this worker
-    takes for each of its calls.
+    `ctx.move` is free unless `functions` has an entry for `transferred`, the function
+    that it calls. `jdag calibrate` measures `job_ns`, `call_ns` and `functions`.
 
     Raises:
-        ScenarioError: a time that is not an int or below 0, a name that no function can
-            have, or a roofline that is none; names it. While a run goes on: a segment
-            of a plan has a function without an entry, and there is a roofline.
+        ScenarioError: a time is not an integer >= 0, a function name is malformed, or
+            the roofline is not a `Roofline`. Raised during a run: there is a roofline,
+            but a function of a compiled step has no entry.
     """
 
     forward_ns: NS = 0
@@ -107,46 +112,48 @@ class DeviceModel(Settings, frozen=True, kw_only=True):
     roofline: Roofline | None = None
 
     def contradictions(self) -> Iterator[str]:
-        """A half that is more than the whole."""
+        """Yield an error if half of a vjp takes longer than the vjp."""
         if (self.input_grad_ns or 0) > self.backward_ns:
             allowed = f"an integer up to backward_ns = {self.backward_ns}"
             yield unusable("input_grad_ns", self.input_grad_ns, allowed)
 
     def cost_ns(self, job: Job) -> int:
-        """Return the duration of a job, not counting faults.
+        """Return the duration of a job in ns, without the effect of faults.
 
-        A segment of a plan takes as long as what it consists of, one after the other.
+        A segment of a compiled step takes the sum of its parts.
         """
         if isinstance(job, Sum | Fill | Apply):
             return self.sum_ns
         if isinstance(job, CompileSegment):
             return 0
         if isinstance(job, RunSegment):
-            parts = Counter(job.function.costs).items()
-            costs_ns = [count * self._part_ns(*part) for part, count in parts]
-            return self.job_ns + sum(costs_ns)
+            ns = self.job_ns
+            for (name, kind), count in Counter(job.function.costs).items():
+                action = _ACTIONS.get(kind)
+                ns += count * (self.named_ns(name, action) if action else self.sum_ns)
+            return ns
         action = job.action if isinstance(job, Vjp | VjpWeights) else "F"
         pair = job.function
         costs = None
         if any(["(" in name for name in self.functions]):
             costs = self.functions.get(typed_name(pair))
         costs = costs or self._costs(pair.name) or self._default(pair, action)
-        own_ns = 0 if pair.name == MOVED else self.job_ns
-        return own_ns + self._cost_ns(costs, action)
+        overhead_ns = 0 if pair.name == MOVED else self.job_ns
+        return overhead_ns + self._cost_ns(costs, action)
 
     def entries(self, pair: str, typed: str) -> list[str]:
-        """The names in `functions` that a function has."""
+        """Return the keys of `functions` that match a function's names."""
         names = (typed, pair, pair.rpartition(":")[2])
         return [name for name in names if name in self.functions]
 
     def is_free(self, name: str) -> bool:
-        """Whether a function without an entry is so while others have one."""
+        """Whether a function without an entry takes 0 ns, perhaps by mistake."""
         is_meant = name == MOVED or name.startswith("jdag.") or not self.functions
         timed = self.forward_ns or self.backward_ns or self.job_ns or self.roofline
         return not (is_meant or timed)
 
     def costs_ns(self, jobs: Sequence[Job]) -> list[int]:
-        """Return the durations of jobs that run as one, which add up to its own."""
+        """Return the duration in ns of each job. Several jobs run as one job."""
         costs = [self.cost_ns(job) for job in jobs]
         if len(jobs) > 1 and self.overlap_ns is not None:
             first = min(costs[0], self.overlap_ns)
@@ -154,10 +161,10 @@ class DeviceModel(Settings, frozen=True, kw_only=True):
         return costs
 
     def named_ns(self, name: str, action: str) -> int:
-        """The duration of the action F, B, I or W of a function, by its name.
+        """Return the duration in ns of the action F, B, I or W of the function `name`.
 
         Raises:
-            ScenarioError: it has no entry, and there is a roofline.
+            ScenarioError: there is a roofline, but the function has no entry.
         """
         costs = self._costs(name)
         if costs is None:
@@ -173,18 +180,12 @@ class DeviceModel(Settings, frozen=True, kw_only=True):
         return (0, 0) if costs is None and name == MOVED else costs
 
     def _default(self, pair: Any, action: str) -> tuple[int, ...]:
-        """The costs of a function without an entry, as far as the action needs them."""
+        """Return costs without an entry. With a roofline, use only that of `action`."""
         if self.roofline is None:
             return self.forward_ns, self.backward_ns
         kind = "forward" if action == "F" else "vjp"
         cost_ns = self.roofline.time_ns(*xla_cost(pair.pair, kind))
         return cost_ns, cost_ns
-
-    def _part_ns(self, name: str, kind: str) -> int:
-        """The cost of a part of a segment."""
-        if kind not in _ACTIONS:
-            return self.sum_ns
-        return self.named_ns(name, _ACTIONS[kind])
 
     def _cost_ns(self, costs: tuple[int, ...], action: str) -> int:
         forward_ns, *backward = costs
@@ -199,7 +200,7 @@ class DeviceModel(Settings, frozen=True, kw_only=True):
 
 
 def functions_of(job: Job) -> list[tuple[str, str]]:
-    """The functions that a job runs: their names, without types and with them."""
+    """Return (name, name with input types) of each function that a job runs."""
     if isinstance(job, RunSegment):
         names = [name for name, kind in job.function.costs if kind in _ACTIONS]
         return [(name, name) for name in dict.fromkeys(names)]
@@ -211,25 +212,24 @@ def functions_of(job: Job) -> list[tuple[str, str]]:
 def check_costs(
     models: Mapping[str, DeviceModel], ran: Iterable[tuple[str, str, str]]
 ) -> None:
-    """Warn of names that no function has had, and of functions that had no cost.
+    """Warn of entries of functions that did not run, and of functions without a cost.
 
-    Args:
-        models: of each worker.
-        ran: worker, name and name with types of each function that was called.
+    `ran` has (worker, name, name with input types) of each function that ran.
     """
     used, free = dict[str, None](), dict[str, None]()
     for worker, name, typed in ran:
         used |= dict.fromkeys(entries := models[worker].entries(name, typed))
         if not entries and models[worker].is_free(name):
             free[name] = None
-    given = dict.fromkeys([name for one in models.values() for name in one.functions])
-    unused = [name for name in given if name not in used]
-    said = [f"no function that ran has the name {', '.join(unused)}"] * bool(unused)
-    said += [f"without a cost, so in 0 ns, ran {', '.join(free)}"] * bool(free)
-    if said:
+    entered = dict.fromkeys([key for m in models.values() for key in m.functions])
+    unused = [name for name in entered if name not in used]
+    problems = [f"no function named {', '.join(unused)} ran"] * bool(unused)
+    problems += [f"no cost is set for {', '.join(free)}, which took 0 ns"] * bool(free)
+    if problems:
         warnings.warn(
-            f"costs in DeviceModel(functions=): {'; '.join(said)} (name a function "
-            "that is meant to be free, too; `jdag run FILE --functions` shows all)",
+            f"costs in DeviceModel(functions=): {'; '.join(problems)} (set the costs "
+            "(0, 0) if a function should take 0 ns; `jdag run FILE --functions` lists "
+            "all functions)",
             CostWarning,
             stacklevel=2,
         )
@@ -244,11 +244,6 @@ Devices = Annotated[
 
 
 def models(devices: Devices, workers: Sequence[str]) -> dict[str, DeviceModel]:
-    """Return the model of each worker; the default is free.
-
-    Raises:
-        ScenarioError: names an unknown worker.
-    """
     if not isinstance(devices, Mapping):
         return dict.fromkeys(workers, devices or FREE_DEVICE)
     for worker in devices:

@@ -1,4 +1,4 @@
-"""What the parts of one simulated run share: workers, time, choices and the record."""
+"""State that the parts of one simulated run share: workers, time, choices, records."""
 
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
@@ -15,16 +15,10 @@ from jdag.sim.untimed import StepChooser, UntimedTimeline
 
 
 class Environment:
-    """The state of one run that several of its parts use.
+    """Shared state of one simulated run.
 
-    Attributes:
-        driver: that of all hosts.
-        hosts: one for each incarnation of each worker.
-        lost: for each incarnation, the reason for each loss that it was notified of.
-        incarnations: how often each worker has joined again, if it has.
-
-    Raises:
-        ScenarioError: names a setting that is unusable, its value and what is allowed.
+    `lost` has, for each incarnation of a worker, the peers that it has lost, each with
+    the reason. `incarnations` has the newest incarnation of each restarted worker.
     """
 
     def __init__(self, settings: SimSettings, driver: Driver) -> None:
@@ -66,12 +60,11 @@ class Environment:
         )
 
     def restart(self, name: str) -> WorkerRuntime:
-        """Start another incarnation of a worker; what its machine counted stays."""
+        """Start a worker's next incarnation, which keeps its machine and counters."""
         machine = self.newest(name).machine
         self.incarnations[name] = incarnation = self.incarnations.get(name, 0) + 1
         self._start(name, incarnation, machine)
         return self.newest(name)
 
     def newest(self, name: str) -> WorkerRuntime:
-        """The incarnation of a worker that was started last."""
         return self.hosts[incarnated(name, self.incarnations.get(name, 0))]

@@ -1,17 +1,18 @@
-"""Faults of a run, as its chooser decides: verdicts on frames and on workers.
+"""Faults of a simulated run: lost and late frames, partitions, crashes, slow workers.
 
-Inputs:  `verdict(source, destination, now_ns, chooser)`, for each frame as it leaves.
-Outputs: how often and how much late it arrives, and which faults made it so; how much
-         slower a worker computes (`stretched_ns`); all `crashes`.
+Inputs:  calls `verdict(source, destination, now_ns, chooser)`, for each frame that is
+         sent.
+Outputs: the delays of a frame's copies and the faults that caused them; the duration of
+         jobs on slow workers (`stretched_ns`); all `crashes`.
 
-A fault on frames applies to those that leave in `from_ns <= now < until_ns` (None: for
-ever), from `source` to `destination` (None: any). Partitions come first, then the
-faults in the order of the list: a drop ends the matter, delays add up, a duplicate adds
-a copy that is never earlier than the first.
+A frame fault applies to frames that are sent in `from_ns <= now < until_ns` (None: no
+end), from `source` to `destination` (None: any worker). Partitions are checked first,
+then the other faults in list order: a drop ends the check, delays add up, and a
+duplicate adds a copy that is never earlier than the original.
 
-Invariants: the chooser is asked only where a fault applies and its outcome or amount is
-open (a probability of 0 or 1 is not); a verdict depends on its arguments and on the
-chooser's answers alone.
+Invariants: the chooser draws only where a fault applies and its outcome or amount is
+random (not for a probability of 0 or 1). A verdict depends only on its arguments and
+these draws.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,22 +32,20 @@ _FACTOR = Annotated[float, Meta(ge=1, le=1e9, description="a number from 1 to 1e
 
 
 class _Fault(Settings, frozen=True, tag_field="kind"):
-    """A fault; the name of its class is its kind in files."""
+    """Base class of faults. In files `kind` is the lower-case name of the class."""
 
     @property
     def kind(self) -> str:
-        """Its kind in files."""
         return type(self).__name__.lower()
 
     def contradictions(self) -> Iterator[str]:
-        """An end before its beginning."""
         from_ns, until_ns = getattr(self, "from_ns", 0), getattr(self, "until_ns", None)
         if until_ns is not None and until_ns < from_ns:
             yield unusable("until_ns", until_ns, f"an integer >= from_ns = {from_ns}")
 
 
 class Drop(_Fault, frozen=True, tag="drop"):
-    """A frame is lost with this probability."""
+    """Lose each frame with this probability."""
 
     probability: _SHARE
     source: str | None = None
@@ -56,7 +55,7 @@ class Drop(_Fault, frozen=True, tag="drop"):
 
 
 class Delay(_Fault, frozen=True, tag="delay"):
-    """With this probability a frame is late by `delay_min_ns` to `delay_max_ns`."""
+    """Delay each frame with this probability, by `delay_min_ns` to `delay_max_ns`."""
 
     probability: _SHARE
     delay_min_ns: NS
@@ -67,7 +66,7 @@ class Delay(_Fault, frozen=True, tag="delay"):
     until_ns: NS | None = None
 
     def contradictions(self) -> Iterator[str]:
-        """An end before its beginning, or a longest delay below the shortest."""
+        """Yield an error if the time span or the range of delays is reversed."""
         yield from _Fault.contradictions(self)
         if self.delay_max_ns < self.delay_min_ns:
             allowed = f"an integer >= delay_min_ns = {self.delay_min_ns}"
@@ -75,7 +74,10 @@ class Delay(_Fault, frozen=True, tag="delay"):
 
 
 class Duplicate(_Fault, frozen=True, tag="duplicate"):
-    """With this probability a frame comes again, up to `delay_max_ns` later."""
+    """Deliver each frame twice with this probability.
+
+    The second copy arrives up to `delay_max_ns` later.
+    """
 
     probability: _SHARE
     delay_max_ns: NS = 0
@@ -86,9 +88,9 @@ class Duplicate(_Fault, frozen=True, tag="duplicate"):
 
 
 class Partition(_Fault, frozen=True, tag="partition"):
-    """No frame passes between two of `groups`; repaired at `until_ns` (None: never).
+    """Block all frames between different `groups` until `until_ns` (None: no end).
 
-    A worker in none of the groups reaches all of them.
+    A worker that is not in a group can reach all workers.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -97,11 +99,15 @@ class Partition(_Fault, frozen=True, tag="partition"):
 
 
 class Crash(_Fault, frozen=True, tag="crash"):
-    """A worker stops, and all it held is gone.
+    """Crash a worker: its values, jobs and programs are lost.
 
-    It happens at `at_ns`, or when the trace has `at_index` events; exactly one of the
-    two is given. The others are notified `detect_ns` later. The worker joins again,
-    empty, `restart_ns` after the crash (None: never). Ignored if the worker is down.
+    Attributes:
+        worker: name of the worker; a crash has no effect if the worker is already down.
+        detect_ns: delay until the other workers are notified.
+        at_ns, at_index: the time of the crash, or the number of trace records at which
+            it happens; exactly one of the two must be set.
+        restart_ns: delay until the worker rejoins without its state; None: it never
+            rejoins.
     """
 
     worker: str
@@ -111,14 +117,17 @@ class Crash(_Fault, frozen=True, tag="crash"):
     restart_ns: NS | None = None
 
     def contradictions(self) -> Iterator[str]:
-        """Two times of the crash, or none."""
+        """Yield an error if both or neither of `at_ns` and `at_index` are set."""
         if (self.at_ns is None) == (self.at_index is None):
-            at = (self.at_ns, self.at_index)
-            yield unusable("(at_ns, at_index)", at, "one of the two")
+            times = (self.at_ns, self.at_index)
+            yield unusable("(at_ns, at_index)", times, "exactly one of the two")
 
 
 class Slow(_Fault, frozen=True, tag="slow"):
-    """Jobs that a worker starts in this time take `factor` times as long."""
+    """Multiply the duration of jobs of `worker` by `factor`.
+
+    This applies to jobs that start in `from_ns <= now < until_ns`.
+    """
 
     worker: str
     factor: _FACTOR
@@ -132,10 +141,10 @@ Fault = FrameFault | Partition | Crash | Slow
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The fate of a frame: one extra delay for each copy that arrives.
+    """The effect of all faults on one frame: the extra delay in ns of each copy.
 
-    `copies` is () for a lost frame, (0,) for an unaffected one, (0, 7) for one that is
-    duplicated 7 ns later. `causes` names the faults that applied.
+    `copies` is () for a lost frame, and (0, 7) for a frame whose duplicate arrives 7 ns
+    later. `causes` has the names of the faults that applied.
     """
 
     copies: tuple[int, ...]
@@ -146,29 +155,24 @@ DELIVERED = Verdict((0,))
 
 
 class Faults:
-    """All faults of one run.
-
-    Raises:
-        ScenarioError: names every unusable value and unknown worker, with what is
-            allowed, in one line.
-    """
+    """All faults of one run. One ScenarioError names all unknown workers."""
 
     __slots__ = ("_frame_faults", "_partitions", "crashes", "slow")
 
     def __init__(self, faults: Sequence[Fault], workers: Sequence[str]) -> None:
-        wrong = [
+        errors = [
             text
             for index, fault in enumerate(faults)
             for text in _problems(f"faults[{index}]", fault, tuple(workers))
         ]
         self.crashes = tuple(f for f in faults if isinstance(f, Crash))
         for worker in workers:
-            of = [crash for crash in self.crashes if crash.worker == worker]
-            if any(crash.restart_ns is None for crash in of[:-1]):
-                allowed = f"one crash of {worker}: it does not come back"
-                wrong.append(unusable("faults", len(of), allowed))
-        if wrong:
-            raise ScenarioError(*wrong)
+            crashes = [crash for crash in self.crashes if crash.worker == worker]
+            if any(crash.restart_ns is None for crash in crashes[:-1]):
+                allowed = f"at most one crash of {worker}, which never restarts"
+                errors.append(unusable("faults", len(crashes), allowed))
+        if errors:
+            raise ScenarioError(*errors)
         self._partitions = tuple(
             (f.from_ns, f.until_ns, {w: n for n, g in enumerate(f.groups) for w in g})
             for f in faults
@@ -179,23 +183,22 @@ class Faults:
 
     @property
     def on_frames(self) -> bool:
-        """Whether any fault concerns frames; if not, `verdict` need not be called."""
+        """Whether any fault affects frames. If not, `verdict` need not be called."""
         return bool(self._partitions or self._frame_faults)
 
     def verdict(
         self, source: str, destination: str, now_ns: int, chooser: Chooser
     ) -> Verdict:
-        """Return the fate of a frame that leaves now."""
         for from_ns, until_ns, group_of in self._partitions:
             if _during(now_ns, from_ns, until_ns):
-                here, there = group_of.get(source), group_of.get(destination)
-                if here is not None and there is not None and here != there:
+                groups = group_of.get(source), group_of.get(destination)
+                if None not in groups and groups[0] != groups[1]:
                     return Verdict((), ("partition",))
         delay_ns = 0
-        again: list[int] = []
+        copy_delays_ns: list[int] = []
         causes: list[str] = []
         for fault in self._frame_faults:
-            if not _befalls(fault, source, destination, now_ns, chooser):
+            if not _applies(fault, source, destination, now_ns, chooser):
                 continue
             match fault:
                 case Drop():
@@ -204,17 +207,16 @@ class Faults:
                     delay_ns += _drawn(fault.delay_min_ns, fault.delay_max_ns, chooser)
                     causes.append("delay")
                 case Duplicate():
-                    again.append(_drawn(0, fault.delay_max_ns, chooser))
+                    copy_delays_ns.append(_drawn(0, fault.delay_max_ns, chooser))
                     causes.append("duplicate")
                 case _:
                     assert_never(fault)
         if not causes:
             return DELIVERED
-        copies = (delay_ns, *(delay_ns + more_ns for more_ns in again))
+        copies = (delay_ns, *(delay_ns + more_ns for more_ns in copy_delays_ns))
         return Verdict(copies, tuple(causes))
 
     def stretched_ns(self, worker: str, duration_ns: int, now_ns: int) -> int:
-        """How long `worker` takes for what it starts now, unslowed `duration_ns`."""
         for slow in self.slow:
             if slow.worker == worker and _during(now_ns, slow.from_ns, slow.until_ns):
                 duration_ns = round(duration_ns * slow.factor)
@@ -225,7 +227,7 @@ def _during(now_ns: int, from_ns: int, until_ns: int | None) -> bool:
     return from_ns <= now_ns and (until_ns is None or now_ns < until_ns)
 
 
-def _befalls(
+def _applies(
     fault: FrameFault, source: str, destination: str, now_ns: int, chooser: Chooser
 ) -> bool:
     if fault.source is not None and fault.source != source:
@@ -244,11 +246,10 @@ def _drawn(least_ns: int, most_ns: int, chooser: Chooser) -> int:
 
 
 def _problems(key: str, fault: Fault, workers: tuple[str, ...]) -> list[str]:
-    """Return the errors of workers that a fault names and the run does not have."""
     if isinstance(fault, Partition):
         if _are_groups(fault.groups, workers):
             return []
-        allowed = "two groups or more, none shared, of " + ", ".join(workers)
+        allowed = "at least two disjoint groups of " + ", ".join(workers)
         return [unusable(f"{key}.groups", fault.groups, allowed)]
     names = {
         name: getattr(fault, name, None) for name in ("source", "destination", "worker")
@@ -263,5 +264,5 @@ def _problems(key: str, fault: Fault, workers: tuple[str, ...]) -> list[str]:
 
 def _are_groups(groups: tuple[tuple[str, ...], ...], workers: tuple[str, ...]) -> bool:
     named = [worker for group in groups for worker in group]
-    known = all(worker in workers for worker in named)
-    return len(groups) > 1 and all(groups) and known and are_different(named)
+    are_known = all(worker in workers for worker in named)
+    return len(groups) > 1 and all(groups) and are_known and are_different(named)

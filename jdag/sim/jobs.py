@@ -1,13 +1,13 @@
 """Jobs on the devices of all workers of one run.
 
-Inputs:  `compute(host, job, cause)` when an engine asks for a job.
-Outputs: Computed, to that engine, when the job's time is over. The job is computed when
-         its time begins; its values are held from then on, but not visible to the
-         engine until it ends.
+Inputs:  calls `compute(host, job, cause)`, for each job of an engine.
+Outputs: a Computed event for that engine at the end of the job. A job's function is
+         run at the start of the job, and the machine holds its values from then on, but
+         the engine is notified only at the job's end.
 
-Invariants: a device runs one job at a time, or two that a schedule has as one, and
-chooses it after the other events of that time, but before timers; each job runs once,
-unless its worker dies; `busy_ns` is the total cost of started jobs.
+Invariants: a device runs one job at a time, or two that a schedule runs as one. A
+device chooses its next job after all other events of that time, but before timers. Each
+job runs once, unless its worker is lost; `busy_ns` is the total cost of started jobs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,14 +36,14 @@ from jdag.sim.environment import Environment
 from jdag.sim.timeline import BEGIN, EVENT
 
 _OF_PAIRS = (Forward, Vjp, VjpWeights)
-_Ready = tuple[Any, int, int]  # A job, the record that asked for it, and when it did.
+_Ready = tuple[Any, int, int]  # A job, the trace record of its request, its time in ns.
 
 
 class _Device:
-    """A device of one incarnation of the worker `name`, and the jobs ready for it.
+    """One device of an incarnation of the worker `name`, and the device's ready jobs.
 
-    It is `busy` while a job runs or it is about to choose one; `finish` is the record
-    of the last finish. `device` is which one it is, None for the worker's default.
+    `busy` is set while a job runs, or while `_begin`, which chooses the next job, is on
+    the timeline. `finish` is the trace record of the last job's end.
     """
 
     __slots__ = ("busy", "device", "finish", "name", "ready")
@@ -63,10 +63,7 @@ class _Device:
 
 
 class SimJobs:
-    """All devices of one run; `busy_ns` is how long those of each worker computed.
-
-    `models` has the costs of each worker.
-    """
+    """All devices of one run. `busy_ns` has the computing time of each worker."""
 
     def __init__(self, env: Environment) -> None:
         self._env = env
@@ -77,19 +74,18 @@ class SimJobs:
         self._steps: Mapping[str, Sequence[ScheduleStep]] = (
             schedule.lists if schedule else {}
         )
-        # By worker, pair and action, as far as jobs have asked for them.
+        # Cache of costs by worker, pair and action.
         self._costs: dict[tuple[str, Any, str], int] = {}
         self.busy_ns = dict.fromkeys(env.workers, 0)
         self._ran: dict[tuple[str, Any], Job] = {}  # By worker and function.
 
     @property
     def functions(self) -> list[tuple[str, str, str]]:
-        """What ran so far: worker, name, and name with the types of inputs."""
+        """Return (worker, name, name with input types) of each function that ran."""
         jobs = [(worker, job) for (worker, _), job in self._ran.items()]
-        return [(worker, *of) for worker, job in jobs for of in functions_of(job)]
+        return [(worker, *names) for worker, job in jobs for names in functions_of(job)]
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
-        """Have a device compute a job; see `jdag.runtime.worker_runtime.Driver`."""
         device = self._device(host, host.machine.device_of(job))
         device.ready.add(job, (job, cause, self._timeline.now_ns))
         self._choose(host, device)
@@ -104,63 +100,61 @@ class SimJobs:
         return device
 
     def _choose(self, host: WorkerRuntime, device: _Device) -> None:
-        """Have a device that is free choose a job, after the other events of now."""
+        """If the device is idle, let it choose a job after all other events of now."""
         if not device.busy and len(device.ready):
             device.busy = True
             now_ns = self._timeline.now_ns
             self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
 
     def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
-        """Have the worker's list wait no more for jobs that will not come."""
-        device = self._device(host, None)  # Only that one follows the list.
+        device = self._device(host, None)  # Only default devices follow a schedule.
         device.ready.skip(skip)
         self._choose(host, device)
 
     @property
     def stalled(self) -> list[str]:
-        """What lists wait for while other jobs of them are ready."""
         waits = [device.ready.stalled for device in self._devices.values()]
         return [wait for wait in waits if wait]
 
     def waits_for(self, worker: Worker) -> str:
-        """The action for which the list of a worker waits; "" for none."""
         device = self._devices.get((worker, None))
         return "" if device is None else device.ready.waits_for
 
     def forget(self, worker: Worker | None) -> None:
-        """Drop the jobs of a lost worker; None: of all workers."""
-        for where in [of for of in self._devices if worker in (None, of[0])]:
-            del self._devices[where]
+        """Discard the devices and jobs of a lost worker, or of all workers (None)."""
+        for key in [key for key in self._devices if worker in (None, key[0])]:
+            del self._devices[key]
 
     def _begin(self, host: WorkerRuntime, device: _Device) -> None:
         device.busy = False
-        found = device.ready.take() if host.alive else ()
-        if not found:
+        batch = device.ready.take() if host.alive else ()
+        if not batch:
             return
         device.busy = True
         env, now_ns = self._env, self._timeline.now_ns
         name = device.name
-        costs = self._costs_ns(name, found)
+        costs = self._costs_ns(name, batch)
         if env.faults.slow:
             costs = [env.faults.stretched_ns(name, cost, now_ns) for cost in costs]
         cost_ns = sum(costs)
         self.busy_ns[name] += cost_ns
         computed: list[Computed] = []
         finish = (self._finish, host, device, computed)
-        for (job, asked, added_ns), cost in zip(found, costs, strict=True):
+        for (job, request, added_ns), cost in zip(batch, costs, strict=True):
             behind = device.finish if now_ns > added_ns else NO_CAUSE
-            env.recorder.started(host.worker, job, cost, asked=asked, behind=behind)
+            env.recorder.started(host.worker, job, cost, request=request, behind=behind)
             if not host.alive:
                 return  # Recording may trigger a crash (`Crash.at_index`).
             try:
                 error: BaseException | None = host.machine.run(job)
             except BaseException as interrupt:
-                # Main gets the interrupt; waiters of this job must not wait for ever.
+                # The main program gets the interrupt. This job fails, so that no other
+                # job waits for it indefinitely.
                 failure = failure_of(interrupt, host.worker, job.path, blamed_name(job))
                 computed.append(Computed(job.id, failure))
                 self._timeline.push(now_ns + cost_ns, EVENT, finish)
-                for left in found[len(computed) :]:
-                    device.ready.add(left[0], left)
+                for unstarted in batch[len(computed) :]:
+                    device.ready.add(unstarted[0], unstarted)
                 raise
             failed = None
             if error is not None:
@@ -171,25 +165,23 @@ class SimJobs:
         else:
             self._finish(host, device, computed)
 
-    def _costs_ns(self, name: str, found: Sequence[_Ready]) -> Sequence[int]:
-        """How long jobs that run as one take on a device of a worker."""
-        job, model = found[0][0], self.models[name]
-        for each, _, _ in found:
-            self._ran.setdefault((name, getattr(each, "function", None)), each)
+    def _costs_ns(self, name: str, batch: Sequence[_Ready]) -> Sequence[int]:
+        job, model = batch[0][0], self.models[name]
+        for started, _, _ in batch:
+            self._ran.setdefault((name, getattr(started, "function", None)), started)
         if model is FREE_DEVICE:
-            return [0] * len(found)
-        if len(found) > 1 or not isinstance(job, _OF_PAIRS):
-            return model.costs_ns([job for job, _, _ in found])
-        of = (name, job.function, job.action)
-        cost_ns = self._costs.get(of)
+            return [0] * len(batch)
+        if len(batch) > 1 or not isinstance(job, _OF_PAIRS):
+            return model.costs_ns([job for job, _, _ in batch])
+        key = (name, job.function, job.action)
+        cost_ns = self._costs.get(key)
         if cost_ns is None:
-            cost_ns = self._costs[of] = model.cost_ns(job)
+            cost_ns = self._costs[key] = model.cost_ns(job)
         return (cost_ns,)
 
     def _finish(
         self, host: WorkerRuntime, device: _Device, computed: list[Computed]
     ) -> None:
-        """The jobs that a device ran as one have ended."""
         device.busy = False
         for each in computed:
             if host.alive:

@@ -1,26 +1,25 @@
-"""The network in virtual time: when bytes that leave now will arrive.
+"""The simulated network: arrival times of frames.
 
 `Network` is the description, which many runs may share; `Traffic` is the state of one
-run. Each pair of workers has two directed links, each a lane of its own:
+run. Each pair of workers has two directed links. A lane is the state of one link:
 
-- frames leave one after another, in the order of `transmit` (FIFO): each occupies the
-  lane for size / bandwidth, rounded up to whole nanoseconds;
-- then it flies for the latency, and any number fly at once;
-- where workers have ports, it passes that of its sender as it leaves, and that of its
-  receiver as it arrives, which it shares with the frames of all other links there
-  (`jdag.sim.ports`);
-- jitter adds up to `jitter_ns`, which the chooser picks for each frame, and so may
-  reorder them, which is for the link above to repair;
-- between workers of a topology (`jdag.sim.topologies`) it passes physical links, which
-  it shares with the frames of other pairs, in the same way as ports.
+- frames are sent one after another, in the order of `transmit` (FIFO); each occupies
+  the lane for size / bandwidth, rounded up to whole nanoseconds;
+- a frame then travels for the latency; any number of frames travel at once;
+- where workers have ports (`jdag.sim.ports`), a frame passes its sender's port as it
+  is sent and its receiver's port as it arrives; all links of a worker share its ports;
+- jitter adds up to `jitter_ns`, which the chooser draws for each frame, so frames may
+  be reordered; the link layer above restores their order;
+- between workers of a topology (`jdag.sim.topologies`) a frame passes physical links,
+  which it shares with the frames of other pairs, in the same way as ports.
 
-Inputs:  `transmit(size_bytes, now_ns, chooser)` of a lane, for each frame that leaves,
-         in order of time. Frames that a fault drops have left all the same.
-Outputs: the arrival's time; per lane, what passed (`bytes`, `frames`, `busy_ns`) and
-         the last transfer's start and end (`start_ns`, `busy_until_ns`).
+Inputs:  calls of a lane's `transmit(size_bytes, now_ns, chooser)`, for each frame that
+         is sent, in order of time. Frames that a fault drops are included.
+Outputs: the arrival time; for each lane, the totals (`bytes`, `frames`, `busy_ns`) and
+         the start and end of the last transfer (`start_ns`, `busy_until_ns`).
 
-Invariants: a lane, and a port, carries one frame at a time; `busy_ns` never exceeds the
-time until `busy_until_ns`; messages of a worker to itself are not transmitted.
+Invariants: a lane or a port carries one frame at a time; `busy_ns` never exceeds
+`busy_until_ns`; messages of a worker to itself are not transmitted.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,26 +36,26 @@ from jdag.settings.validation import NS, Settings
 from jdag.sim.ports import NetworkPort
 
 _SECOND_NS = 1_000_000_000
-_CONTROL = Meta(description="a LinkModel, True for one that is free, or None for none")
+_CONTROL = Meta(description="a LinkModel, True for a lane without delay, or None")
 _LINKS = Meta(
     description='LinkModels by source and destination: {("a", "b"): LinkModel()}'
 )
 _PAIR = Annotated[
     tuple[str, str], Meta(description='source and destination, ("a", "b")')
 ]
-_NO_LIMIT = "an integer >= 1, or none given for no limit"
+_NO_LIMIT = "an integer >= 1, or None for no limit"
 _RATE = Annotated[int, Meta(ge=1, description=_NO_LIMIT)]
 
 
 class LinkModel(Settings, frozen=True):
     """One directed link: latency and jitter in ns, bandwidth in bytes per second.
 
-    `bandwidth_bytes_per_s` None is infinite. A frame of n bytes occupies the link for
-    n / bandwidth and arrives `latency_ns` plus 0 to `jitter_ns` later: the alpha-beta
-    model, with alpha = `latency_ns` and beta = 1 / bandwidth (Hockney 1994).
+    A frame of n bytes occupies the link for n / bandwidth and arrives `latency_ns` plus
+    0 to `jitter_ns` later. This is the alpha-beta model: alpha is `latency_ns`, beta is
+    1 / bandwidth (Hockney 1994). A bandwidth of None is infinite.
 
     Raises:
-        ScenarioError: a value that is not an int or too small.
+        ScenarioError: a value is not an integer or too small.
     """
 
     latency_ns: NS = 0
@@ -64,18 +63,18 @@ class LinkModel(Settings, frozen=True):
     jitter_ns: NS = 0
 
     def transfer_ns(self, size_bytes: int) -> int:
-        """How long `size_bytes` occupy the link."""
+        """Return the time in ns for which a frame of `size_bytes` occupies the link."""
         rate = self.bandwidth_bytes_per_s
         return 0 if rate is None else -(-size_bytes * _SECOND_NS // rate)
 
     @property
     def flight_ns(self) -> int:
-        """From when a frame has left until it arrives, without jitter."""
+        """Time in ns from a frame's departure to its arrival, without jitter."""
         return self.latency_ns
 
     @property
     def pause_ns(self) -> int:
-        """From when a frame has left until the next may begin to leave."""
+        """Time in ns from a frame's departure until the next frame may be sent."""
         return 0
 
 
@@ -85,40 +84,39 @@ FREE_LINK = LinkModel()
 class LogGP(LinkModel, frozen=True):
     """One directed link of the LogGP model; times in ns.
 
-    L is `latency_ns`; o, of the sender and again of the receiver, `overhead_ns`; g, the
-    least time between two messages, `gap_ns`; G, the time of each further byte, is
-    1 / `bandwidth_bytes_per_s`, and (k-1)G is rounded up. A message of k bytes takes
-    o + L + (k-1)G + o; the next may begin max(o, g) + (k-1)G after it. The overheads
+    L is `latency_ns`; o, at the sender and again at the receiver, is `overhead_ns`; g,
+    the least time between two messages, is `gap_ns`; G, the time of each further byte,
+    is 1 / `bandwidth_bytes_per_s`. A message of k bytes takes o + L + (k-1)G + o, where
+    (k-1)G is rounded up; the next may start max(o, g) + (k-1)G after it. The overheads
     occupy the link, not the workers' devices.
 
     Source: Alexandrov, Ionescu, Schauser, Scheiman, "LogGP: Incorporating Long Messages
     into the LogP Model", SPAA 1995.
 
     Raises:
-        ScenarioError: a value that is not an int or too small.
+        ScenarioError: a value is not an integer or too small.
     """
 
     overhead_ns: NS = 0
     gap_ns: NS = 0
 
     def transfer_ns(self, size_bytes: int) -> int:
-        """How long `size_bytes` take to leave: o + (k-1)G."""
-        further = max(size_bytes - 1, 0)
-        return self.overhead_ns + LinkModel.transfer_ns(self, further)
+        """Return the time in ns to send a message of k = `size_bytes`: o + (k-1)G."""
+        return self.overhead_ns + LinkModel.transfer_ns(self, max(size_bytes - 1, 0))
 
     @property
     def flight_ns(self) -> int:
-        """From when a message has left until it is received: L + o."""
+        """Time in ns from a message's departure to its reception: L + o."""
         return self.latency_ns + self.overhead_ns
 
     @property
     def pause_ns(self) -> int:
-        """What is left of g after o, until the next message."""
+        """The part of the gap g that exceeds the overhead o, in ns."""
         return max(self.gap_ns - self.overhead_ns, 0)
 
 
 class PathLink(NamedTuple):
-    """One physical link of a path, between workers or switches, and its model."""
+    """A physical link on a path: its ends, each a worker or a switch, and its model."""
 
     source: str
     destination: str
@@ -126,28 +124,32 @@ class PathLink(NamedTuple):
 
 
 class Network(Settings, frozen=True):
-    """The network of a run: one model for all directed links, and the exceptions.
+    """The network of a run: a default model for all directed links, and exceptions.
 
-    `links` maps (source, destination) to that direction's model; the other direction
-    has its own entry or the default. `port_bandwidth_bytes_per_s` is what each worker
-    can send over all of its links together, and take; None: as much as they carry.
+    Attributes:
+        default: model of links without an entry in `links`.
+        links: model by (source, destination), for that direction only.
+        port_bandwidth_bytes_per_s: the bandwidth at which each worker can send, and
+            also receive, over all of its links together; None: no limit.
+        control_lane: model of a second lane of each directed link, without ports, for
+            all bytes other than values. True: a lane without delay. None or False: all
+            bytes take the same lane.
+        routed: workers whose messages to each other take shared physical links.
+        route: function from two workers to the links of their path.
+        cut_through: whether nodes on a path forward a message before all of it has
+            arrived. `jdag.sim.topologies` has builders for the last three.
 
-    `control_lane` gives each directed link a second lane, with this model and without
-    ports, for all but values; True: free and immediate; None or False: no such lane.
-    Messages without values then never occupy, nor wait for, the link's data lane. A
-    message with values has its values' bytes on the data lane and the rest on the
-    control lane; it is delivered when both have arrived. Until then later messages
-    overtake it, except those that depend on it: of the same context, and updates and
-    drops of leaves, as between processes (`jdag.wire.order`).
-
-    Messages between two workers in `routed` take the physical links that `route`
-    returns, and share them with other paths; `cut_through`: without waiting at each
-    node for the whole message. `jdag.sim.topologies` has builders.
+    With a control lane, messages without values neither occupy the data lane nor wait
+    for it. The bytes of a message's values take the data lane and its other bytes the
+    control lane; the message is delivered when all of its bytes have arrived. Until
+    then later messages may overtake it, except messages of the same context and updates
+    and drops of leaves, which may depend on it. The same order holds between processes
+    (`jdag.wire.order`).
 
     Raises:
         ScenarioError: a value is not a LinkModel, a key is not a pair of workers, the
-            bandwidth of ports is not an int or too small or given with a route, or the
-            control lane is neither a LinkModel nor a bool.
+            bandwidth of ports is not an integer >= 1 or is combined with a route, or
+            the control lane is neither a LinkModel nor a bool.
     """
 
     default: LinkModel
@@ -167,14 +169,14 @@ class Network(Settings, frozen=True):
             force_setattr(self, "control_lane", lane)
 
     def contradictions(self) -> Iterator[str]:
-        """Ports and a topology."""
+        """Yield an error if ports are combined with a topology."""
         key, rate = "port_bandwidth_bytes_per_s", self.port_bandwidth_bytes_per_s
         if self.route is not None and rate is not None:
-            allowed = "none with a topology, whose links are shared themselves"
+            allowed = "None with a topology, whose workers already share links"
             yield unusable(key, rate, allowed)
 
     def model(self, source: str, destination: str) -> LinkModel:
-        """The model of one directed link; of a path its latencies and jitters."""
+        """Return the model of a directed link: for a path, total latency and jitter."""
         if hops := self.path(source, destination):
             latency_ns = sum([hop.model.latency_ns for hop in hops])
             jitter_ns = sum([hop.model.jitter_ns for hop in hops])
@@ -182,7 +184,7 @@ class Network(Settings, frozen=True):
         return self.links.get((source, destination), self.default)
 
     def path(self, source: str, destination: str) -> tuple[PathLink, ...]:
-        """The physical links between two workers; none if they have their own."""
+        """Return the physical links between two workers, or () for a direct link."""
         routed = self.routed
         if self.route is None or source not in routed or destination not in routed:
             return ()
@@ -191,11 +193,11 @@ class Network(Settings, frozen=True):
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One directed link of one run: its model, and what it carries and has carried.
+    """One directed link of one run: its model, state and totals.
 
-    `out` and `into` are the ports of its two workers, None where they have none, and
-    `port` the model of a port; `held` tells whether the last frame had to wait for the
-    latter.
+    `out` and `into` are the ports of its two workers, or None in a network without
+    ports, and `port` is the model of a port. `held` is whether the last frame had to
+    wait for the receiver's port. `record` is the trace record of the last frame, or -1.
     """
 
     model: LinkModel
@@ -217,10 +219,7 @@ class Lane:
         self.flight_ns, self.pause_ns = self.model.flight_ns, self.model.pause_ns
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
-        """Send a frame that is ready to leave now; return its time of arrival.
-
-        It starts to leave at `start_ns`; the next may do so at `busy_until_ns`.
-        """
+        """Send a frame now. Return the frame's arrival time in ns."""
         model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
         transfer_ns = 0 if model is FREE_LINK else model.transfer_ns(size_bytes)
@@ -237,7 +236,7 @@ class Lane:
         arrival_ns = left_ns + self.flight_ns
         if model.jitter_ns:
             arrival_ns += chooser.amount(0, model.jitter_ns)
-        if self.into is not None:  # It passes while it arrives.
+        if self.into is not None:  # The frame passes the port while it arrives.
             passing_ns = self.port.transfer_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
             self.held = begun_ns + passing_ns > arrival_ns
@@ -246,34 +245,35 @@ class Lane:
         return arrival_ns
 
     def passed(self, record: int) -> None:
-        """Note the trace record of the last frame, here and at both ports."""
+        """Save the trace record of the last frame, in the lane and in both ports."""
         self.record = record
         if self.out is not None and self.into is not None:
             self.out.record = self.into.record = record
 
     def before(self, now_ns: int, last: int) -> list[int]:
-        """Return the records that the last frame waited for; `last` is its link's."""
-        found = []
+        """Return the trace records of the frames for which the last frame waited."""
+        records = []
         if self.start_ns > now_ns:
-            found.append(last if self.out is None else self.out.record)
+            records.append(last if self.out is None else self.out.record)
         if self.held and self.into is not None:
-            found.append(self.into.record)
-        return [record for record in dict.fromkeys(found) if record >= 0]
+            records.append(self.into.record)
+        return [record for record in dict.fromkeys(records) if record >= 0]
 
     @property
     def drained_ns(self) -> int:
-        """When all that was transmitted so far has arrived, jitter at its worst."""
+        """Latest possible arrival time in ns of all frames so far."""
         latest_ns = self.busy_until_ns + self.flight_ns + self.model.jitter_ns
         return max(latest_ns, self.arrived_ns)
 
 
 @dataclass(slots=True, eq=False)
 class PathLane(Lane):
-    """The path between two workers over shared physical links; `model` is its summary.
+    """The path between two workers over shared physical links.
 
-    Each link passes one frame at a time, which takes the first long enough gap after
-    its arrival there. `start_ns` and `busy_until_ns` are those of the first link;
-    `waited` are the records of what the last frame waited for.
+    `model` has the path's total latency and jitter. Each link passes one frame at a
+    time: a frame takes the first gap after its arrival that is long enough. `start_ns`
+    and `busy_until_ns` refer to the first link. `waited` has the trace records of the
+    frames for which the last frame waited.
     """
 
     passages: tuple[tuple[NetworkPort, LinkModel], ...] = ()
@@ -281,15 +281,14 @@ class PathLane(Lane):
     waited: tuple[int, ...] = ()
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
-        """Send a frame that is ready to leave now; return its time of arrival."""
-        at_ns, left_ns, takes_ns = now_ns, now_ns, 0
+        reached_ns, left_ns, takes_ns = now_ns, now_ns, 0
         waited: list[int] = []
         self.held = False
         for index, (port, model) in enumerate(self.passages):
-            own_ns = model.transfer_ns(size_bytes)
-            takes_ns = max(own_ns, takes_ns) if self.cut_through else own_ns
-            start_ns = port.reserve(at_ns, takes_ns, now_ns)
-            if start_ns > at_ns:
+            transfer_ns = model.transfer_ns(size_bytes)
+            takes_ns = max(transfer_ns, takes_ns) if self.cut_through else transfer_ns
+            start_ns = port.reserve(reached_ns, takes_ns, now_ns)
+            if start_ns > reached_ns:
                 self.held = True
                 waited.append(port.record)
             left_ns = start_ns + takes_ns
@@ -298,7 +297,7 @@ class PathLane(Lane):
                 self.busy_until_ns = max(self.busy_until_ns, left_ns)
                 self.busy_ns += takes_ns
             arrival_ns = left_ns + model.flight_ns
-            at_ns = (start_ns if self.cut_through else left_ns) + model.flight_ns
+            reached_ns = (start_ns if self.cut_through else left_ns) + model.flight_ns
         self.waited = tuple(waited)
         self.bytes += size_bytes
         self.frames += 1
@@ -308,28 +307,20 @@ class PathLane(Lane):
         return arrival_ns
 
     def before(self, now_ns: int, last: int) -> list[int]:
-        """Return the records that the last frame waited for."""
         return [record for record in dict.fromkeys(self.waited) if record >= 0]
 
     def passed(self, record: int) -> None:
-        """Note the trace record of the last frame at each physical link."""
         self.record = record
         for port, _ in self.passages:
             port.record = record
 
     @property
     def drained_ns(self) -> int:
-        """When all that was transmitted so far has arrived."""
         return self.arrived_ns
 
 
 class Traffic:
-    """The lanes of one run over a `Network`, created on first use.
-
-    Raises:
-        ScenarioError: the network names an unknown worker, or a link from a worker to
-            itself.
-    """
+    """All lanes of one run. Each link must join two different, known workers."""
 
     __slots__ = ("_controls", "_lanes", "_links", "_network", "_ports")
 
@@ -344,7 +335,7 @@ class Traffic:
                 raise ScenarioError(unusable(key, worker, allowed))
         for source, destination in network.links:
             if source == destination:
-                allowed = "two workers: one reaches itself without a link"
+                allowed = "two different workers"
                 raise ScenarioError(unusable("links", (source, destination), allowed))
         self._network = network
         self._lanes: dict[tuple[str, str], Lane] = {}
@@ -353,31 +344,23 @@ class Traffic:
         self._ports: dict[tuple[str, str], NetworkPort] = {}
 
     def lane(self, source: str, destination: str) -> Lane:
-        """The directed link from `source` to `destination`."""
         lane = self._lanes.get((source, destination))
         if lane is None:
             assert source != destination, source
             model = self._network.model(source, destination)
             if hops := self._network.path(source, destination):
-                lane = PathLane(model, None, None, passages=self._passages(hops))
+                ports = [self._links.setdefault(hop[:2], NetworkPort()) for hop in hops]
+                passages = tuple(zip(ports, [hop.model for hop in hops], strict=True))
+                lane = PathLane(model, None, None, passages=passages)
                 lane.cut_through = self._network.cut_through
             else:
-                ports = self._port(source, "out"), self._port(destination, "into")
+                out, into = self._port(source, "out"), self._port(destination, "into")
                 rate = self._network.port_bandwidth_bytes_per_s
-                lane = Lane(model, *ports, LinkModel(0, rate))
+                lane = Lane(model, out, into, LinkModel(0, rate))
             self._lanes[source, destination] = lane
         return lane
 
-    def _passages(
-        self, hops: Sequence[PathLink]
-    ) -> tuple[tuple[NetworkPort, LinkModel], ...]:
-        pairs = [(hop.source, hop.destination) for hop in hops]
-        ports = [self._links.setdefault(pair, NetworkPort()) for pair in pairs]
-        models = [hop.model for hop in hops]
-        return tuple(zip(ports, models, strict=True))
-
     def control(self, source: str, destination: str) -> Lane:
-        """The control lane from `source` to `destination`; the network has one."""
         lane = self._controls.get((source, destination))
         if lane is None:
             model = self._network.control_lane

@@ -1,33 +1,33 @@
-"""One end of a link to one peer: delivers every payload once and in order.
+"""One end of a reliable link to a peer: delivers every payload once and in order.
 
 The transport may drop, duplicate, delay or reorder frames. The link does no I/O and
 reads no clock: time is an int of nanoseconds, passed as an argument.
 
-Inputs:  `send(payload)`, `receive(frame)`, and `tick()` when `deadline_ns` has come.
-Outputs: the frames that `send` and `tick` return, to be put on the wire; the payloads
-         that `receive` returns, to be delivered in this order, each once.
+Inputs:  calls of `send(payload)`, `receive(frame)`, and of `tick()` at `deadline_ns`.
+Outputs: the frames that `send` and `tick` return, to be transmitted; the payloads that
+         `receive` returns, to be delivered in this order, each once.
 
-How it works. Data frames are numbered 1, 2, ...; each frame, data or not, carries the
-highest number up to which everything has arrived. Acknowledgements ride on data; a pure
-one (sequence 0) is sent only when nothing was sent for `ack_delay_ns`. Early frames are
-kept until the gap is filled; duplicates are counted and dropped.
+Protocol. Data frames are numbered 1, 2, ...; every frame carries the highest number up
+to which all frames have arrived. Acknowledgements are part of data frames; a pure
+acknowledgement (sequence 0) is sent only if no data was sent for `ack_delay_ns`. Early
+frames are kept until the gap before them is filled; duplicates are counted and dropped.
 
 Resends. There is one timer, for the oldest unacknowledged frame, and only that frame is
-sent again: the peer keeps frames after the gap, so most of the rest is already there.
-When an acknowledgement exposes a further gap that is also overdue, it is filled at
-once: k lost frames cost one wait and k round trips. Waits double, up to `backoff_max`
-times the first; any progress resets the wait. After `resend_max` resends of one frame
-the peer is lost, which is final.
+sent again: the peer keeps frames after the gap, so most other frames have arrived. If
+an acknowledgement shows that the next missing frame is also overdue, that frame is
+resent at once, so k lost frames cost one timeout and k round trips. Timeouts double, up
+to `backoff_max` times the first; any progress resets them. After `resend_max` resends
+of one frame the peer is permanently lost.
 
-A wait must not end while bytes are still in flight, or a slow but sound network would
-look like a lossy one. So `send` takes the expected flight time of its frame
-(`flight_ns`), and `tick` the time until which the path is known to be busy
-(`busy_until_ns`: the acknowledgement may be queued behind a large payload). This
-postpones each resend at most once, so that steady traffic cannot starve a lost frame.
+A timeout must not expire while bytes are still in flight, or a slow network would look
+like a lossy one. So `send` takes the expected flight time of its frame (`flight_ns`),
+and `tick` the time until which the path is known to be busy (`busy_until_ns`: the
+acknowledgement may be queued behind a large payload). This postpones each resend at
+most once, so that steady traffic cannot starve a lost frame.
 
-Invariants: at most `window_max` frames are unacknowledged, and as many wait for a gap
-to be filled; when both ends are idle, neither holds a frame; a delivered payload is
-never delivered again. A restarted peer needs a new link.
+Invariants: at most `window_max` frames are unacknowledged, and at most as many early
+frames are kept; when both ends are idle, neither holds a frame; a payload is delivered
+once. A restarted peer needs a new link.
 """
 
 from collections import deque
@@ -43,10 +43,9 @@ NEVER = 1 << 128  # Later than any time.
 
 
 class Frame(Struct, frozen=True):
-    """One frame.
+    """A frame; `sequence` is its number, or 0 for a pure acknowledgement.
 
-    `sequence` is 0 for a pure acknowledgement; `acknowledged` is the highest number up
-    to which its sender has received everything.
+    The sender of this frame has received all frames up to the number `acknowledged`.
     """
 
     sequence: int
@@ -55,17 +54,20 @@ class Frame(Struct, frozen=True):
 
 
 class LinkSettings(Settings, frozen=True):
-    """The timing and limits of a link.
+    """Timeouts and limits of a simulated link; times in ns.
 
-    `resend_ns`: the first wait after a frame should have arrived (see `Link.send`); it
-    covers the peer's `ack_delay_ns` and the way back. `resend_max`: resends of one
-    frame after which the peer is lost. `ack_delay_ns`: how long an acknowledgement
-    waits for data to ride on; less than `resend_ns`. `backoff_max`: the longest wait,
-    in first waits. `window_max`: unacknowledged frames at once; the same at both ends.
+    Attributes:
+        resend_ns: the first timeout, counted from a frame's expected arrival. It must
+            exceed the peer's `ack_delay_ns` plus the way back.
+        resend_max: the number of resends of one frame after which the peer is lost.
+        ack_delay_ns: how long an acknowledgement waits for a data frame to carry it;
+            less than `resend_ns`.
+        backoff_max: the longest timeout, as a multiple of the first.
+        window_max: limit of unacknowledged frames. Both ends must have the same limit.
 
     Raises:
-        ScenarioError: a value is not an int or too small, or `ack_delay_ns` is not less
-            than `resend_ns`.
+        ScenarioError: a value is not an integer or too small, or `ack_delay_ns` is not
+            less than `resend_ns`.
     """
 
     resend_ns: COUNT
@@ -75,22 +77,22 @@ class LinkSettings(Settings, frozen=True):
     window_max: COUNT = 1 << 20
 
     def contradictions(self) -> Iterator[str]:
-        """Each frame would be sent twice."""
+        """Yield an error if every frame would be sent twice."""
         if self.ack_delay_ns >= self.resend_ns:
-            allowed = f"an integer below resend_ns = {self.resend_ns}, or each frame is"
-            allowed += " sent twice"
+            allowed = f"an integer below resend_ns = {self.resend_ns}, since otherwise "
+            allowed += "each frame is sent twice"
             yield unusable("ack_delay_ns", self.ack_delay_ns, allowed)
 
 
 class Link:
     """One end of a link to `peer`.
 
-    `deadline_ns` is when `tick` must be called next, or `NEVER`; a time in the past
-    means now. It changes with every call, so a driver arms one timer at the earliest
-    deadline it saw and checks again when that fires.
+    `tick` must be called at `deadline_ns` (a time in the past means at once). Every
+    call of a method may change `deadline_ns`. A driver sets one timer at the earliest
+    deadline so far, and checks `deadline_ns` again when the timer expires.
 
-    Counters: `sent` data frames (also the number of the last one), `resent` frames and
-    received `duplicates`.
+    Counters: `sent` data frames (also the sequence number of the last one), `resent`
+    frames and received `duplicates`.
     """
 
     __slots__ = (
@@ -116,31 +118,28 @@ class Link:
         self.lost = False
         self.sent = self.resent = self.duplicates = 0
         self._settings = settings
-        self.acknowledged = 0  # The peer is known to have everything up to here.
-        self.received = 0  # Everything up to here has arrived.
+        self.acknowledged = 0  # The peer has acknowledged frames up to this number.
+        self.received = 0  # All frames up to this number have arrived.
         self._early: dict[int, Any] = {}
-        # Oldest first: (payload, flight_ns, when its acknowledgement is overdue).
+        # Oldest first: (payload, flight_ns, time at which it is overdue).
         self._unacked: deque[tuple[Any, int, int]] = deque()
         self.deadline_ns = self._resend_due_ns = self._ack_due_ns = NEVER
         self._tries = 0
         self._put_off = False
 
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
-        """The next data frame, to be put on the wire now.
+        """Return the next data frame, to be transmitted now.
 
         `flight_ns` is the expected time of this frame on the path: queueing,
-        transmission and latency. Its acknowledgement is awaited for `flight_ns +
-        resend_ns`; a driver that leaves it 0 needs a `resend_ns` that covers the
-        largest payload.
-
-        Raises:
-            WorkerLost: the link has given up.
-            ProtocolError: `window_max` frames are unacknowledged.
+        transmission and latency. The frame is overdue after `flight_ns + resend_ns`; a
+        driver that passes 0 needs a `resend_ns` that covers the largest payload. Raises
+        WorkerLost if the link has given up its peer, and ProtocolError if `window_max`
+        frames are unacknowledged.
         """
         unacked = self._unacked
         settings = self._settings
         if self.lost:
-            raise WorkerLost(f"{self.peer}: lost after {settings.resend_max} resends")
+            raise WorkerLost(f"{self.peer} is lost after {settings.resend_max} resends")
         if len(unacked) >= settings.window_max:
             raise ProtocolError(
                 f"link to {self.peer}: {len(unacked)} frames are unacknowledged;"
@@ -156,13 +155,12 @@ class Link:
         return Frame(self.sent, self.received, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
-        """The payloads that this frame makes deliverable, in order; often one or none.
+        """Return the payloads that this frame makes deliverable, in order.
 
-        Raises:
-            ProtocolError: numbers that violate the protocol.
+        Raises ProtocolError for numbers that violate the protocol.
         """
         if self.lost:
-            return ()  # Lost is final: later frames are ignored.
+            return ()  # A lost peer stays lost: later frames are ignored.
         sequence, payload = frame.sequence, frame.payload
         if frame.acknowledged > self.acknowledged:
             self._acknowledge(frame.acknowledged)
@@ -180,12 +178,12 @@ class Link:
         return ready
 
     def tick(self, now_ns: int, busy_until_ns: int = 0) -> tuple[Frame, ...]:
-        """The frames that are due: a resend, a pure acknowledgement, or none.
+        """Return the frames to send now: a resend, a pure acknowledgement or both.
 
-        `busy_until_ns` is when everything now on the path, in both directions, will
-        have arrived, as far as the driver knows; silence until then is no loss. Sets
-        `lost`, and sends nothing more, when the oldest frame was resent `resend_max`
-        times.
+        `busy_until_ns` is the time at which all frames that are now on the path, in
+        both directions, will have arrived; silence until then does not indicate a loss.
+        If the oldest frame is overdue and was resent `resend_max` times, this sets
+        `lost` and returns nothing; so do all later calls.
         """
         if self.lost:
             return ()
@@ -209,7 +207,7 @@ class Link:
     def _acknowledge(self, acknowledged: int) -> None:
         if acknowledged > self.sent:
             raise ProtocolError(
-                f"link to {self.peer}: frame {acknowledged} is acknowledged;"
+                f"link to {self.peer}: frame {acknowledged} is acknowledged, but frame"
                 f" {self.sent} is the last that was sent"
             )
         unacked = self._unacked
@@ -225,18 +223,18 @@ class Link:
         if sequence < first or sequence in self._early:
             if sequence < 1:
                 raise ProtocolError(
-                    f"link to {self.peer}: frame {sequence}; the first is 1"
+                    f"link to {self.peer}: frame {sequence}; expected 1 or more"
                 )
             self.duplicates += 1
             return ()
         if sequence >= first + self._settings.window_max:
             raise ProtocolError(
-                f"link to {self.peer}: frame {sequence}; the next is {first}, and"
-                f" window_max = {self._settings.window_max} bounds how early one comes"
+                f"link to {self.peer}: frame {sequence} is too early; the next is"
+                f" {first}, and window_max = {self._settings.window_max}"
             )
         self._early[sequence] = payload
         ready = []
-        while self.received + 1 in self._early:  # Bounded by the frames kept.
+        while self.received + 1 in self._early:  # Bounded by the early frames.
             self.received += 1
             ready.append(self._early.pop(self.received))
         return tuple(ready)
@@ -254,15 +252,13 @@ class Link:
 
 
 class SureLink(Link):
-    """A link whose frames all arrive, each once and in order: nothing acknowledges."""
+    """A link without acknowledgements, over a transport that delivers exactly once."""
 
     __slots__ = ()
 
     def send(self, payload: Any, now_ns: int, flight_ns: int = 0) -> Frame:
-        """See `Link.send`."""
         self.sent += 1
         return Frame(self.sent, 0, payload)
 
     def receive(self, frame: Frame, now_ns: int) -> tuple[Any, ...]:
-        """See `Link.receive`."""
         return (frame.payload,)

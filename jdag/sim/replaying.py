@@ -1,16 +1,18 @@
-"""The driver that repeats a run of processes, in the order of their journals.
+"""The driver that repeats a run of processes in the order of their journals.
 
-All workers are in this process, as in simulation; without time or a network. An input
-is handled when it is the next one in its worker's journal (`jdag.runtime.journal`) and
-is there: its message has been sent, its job asked for, its program has come so far. Any
-other order of workers gives the same run, as no engine sees another's.
+All workers are in this process, as in simulation, without time or a network. An input
+is handled when it is next in its worker's journal (`jdag.runtime.journal`) and
+available: its message has been sent, its job started, or its program has reached it.
+Any interleaving of workers gives the same run, since engines share nothing.
 
-Inputs:  the journals of all workers; what programs tell (`ProgramPort`).
-Outputs: the same effects and gradients as those of the processes; or the first event
-         that deviates: worker, place in its journal, what was expected, what there is.
-Invariants: messages that are not acknowledgements are numbered as they were sent;
-acknowledgements are taken from those that a worker has sent, as many as had arrived as
-one. A program that is early waits; main drives while it waits.
+Inputs:  the journals of all workers; events of programs (`ProgramPort`).
+Outputs: the effects and gradients of the recorded run, or the first event that
+         deviates: its worker, the position in the journal, the expected and the actual
+         input.
+Invariants: messages other than acknowledgements are numbered in order of sending. An
+acknowledgement message is composed of acknowledgements that the worker has sent, as
+many as arrived in one message. A program whose event is not yet next in the journal
+waits. While the main program waits, its greenlet handles the inputs.
 """
 
 from collections import defaultdict, deque
@@ -57,57 +59,52 @@ from jdag.runtime.worker_runtime import (
 from jdag.sim.programs import Programs
 
 _Values = tuple[Any, ...]
-_Owed = tuple[ContextId | None, Path]  # What an acknowledgement is of.
+_Owed = tuple[ContextId | None, Path]  # An acknowledgement: its context and path.
 
 
 class _Worker:
-    """One worker: its host, its journal and how far that has been followed."""
-
     def __init__(self, host: WorkerRuntime, journal: Entries) -> None:
         self.host = host
         self.incarnations: dict[str, int] = {}
-        if now := incarnation_of(host.worker):
-            self.incarnations[named(host.worker)] = now
+        if incarnation := incarnation_of(host.worker):
+            self.incarnations[named(host.worker)] = incarnation
         self.lines = journal.lines
         self.end = journal.end
-        self.at = 0
+        self.position = 0
         self.jobs: dict[int, tuple[Job, Work | BaseException]] = {}
         self.alarms: dict[int, Event] = {}
-        # Of the programs that are early: what each would tell, by the waiter for that.
+        # The event of each program that waits for its turn, by waiter; 0: main's.
         self.early: dict[int, str] = {}
-        # By sender: the ranks that its messages may have, by their numbers. One that
-        # overtook others, which never came whole, may be any of so many.
+        # By sender and message number: the message's possible positions in the order of
+        # sending. There are several if it overtook messages that never arrived.
         self.ranks: dict[str, dict[int, range]] = {}
         numbers: dict[str, list[tuple[int, bool]]] = defaultdict(list)
         for line in journal.lines:
             if line[0] == "m":
                 _, sender, text, *_ = line.split(" ", 3)
                 numbers[sender].append((int(text), _is_acknowledgement(line)))
-        for sender, of in numbers.items():
+        for sender, received in numbers.items():
             self.ranks[sender], rank = {}, 0
-            for before, (number, is_acknowledgement) in enumerate(sorted(of), 1):
+            for before, (number, is_acknowledgement) in enumerate(sorted(received), 1):
                 if not is_acknowledgement:
                     least, rank = rank, rank + 1
                     self.ranks[sender][number] = range(least, rank + number - before)
 
     @property
     def line(self) -> str:
-        """The next input; "" after the last one."""
-        return self.lines[self.at] if self.at < len(self.lines) else ""
+        return self.lines[self.position] if self.position < len(self.lines) else ""
 
     @property
     def is_over(self) -> bool:
-        """Whether its journal has no more, and no last line: it was lost then."""
-        return not self.end and self.at == len(self.lines)
+        """Whether the journal ends here without a last line, as of a lost worker."""
+        return not self.end and self.position == len(self.lines)
 
 
 class Replaying:
-    """A cluster that repeats a run from its journals.
+    """The driver of a cluster that repeats a run.
 
-    `say` is called with the number of inputs when all have been handled.
-
-    Raises:
-        ReplayError: from whatever is told or waits once the run deviates from them.
+    After a deviation from the journals, its methods raise ReplayError. When all inputs
+    have been handled, `say` is called with their number.
     """
 
     trace = None
@@ -121,72 +118,66 @@ class Replaying:
     ) -> None:
         self._say = say
         self.workers = tuple(workers)
-        self.now_ns = 0  # How many inputs have been handled.
+        self.now_ns = 0  # Number of inputs handled.
         self._run_program = run_program
         self._waiters = Waiters()
         self._journals = journals
-        self._all = {name: self._made(name) for name in workers}
-        home = self._all[workers[0]]
-        self.port = ProgramPort(home.host)
-        self._home = home
+        self._workers = {name: self._new_worker(name) for name in workers}
+        self._home = self._workers[workers[0]]
+        self.port = ProgramPort(self._home.host)
         self._programs = Programs(self.port)
         self._soon: deque[Callable[[], object]] = deque()
-        # By sender and receiver; None once it has arrived.
+        # By sender and receiver; None once a message has arrived.
         self._sent: dict[tuple[str, str], list[tuple[Message, _Values] | None]]
         self._sent = defaultdict(list)
         self._owed: dict[tuple[str, str, str], deque[_Owed]] = defaultdict(deque)
         self._closed = False
         self._deviation: ReplayError | None = None
 
-    def _made(self, worker: str) -> _Worker:
+    def _new_worker(self, worker: str) -> _Worker:
         engine = Engine(named(worker), self.workers, incarnation_of(worker))
-        given: Any = {"driver": self, "waiters": self._waiters, "lost": {}}
-        host = WorkerRuntime(worker, engine, Machine("real"), **given)
+        shared: Any = {"driver": self, "waiters": self._waiters, "lost": {}}
+        host = WorkerRuntime(worker, engine, Machine("real"), **shared)
         return _Worker(host, self._journals[worker])
 
-    # ------------------------------------------------------------------ what users see
+    # ------------------------------------------------------------ what the cluster uses
 
     @property
     def current(self) -> ProgramPort:
-        """The port of the program that runs right now."""
         return self._programs.current
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """Of workers that joined again, as far as the worker of this program knows."""
-        return self._all[self.current.worker].incarnations
+        """Newest incarnations of restarted workers that the caller's worker knows."""
+        return self._workers[self.current.worker].incarnations
 
     def info(self) -> dict[str, dict[str, Any]]:
-        """For each worker, what its last incarnation holds."""
+        """Return the counters of each worker's last incarnation."""
         lost = self._home.host.lost
         return {
-            named(worker): info(one.host, Sent(), 0, lost=worker in lost)
-            for worker, one in self._all.items()
+            named(name): info(replayed.host, Sent(), 0, lost=name in lost)
+            for name, replayed in self._workers.items()
         }
 
     def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
-        """The graph of a context as it is now."""
-        drawn = {w: one.host.engine.graph(context) for w, one in self._all.items()}
-        return {w: drawing for w, drawing in drawn.items() if drawing is not None}
+        hosts = {name: worker.host for name, worker in self._workers.items()}
+        graphs = {name: host.engine.graph(context) for name, host in hosts.items()}
+        return {name: graph for name, graph in graphs.items() if graph is not None}
 
     def settle(self) -> None:
-        """Go on until nothing can happen before a program tells more."""
+        """Handle all inputs that precede the next event of a program."""
         self._drive(lambda: False, or_raise=False)
 
     def close(self) -> None:
-        """Handle the rest of all journals; say how many inputs were repeated.
-
-        Raises:
-            ReplayError: some input in them does not come.
-        """
+        """Handle the remaining inputs. Raise ReplayError if an input does not occur."""
         if self._closed:
             return
         self.settle()
         self._closed = True
-        left = [one for one in self._all.values() if one.line]
-        hosts = [one.host for one in self._all.values()]
+        is_unfinished = any(worker.line for worker in self._workers.values())
+        hosts = [worker.host for worker in self._workers.values()]
         try:
-            if self._deviation is not None or left:
+            if self._deviation is not None or is_unfinished:
                 error = self._deviates()
                 if not isinstance(error, JournalsEnd):
                     raise error
@@ -198,211 +189,208 @@ class Replaying:
             for host in hosts:
                 host.clear()
 
-    # ------------------------------------------------ what programs do: `ProgramPort`
+    # ------------------------------------------------ calls of programs: `ProgramPort`
 
     def tell(
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
-        """Have an engine handle an event of a program, when that is its turn."""
-        one, text = self._all[port.worker], entry(event)
+        """Pass a program's event to the engine once it is next in the journal."""
+        worker, text = self._workers[port.worker], entry(event)
         self._check_open()
         if self._programs.hub is None:
-            one.early[0] = text
-            self._drive(lambda: one.line == text)
-            del one.early[0]
-        elif one.line != text:
+            worker.early[0] = text
+            self._drive(lambda: worker.line == text)
+            del worker.early[0]
+        elif worker.line != text:
             turn = self._waiters.number()
-            one.early[turn] = text
+            worker.early[turn] = text
             try:
                 self._programs.park(turn)
             finally:
-                del one.early[turn]
-        self._took(one)
+                del worker.early[turn]
+        self._advance(worker)
         try:
             port.host.tell(port, event, values)
         finally:
             self._go_on()
 
     def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
-        """Block the caller; return what the waiter was given."""
-        given = self._waiters.given
-        if waiter not in given:
+        results = self._waiters.results
+        if waiter not in results:
             self._check_open()
             if self._programs.hub is not None:
                 self._programs.park(waiter)
             else:
-                self._drive(lambda: waiter in given)
+                self._drive(lambda: waiter in results)
                 self._go_on()
-        return given[waiter]
+        return results[waiter]
 
     def _go_on(self) -> None:
-        """Handle all that comes before main tells more: it may have seen a loss."""
+        """Handle inputs, such as the loss of a worker, up to main's next event."""
         if self._programs.hub is None:
             self.settle()
 
     def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
-        """Return whether this holds before main tells more."""
+        """Return whether `holds()` is true before the main program's next event."""
         self._check_open()
         self._go_on()
         return holds()
 
     def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
-        """Return whether a later incarnation has joined before main tells more."""
         return self.until(lambda: self.incarnations.get(worker, 0) > former, within_ns)
 
     def _check_open(self) -> None:
         if self._closed:
             raise JdagError("this cluster is closed; make another one")
 
-    def _took(self, one: _Worker) -> None:
-        one.at += 1
+    def _advance(self, worker: _Worker) -> None:
+        worker.position += 1
         self.now_ns += 1
 
     # ------------------------------------------------------------------ the journals
 
     def _drive(self, done: Callable[[], bool], *, or_raise: bool = True) -> None:
-        """Carry out what may happen until `done`; on main's greenlet."""
+        """Handle inputs until `done()` is true. Runs on the main program's greenlet."""
         assert self._programs.hub is None, done
         self._programs.hub = getcurrent()
         try:
             while not done():  # Bounded by the journals.
                 if self._soon:
                     self._soon.popleft()()
-                elif not any(map(self._next, self._all.values())):
+                elif not any(map(self._next, self._workers.values())):
                     if or_raise:
                         raise self._deviates()
                     return
         finally:
             self._programs.hub = None
 
-    def _next(self, one: _Worker) -> bool:
-        """Handle the next input of a worker, if it is there."""
-        kind, _, rest = one.line.partition(" ")
+    def _next(self, worker: _Worker) -> bool:
+        """Handle the next input of a worker, if it is available."""
+        kind, _, rest = worker.line.partition(" ")
         if not kind:
             return False
         if kind == "p":
-            return self._tells(one)
+            return self._tells(worker)
         event: Any = None
         if kind == "m":
-            return self._message(one, *rest.split(" ", 2))
+            return self._message(worker, *rest.split(" ", 2))
         if kind == "j":
             number = int(rest.partition(" ")[0])
-            if number not in one.jobs:
+            if number not in worker.jobs:
                 return False
-            event = self._computed(one, number)
-            if entry(event) != one.line:
-                raise self._deviates(one, entry(event))
+            event = self._computed(worker, number)
+            if entry(event) != worker.line:
+                raise self._deviates(worker, entry(event))
         elif kind == "l":
             why = "it was lost when this run was recorded"
-            one.host.lost[rest] = why  # type: ignore[index]
+            worker.host.lost[rest] = why  # type: ignore[index]
             event = Lost(rest, why)
         else:
-            event = self._joined(one, rest)
-        self._took(one)
-        one.host.handle(event)
+            event = self._joined(worker, rest)
+        self._advance(worker)
+        worker.host.handle(event)
         return True
 
-    def _joined(self, one: _Worker, worker: str) -> Joined:
-        """Begin an incarnation, with whichever worker hears of it first."""
-        if worker not in self._all:
-            self._all[worker] = self._made(worker)
-        name, number = named(worker), incarnation_of(worker)
-        one.incarnations[name] = number
+    def _joined(self, worker: _Worker, joining: str) -> Joined:
+        if joining not in self._workers:
+            self._workers[joining] = self._new_worker(joining)
+        name, number = named(joining), incarnation_of(joining)
+        worker.incarnations[name] = number
         return Joined(name, number)
 
-    def _tells(self, one: _Worker) -> bool:
-        for turn, text in one.early.items():
-            if turn and text == one.line:
-                self._programs.wake(one.host, turn)
+    def _tells(self, worker: _Worker) -> bool:
+        for turn, text in worker.early.items():
+            if turn and text == worker.line:
+                self._programs.wake(worker.host, turn)
                 return True
-        for waiter, event in one.alarms.items():
-            if entry(event) == one.line:
-                del one.alarms[waiter]
-                self._took(one)
-                one.host.handle(event)
+        for waiter, event in worker.alarms.items():
+            if entry(event) == worker.line:
+                del worker.alarms[waiter]
+                self._advance(worker)
+                worker.host.handle(event)
                 return True
         return False
 
-    def _message(self, one: _Worker, sender: str, number: str, said: str) -> bool:
-        here = one.host.worker
+    def _message(self, worker: _Worker, sender: str, number: str, text: str) -> bool:
+        receiver = worker.host.worker
         message: Message
         values: _Values = ()
-        if _is_acknowledgement(one.line):
-            _, context, _, count = said.split(" ", 3)
-            owed = self._owed[sender, here, context]
+        if _is_acknowledgement(worker.line):
+            _, context, _, count = text.split(" ", 3)
+            owed = self._owed[sender, receiver, context]
             paths = int(count.strip("(,)"))
             if len(owed) < paths:
                 return False
-            first = [owed.popleft() for _ in range(paths)]
-            message = Acknowledge(first[0][0], tuple([path for _, path in first]))
+            pairs = [owed.popleft() for _ in range(paths)]
+            message = Acknowledge(pairs[0][0], tuple([path for _, path in pairs]))
         else:
-            sent, found = self._sent[sender, here], ""
-            ranks = one.ranks[sender][int(number)]
-            for rank in ranks:
+            sent, mismatch = self._sent[sender, receiver], ""
+            for rank in worker.ranks[sender][int(number)]:
                 if rank >= len(sent):
                     return False
                 if (sending := sent[rank]) is not None:
-                    told = entry(Arrived(sender, sending[0]), (int(number),))
-                    if told == one.line:
+                    arrival = entry(Arrived(sender, sending[0]), (int(number),))
+                    if arrival == worker.line:
                         break
-                    found = found or told
+                    mismatch = mismatch or arrival
             else:
-                raise self._deviates(one, found)
+                raise self._deviates(worker, mismatch)
             message, values = sending
             sent[rank] = None
-        self._took(one)
-        one.host.arrived(sender, message, values)
+        self._advance(worker)
+        worker.host.arrived(sender, message, values)
         return True
 
-    def _computed(self, one: _Worker, number: int) -> Computed:
-        job, work = one.jobs.pop(number)
+    def _computed(self, worker: _Worker, number: int) -> Computed:
+        job, work = worker.jobs.pop(number)
         error = work if isinstance(work, BaseException) else None
         if isinstance(work, Work):
             try:
-                one.host.machine.hold(job, work, work.compute())
-            except (Exception, SystemExit) as raised:  # Of a user's function.
+                worker.host.machine.hold(job, work, work.compute())
+            except (Exception, SystemExit) as raised:  # From a user's function.
                 error = raised
         if error is None:
             return Computed(number, None)
-        failure = failure_of(error, one.host.worker, job.path, blamed_name(job))
+        failure = failure_of(error, worker.host.worker, job.path, blamed_name(job))
         return Computed(number, failure)
 
     @property
     def is_cut(self) -> bool:
-        """Whether a journal that ended at `journal_bytes` has been followed so far."""
-        return any(one.end == FULL and not one.line for one in self._all.values())
+        """Whether a journal that ended at `journal_bytes` has been repeated."""
+        workers = self._workers.values()
+        return any(worker.end == FULL and not worker.line for worker in workers)
 
-    def _deviates(self, one: _Worker | None = None, found: str = "") -> ReplayError:
-        """The error that names the first event that is not as in the journals."""
+    def _deviates(self, worker: _Worker | None = None, actual: str = "") -> ReplayError:
         if self._deviation is None:
-            if one is None and self.is_cut:
-                said = f"the journals end here, at journal_bytes: {self.now_ns} events "
-                self._deviation = JournalsEnd(f"{said}were repeated")
+            if worker is None and self.is_cut:
+                text = f"the journals end here, at journal_bytes: {self.now_ns} events "
+                self._deviation = JournalsEnd(f"{text}were repeated")
             else:
-                self._deviation = ReplayError(self._why(one, found))
+                self._deviation = ReplayError(self._why(worker, actual))
         return self._deviation
 
-    def _why(self, one: _Worker | None, found: str) -> str:
-        others = [other for other in self._all.values() if not other.is_over]
-        waiting = [other for other in others if other.line or other.early]
-        if one is None:
-            # Programs that deviate come before workers that wait for them, messages
-            # before their acknowledgements.
-            waiting.sort(key=lambda o: (not o.early, _is_acknowledgement(o.line)))
-            one = waiting[0] if waiting else self._home
-            found = next(iter(one.early.values()), "nothing that could be that")
-        over = "".join(
-            f"; the journal of worker {name!r} has no last line after event {other.at}:"
-            " it was lost then, or that is truncated"
-            for name, other in self._all.items()
-            if other.is_over
+    def _why(self, worker: _Worker | None, actual: str) -> str:
+        unfinished = [each for each in self._workers.values() if not each.is_over]
+        waiting = [each for each in unfinished if each.line or each.early]
+        if worker is None:
+            # Report programs that deviate rather than workers that wait for them, and
+            # messages rather than their acknowledgements.
+            waiting.sort(key=lambda w: (not w.early, _is_acknowledgement(w.line)))
+            worker = waiting[0] if waiting else self._home
+            actual = next(iter(worker.early.values()), "no such input")
+        lost = "".join(
+            f"; the journal of worker {name!r} has no last line after event"
+            f" {each.position}: the worker was lost then, or the file is truncated"
+            for name, each in self._workers.items()
+            if each.is_over
         )
         return (
-            f"the run deviates from its journal on worker {one.host.worker!r} at event"
-            f" {one.at + 1}: expected {one.line or 'no more'!r}, found {found!r}{over}"
+            f"the run deviates from its journal on worker {worker.host.worker!r} at"
+            f" event {worker.position + 1}: expected {worker.line or 'no more'!r},"
+            f" found {actual!r}{lost}"
         )
 
-    # ----------------------------------------------------------------- what engines ask
+    # ------------------------------------------------------------- effects of engines
 
     def transmit(
         self,
@@ -412,30 +400,28 @@ class Replaying:
         values: tuple[tuple[Key, ...], _Values],
         cause: int,
     ) -> None:
-        """Keep a message until it is the turn of its arrival."""
+        """Keep a message until the receiver's journal has its arrival as next input."""
         if send.to in host.lost:
             return
         if isinstance(message, Acknowledge):
-            context = str(message.context or "-")
-            owed = self._owed[host.worker, send.to, context]
+            owed = self._owed[host.worker, send.to, str(message.context or "-")]
             owed += [(message.context, path) for path in message.paths]
         else:
             self._sent[host.worker, send.to].append((message, values[1]))
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
-        """Begin a job; it is computed when it is the turn of its end."""
+        """Start a job. It is computed when the journal has its end as next input."""
         work: Work | BaseException
         try:
             work = host.machine.begin(job)
-        except Exception as error:  # As on a process.
+        except Exception as error:  # Reported at the job's end, as by processes.
             work = error
-        self._all[host.worker].jobs[job.id] = job, work
+        self._workers[host.worker].jobs[job.id] = job, work
 
     def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
-        """Do nothing: jobs end in the order of the journal."""
+        """Do nothing: the journal determines the order in which jobs end."""
 
     def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
-        """Start a program."""
         port = ProgramPort(host)
         body = partial(self._program, port, spawn)
         self._soon.append(partial(self._programs.start, port, body))
@@ -443,16 +429,14 @@ class Replaying:
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
         passed = run_and_report(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
-            raise passed  # What `run_and_report` lets pass is for the main program.
+            raise passed  # Interrupts, which end the main program.
 
     def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
-        """Have an alarm go off only where the journal says so."""
-        alarms = self._all[host.worker].alarms
+        alarms = self._workers[host.worker].alarms
         alarms[alarm.waiter] = alarm.event
         return partial(alarms.pop, alarm.waiter, None)
 
     def wake(self, host: WorkerRuntime, waiter: int) -> None:
-        """Let a program go on."""
         if waiter in self._programs.parked:
             self._soon.append(partial(self._programs.wake, host, waiter))
 

@@ -1,4 +1,4 @@
-"""The settings of a simulated run, checked before it begins."""
+"""Settings of a simulated run, checked before it begins."""
 
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
@@ -24,15 +24,9 @@ VALUES = Annotated[str, one_of("real", "abstract")]
 
 
 class SimSettings(RunSettings, frozen=True, kw_only=True):
-    """The settings that, with its programs, determine a simulated run.
+    """The settings that, with the programs, determine a run. See `jdag.simulate`."""
 
-    `jdag.simulate` describes them.
-
-    Raises:
-        ScenarioError: names a setting that is unusable, its value and what is allowed.
-    """
-
-    seed: NATURAL  # Of -1 and 1 the same is drawn.
+    seed: NATURAL  # `Random(-1)` and `Random(1)` give the same sequence.
     home: str | None = None
     network: Annotated[Network | LinkModel | None, _NETWORK] = None
     faults: Annotated[Sequence[Fault], _FAULTS] = ()
@@ -46,7 +40,6 @@ class SimSettings(RunSettings, frozen=True, kw_only=True):
     chooser: Chooser | None = None
 
     def contradictions(self) -> Iterator[str]:
-        """Home is a worker, and does not crash; a crash by the trace needs a trace."""
         yield from super().contradictions()
         home = self.main
         if home not in self.workers:
@@ -59,26 +52,27 @@ class SimSettings(RunSettings, frozen=True, kw_only=True):
                 allowed = "a worker other than home, where the main program runs"
                 yield unusable(f"{key}.worker", home, allowed)
             elif fault.at_index is not None and not self.trace:
-                allowed = "at_ns in its place, as no trace is kept"
+                allowed = "at_ns in its place, since no trace is recorded"
                 yield unusable(f"{key}.at_index", fault.at_index, allowed)
 
     @property
     def main(self) -> str:
-        """The worker where the main program runs."""
         return self.workers[0] if self.home is None else self.home
 
     def described(self) -> dict[str, Any]:
-        """What a trace says of it, for `jdag.retime`: data of JSON."""
+        """Return the settings that `jdag.retime` reads from a trace, as JSON data."""
         network = self.all_links
         control = network.control_lane
-        known = models(self.devices, self.workers)
+        device_models = models(self.devices, self.workers)
         return {
             "schedule": self.schedule is not None,
             "policy": self.policy,
             "faults": len(self.faults),
-            "call_ns": max([one.call_ns for one in known.values()]),
+            "call_ns": max([model.call_ns for model in device_models.values()]),
             "default": _described(network.default),
-            "links": [[*pair, _described(of)] for pair, of in network.links.items()],
+            "links": [
+                [*pair, _described(link)] for pair, link in network.links.items()
+            ],
             "port_bandwidth_bytes_per_s": network.port_bandwidth_bytes_per_s,
             "control_lane": None if control is None else _described(control),
             "routed": network.route is not None,
@@ -86,7 +80,6 @@ class SimSettings(RunSettings, frozen=True, kw_only=True):
 
     @property
     def all_links(self) -> Network:
-        """The network; a single model, or None, applies to all links."""
         if isinstance(self.network, Network):
             return self.network
         return Network(self.network or FREE_LINK)

@@ -1,14 +1,15 @@
-"""The driver in virtual time: effects of all engines are carried out in one process.
+"""The driver in virtual time: carries out the effects of all engines in one process.
 
-One engine, machine and device a worker; links between them; one timeline. Programs tell
-engines events through their `ProgramPort` and block there; user code takes no virtual
-time, but `call_ns` of its device for each call. Of an engine's effects, in their order:
-a message leaves at once (`jdag.sim.transport`); a job waits for its device
-(`jdag.sim.jobs`); what a program waits for wakes it (`jdag.sim.programs`) as an event
-of its own, so that no user code runs in between.
+Each worker has one engine, machine and device; links connect them, and all share one
+timeline. Programs send events to engines through their `ProgramPort` and block there.
+User code takes no virtual time, except `call_ns` of its device for each call. Effects
+of an engine are carried out in their order: a message is sent at once
+(`jdag.sim.transport`), a job waits for its device (`jdag.sim.jobs`), and a program
+whose result has arrived is resumed by a separate event (`jdag.sim.programs`), so that
+no user code runs between two effects.
 
-All choices are the chooser's (`jdag.runtime.chooser`); all that happens goes to the
-recorder (`jdag.runtime.recorder`).
+The chooser makes all choices (`jdag.runtime.chooser`); the recorder gets all events
+(`jdag.runtime.recorder`).
 
 Invariants: a run is a function of its settings, chooser and programs. A crashed worker
 receives nothing; its engine, values, jobs and programs are discarded before the next
@@ -52,20 +53,20 @@ from jdag.sim.programs import Programs
 from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import EVENT
 
-# A graph is many small tuples that live long. Python looks for cycles whenever 700 more
-# objects are alive, which took half of the time of a long run; there are few cycles.
+# A graph consists of many small, long-lived tuples and few reference cycles. With
+# Python's default threshold of 700 objects, cycle collection took half of a long run.
 GARBAGE_MIN = 50_000
 
 
 class CycleCollector:
-    """Python's collector of cycles; it looks less often while simulations are open."""
+    """Raises the threshold of Python's cycle collector while simulations are open."""
 
     def __init__(self) -> None:
         self._open = 0
         self._thresholds = gc.get_threshold()
 
     def opened(self, simulation: object) -> Callable[[], object]:
-        """One more is open; return what says, once, that it is not."""
+        """Count an open simulation. Return the function to call when it is closed."""
         if not self._open:
             self._thresholds = gc.get_threshold()
             gc.set_threshold(GARBAGE_MIN, *self._thresholds[1:])
@@ -80,38 +81,32 @@ class CycleCollector:
 
 COLLECTOR = CycleCollector()
 
-_NOBODY = -1  # No waiter has this number.
+_NO_WAITER = -1
 
 
 class Simulation:
-    """A cluster in virtual time.
+    """The driver of a simulated cluster.
 
-    Args:
-        settings: what the run is a function of.
-        run_program: runs a program that an engine asked for; it says how it ended.
-        look: called with each event of a program, and the program's worker.
-
-    Raises:
-        ScenarioError: names a setting that is unusable, its value and what is allowed.
+    `run_program` runs a program that an engine requested, and returns its outcome.
+    `look` is called with each event of a program, and with the program's worker.
     """
 
     def __init__(
         self,
         settings: SimSettings,
         run_program: RunProgram,
-        look: Callable[[Event, Worker], None] = lambda event, here: None,
+        look: Callable[[Event, Worker], None] = lambda event, worker: None,
     ) -> None:
         self._env = env = Environment(settings, self)
         self.workers = env.workers
         self.seed = settings.seed
         self.trace = env.recorder.trace
-        # Of the workers that have joined anew, how often they have.
         self.incarnations = env.incarnations
         self.port = ProgramPort(env.hosts[settings.main])
         self._run_program = run_program
         self._look = look
         self._timeline = env.timeline
-        self._given = env.waiters.given
+        self._results = env.waiters.results
         self._programs = Programs(self.port)
         self._jobs = SimJobs(env)
         self._outages = Outages(env, self._jobs, self._programs)
@@ -123,28 +118,22 @@ class Simulation:
         self._outages.plan()
         self._collect_again = COLLECTOR.opened(self)
 
-    # ------------------------------------------------------------------ what users see
+    # ------------------------------------------------------------ what the cluster uses
 
     @property
     def current(self) -> ProgramPort:
-        """The port of the program that runs right now; see `Programs.current`."""
         return self._programs.current
 
     @property
     def now_ns(self) -> int:
-        """The virtual time."""
         return self._timeline.now_ns
 
     @property
     def crashed(self) -> bool:
-        """Whether a worker has crashed so far."""
         return bool(self._outages.crashed)
 
     def info(self) -> dict[str, dict[str, Any]]:
-        """For each worker, what it holds and what it has sent and computed so far.
-
-        A worker that crashed holds nothing; what it did before still counts.
-        """
+        """Return each worker's counters. A crashed worker's messages still count."""
         return self._counted or {
             name: info(
                 (host := self._env.newest(name)),
@@ -158,26 +147,19 @@ class Simulation:
 
     @property
     def functions(self) -> list[tuple[str, str, str]]:
-        """What ran so far: worker, name, and name with the types of inputs."""
         return self._jobs.functions
 
     def settle(self) -> None:
-        """Run until nothing is left to happen, such as acknowledgements."""
+        """Run all remaining events, so that all acknowledgements have arrived."""
         _ = self.current  # Raises on another thread.
-        self._loop(_NOBODY, self._given)
+        self._loop(_NO_WAITER, self._results)
 
     def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
-        """The graph of a context as it is now: what each worker has of it."""
         engines = {worker: host.engine for worker, host in self._env.hosts.items()}
-        drawn = {w: engine and engine.graph(context) for w, engine in engines.items()}
-        return {w: drawing for w, drawing in drawn.items() if drawing is not None}
+        graphs = {w: engine and engine.graph(context) for w, engine in engines.items()}
+        return {worker: graph for worker, graph in graphs.items() if graph is not None}
 
     def close(self) -> None:
-        """End all programs and release everything but counts.
-
-        Raises:
-            JdagError: called by a program on a worker.
-        """
         if self._closed:
             return
         if self._programs.hub is not None:
@@ -188,97 +170,87 @@ class Simulation:
         self._programs.kill(None)
         self._closed = True
         self._collect_again()
-        over: Any = _Closed()
+        closed: Any = _Closed()
         for host in hosts:
             host.clear()
-            host.driver = over  # So that no cycle is left, here and below.
-        self._env.driver = over
+            host.driver = closed  # This and the calls below break reference cycles.
+        self._env.driver = closed
         del self._run_program
         self._env.waiters.clear()
         self._jobs.forget(None)
         self._counted = self.info()
         self._timeline.clear()
         self._outages.transport.clear()
-        if self.functions and sys.exception() is None:  # Else it went no further.
+        if self.functions and sys.exception() is None:  # Errors end a run early.
             check_costs(self._jobs.models, self.functions)
 
-    # ------------------------------------------------ what programs do: `ProgramPort`
+    # ------------------------------------------------ calls of programs: `ProgramPort`
 
     def tell(
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
-        """Have an engine handle an event of a program; see `ProgramPort.tell`."""
         self._look(event, port.worker)
         if event.__class__ is Issued:
             self._spend(port, self._jobs.models[named(port.worker)].call_ns)
-        if port.host.alive:  # Else its program has not noticed yet that it crashed.
+        if port.host.alive:  # Otherwise the program will be ended soon.
             port.host.tell(port, event, values)
 
     def _spend(self, port: ProgramPort, ns: int) -> None:
-        """Have a program take some time."""
         if ns and port.host.alive:
             waiter = port.waiter()
             self._timeline.push(self.now_ns + ns, EVENT, (self._spent, port, waiter))
             self.wait(port, waiter)
-            del self._given[waiter]
+            del self._results[waiter]
 
     def _spent(self, port: ProgramPort, waiter: int) -> None:
-        self._given[waiter] = None, port.cause
+        self._results[waiter] = None, port.cause
         self.wake(port.host, waiter)
 
     def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
-        """Block the caller; return what the waiter was given, and its record."""
-        if waiter not in self._given:
+        """Block until `waiter` has a result. Return the result and its trace record."""
+        if waiter not in self._results:
             if not port.host.alive:
                 raise GreenletExit
             if self._programs.hub is not None:
                 self._programs.park(waiter)
             else:
-                self._loop(waiter, self._given)
-        return self._given[waiter]
+                self._loop(waiter, self._results)
+        return self._results[waiter]
 
     def until(self, holds: Callable[[], bool], within_ns: int) -> bool:
-        """Let time pass until this holds, or is over; return which it is."""
         due_ns = self.now_ns + within_ns
         entry = self._timeline.push(due_ns, EVENT, (_pass, self.port.host))
         if not holds():
-            reached = _When(lambda: holds() or self.now_ns >= due_ns)
-            self._loop(_NOBODY, reached)
+            self._loop(_NO_WAITER, _When(lambda: holds() or self.now_ns >= due_ns))
         self._timeline.cancel(entry)
         return holds()
 
     def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
-        """Wait until a later incarnation of a worker has joined; False: it has not."""
-        joined = self.incarnations.get
-        return self.until(lambda: joined(worker, 0) > former, within_ns)
+        return self.until(lambda: self.incarnations.get(worker, 0) > former, within_ns)
 
-    def _loop(self, waiter: int, given: Container[int]) -> None:
-        """Carry out what happens next until `waiter` is given something."""
+    def _loop(self, waiter: int, results: Container[int]) -> None:
         assert self._programs.hub is None, waiter
         self._programs.hub = getcurrent()
         try:
-            self._timeline.run(self._env.chooser, given, waiter)
+            self._timeline.run(self._env.chooser, results, waiter)
         finally:
             self._programs.hub = None
-        if waiter not in given and waiter != _NOBODY:
+        if waiter not in results and waiter != _NO_WAITER:
             waits = self._env.waiters.waiting(self._programs.frame)
             why = stuck_wait_text(waits, self._jobs.stalled)
             raise JdagError(f"at {self.now_ns} ns no event is left, and {why}")
 
-    # ----------------------------------------------------------------- what engines ask
+    # ------------------------------------------------------------- effects of engines
 
     def spawn(self, host: WorkerRuntime, spawn: Spawn, cause: int) -> None:
-        """Start a program, as an event of its own."""
         self._soon((self._spawn, host, spawn, cause))
 
     def alarm(self, host: WorkerRuntime, alarm: Alarm, cause: int) -> Cancel:
-        """Have an engine handle the event of an alarm when it is due."""
         action = (self._alarm, host, alarm.event, cause)
         entry = self._timeline.push(self.now_ns + alarm.after_ns, EVENT, action)
         return partial(self._timeline.cancel, entry)
 
     def wake(self, host: WorkerRuntime, waiter: int) -> None:
-        """Let a program go on, as an event of its own."""
         if waiter in self._programs.parked:
             self._soon((self._programs.wake, host, waiter))
 
@@ -295,16 +267,13 @@ class Simulation:
             self._programs.start(port, partial(self._program, port, spawn))
 
     def _program(self, port: ProgramPort, spawn: Spawn) -> None:
-        """What a program's greenlet runs."""
         self._timeline.programs.append(spawn.function)
         passed = run_and_report(self._run_program, port, spawn, GreenletExit)
         if passed is not None:
-            raise passed  # What `run_and_report` lets pass is for the main program.
+            raise passed  # Interrupts, which end the main program.
 
 
 class _When:
-    """What a waiter is given as soon as this holds."""
-
     def __init__(self, holds: Callable[[], bool]) -> None:
         self._holds = holds
 
@@ -312,15 +281,13 @@ class _When:
         return self._holds()
 
 
-def _pass(host: WorkerRuntime) -> None:
-    """Nothing happens."""
+def _pass(host: WorkerRuntime) -> None: ...
 
 
 class _Closed:
-    """The driver of the hosts of a closed cluster, which programs ask in vain."""
+    """The driver of a closed cluster's workers. It refuses all calls of programs."""
 
-    def tell(self, *asked: object) -> None:
-        """Refuse it."""
+    def tell(self, *arguments: object) -> None:
         raise JdagError("this cluster is closed; make another one")
 
     wait = tell

@@ -1,17 +1,17 @@
 """Topologies: networks whose workers share physical links, of one or more dimensions.
 
-Each builder returns a `jdag.sim.Network`. Its workers are numbered in the order given;
-with several dimensions the coordinates of a number are row-major. A message goes
-through the dimensions in order (dimension-order routing), over directed links between
-workers and switches. Each link carries one message at a time, for size / bandwidth.
+Each builder returns a `jdag.sim.Network`. Workers are numbered in the order given; with
+several dimensions, their coordinates are row-major. A message passes the dimensions in
+order (dimension-order routing), over directed links between workers and switches. Each
+link carries one message at a time, for size / bandwidth.
 
-With store-and-forward each node receives all of a message before it sends it on: over
-h equal free links s bytes take h (latency + s / bandwidth). With `cut_through` a node
-sends on what has arrived, at most as fast as the slowest link so far: h latency +
-s / bandwidth. Buffers are unlimited.
+With store-and-forward, each node receives a whole message before it sends it on: s
+bytes over h equal idle links take h (latency + s / bandwidth). With `cut_through`, a
+node forwards bytes as they arrive, at most as fast as the slowest link so far; s bytes
+then take h latency + s / bandwidth. Buffers are unlimited.
 
-Workers of a run that the topology does not name, such as main, are reached over links
-of their own, with the model `default`.
+Workers of a run that the topology does not name, such as main, have direct links, with
+the model `default`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,18 +33,21 @@ from jdag.settings.validation import (
 from jdag.sim.network import LinkModel, Network, PathLink
 
 _KINDS = ("ring", "switch", "fully_connected", "tree")
-_PLAIN = "a LinkModel, and no LogGP: its overheads are those of end points"
+_PLAIN = "a LinkModel other than LogGP, whose overheads belong to end points"
 
 
 class Dimension(Settings, frozen=True):
     """One dimension of a topology.
 
-    `kind`: "ring" (shorter way; of two equal ones the ascending), "switch" (one, over
-    two links), "fully_connected" or "tree" (switches with `arity` children, workers at
-    the leaves). `size`: the number of positions; `link`: the model of its links.
+    Attributes:
+        kind: "ring" (messages take the shorter way; of two equal ways, the ascending),
+            "switch" (one switch, a link to and from each worker), "fully_connected", or
+            "tree" (switches with `arity` children, workers at the leaves).
+        size: number of positions.
+        link: model of its links.
 
     Raises:
-        ScenarioError: names the value that is unusable and what is allowed.
+        ScenarioError: a value is unusable.
     """
 
     kind: Annotated[str, one_of(*_KINDS)]
@@ -53,7 +56,7 @@ class Dimension(Settings, frozen=True):
     arity: Annotated[int, Meta(ge=2)] = 2
 
     def steps(self, source: int, destination: int) -> list[int | str]:
-        """Return the nodes after `source`: positions, and names of switches."""
+        """Return the path's nodes after `source`: positions, and names of switches."""
         if self.kind == "ring":
             ahead = (destination - source) % self.size
             step = 1 if 2 * ahead <= self.size else -1
@@ -65,11 +68,11 @@ class Dimension(Settings, frozen=True):
             return ["switch", destination]
         up: list[int | str] = []
         down: list[int | str] = [destination]
-        level, left, right = 0, source, destination
-        while left != right:  # Bounded: each is divided until both are 0.
-            level, left, right = level + 1, left // self.arity, right // self.arity
-            up.append(f"{level}.{left}")
-            down.insert(0, f"{level}.{right}")
+        level, first, second = 0, source, destination
+        while first != second:  # Bounded: both are divided until they are 0.
+            level, first, second = level + 1, first // self.arity, second // self.arity
+            up.append(f"{level}.{first}")
+            down.insert(0, f"{level}.{second}")
         return up + down[1:]
 
 
@@ -90,16 +93,16 @@ def topology(
 
     Args:
         workers: as many as the product of the dimensions' sizes, in row-major order.
-        dimensions: in the order in which messages go through them.
-        cut_through: whether nodes send on what has not arrived in full.
-        default: the links of other workers; None: free and immediate.
+        dimensions: in the order in which messages pass them.
+        cut_through: whether nodes forward a message before all of it has arrived.
+        default: model of the links of other workers; None: without delay.
         control_lane: see `jdag.sim.Network`.
 
     Raises:
-        ScenarioError: names the value that is unusable and what is allowed.
+        ScenarioError: an argument is unusable.
     """
     dimensions = converted(_DIMENSIONS, dimensions, "dimensions")
-    count = prod([one.size for one in dimensions])
+    count = prod([dimension.size for dimension in dimensions])
     names = tuple(workers) if is_listed(workers) else ()
     if len(dict.fromkeys(names)) != count or len(names) != count:
         allowed = f"a list of {count} different names, the product of the sizes"
@@ -123,42 +126,42 @@ def _route(
     destination: str,
 ) -> tuple[PathLink, ...]:
     hops: list[PathLink] = []
-    at, number, goal = source, numbers[source], numbers[destination]
+    node, number, goal = source, numbers[source], numbers[destination]
     stride = len(names)
     for index, dimension in enumerate(dimensions):
         before, stride = stride, stride // dimension.size
-        here, there = (n % before // stride for n in (number, goal))
-        if here == there:
+        position, target = (n % before // stride for n in (number, goal))
+        if position == target:
             continue
-        line = number - here * stride  # The first position of its line.
-        for step in dimension.steps(here, there):
+        line = number - position * stride  # The first position of its line.
+        for step in dimension.steps(position, target):
             if isinstance(step, int):
-                node = names[line + step * stride]
-            else:  # No worker's name has a #.
-                node = f"#{index}.{line}.{step}"
-            hops.append(PathLink(at, node, dimension.link))
-            at = node
-        number = line + there * stride
+                next_node = names[line + step * stride]
+            else:  # Names of workers do not contain a #.
+                next_node = f"#{index}.{line}.{step}"
+            hops.append(PathLink(node, next_node, dimension.link))
+            node = next_node
+        number = line + target * stride
     return tuple(hops)
 
 
 def ring(
     workers: Sequence[str], link: LinkModel, *, cut_through: bool = False
 ) -> Network:
-    """Return a ring with links both ways; see `topology`."""
-    return _one("ring", workers, link, cut_through)
+    """Return a ring of workers with links in both directions. See `topology`."""
+    return _one_dimension("ring", workers, link, cut_through)
 
 
 def switch(
     workers: Sequence[str], link: LinkModel, *, cut_through: bool = False
 ) -> Network:
-    """Return workers with one link each to, and from, one switch; see `topology`."""
-    return _one("switch", workers, link, cut_through)
+    """Return one switch with a link to and from each worker. See `topology`."""
+    return _one_dimension("switch", workers, link, cut_through)
 
 
 def fully_connected(workers: Sequence[str], link: LinkModel) -> Network:
-    """Return a network with a link from each worker to each other; see `topology`."""
-    return _one("fully_connected", workers, link, False)
+    """Return a network with a link from each worker to each other worker."""
+    return _one_dimension("fully_connected", workers, link, False)
 
 
 def tree(
@@ -168,8 +171,8 @@ def tree(
     arity: int = 2,
     cut_through: bool = False,
 ) -> Network:
-    """Return a tree of switches with the workers at its leaves; see `topology`."""
-    return _one("tree", workers, link, cut_through, arity)
+    """Return a tree of switches, whose leaves are the workers. See `topology`."""
+    return _one_dimension("tree", workers, link, cut_through, arity)
 
 
 def torus(
@@ -179,13 +182,13 @@ def torus(
     *,
     cut_through: bool = False,
 ) -> Network:
-    """Return a torus: a ring in each dimension of `shape`; see `topology`."""
+    """Return a torus: a ring in each dimension of `shape`. See `topology`."""
     shape = converted(_SHAPE, shape, "shape")
     rings = [Dimension("ring", size, link) for size in shape]
     return topology(workers, rings, cut_through=cut_through)
 
 
-def _one(
+def _one_dimension(
     kind: str,
     workers: Sequence[str],
     link: LinkModel,

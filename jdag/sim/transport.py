@@ -1,23 +1,24 @@
-"""Transport of messages in virtual time: links over lanes, with faults.
+"""Transport of messages in virtual time: reliable links over lanes, with faults.
 
-Each pair of workers has two ends of an exactly-once link (`jdag.sim.reliable_link`).
-What an end puts on the wire occupies its lane (`jdag.sim.network`), meets its verdict
-(`jdag.sim.faults`) and comes out at the twin, as an action on the timeline.
+Each pair of workers has two ends of a reliable link (`jdag.sim.reliable_link`). A frame
+that an end sends occupies its lane (`jdag.sim.network`), is subject to faults
+(`jdag.sim.faults`) and arrives at the other end by an action on the timeline.
 
-Acknowledgements of one instant leave as one message, before any other to that worker,
-or when all else of the instant is done. They do not where no time passes, nor where the
-network has a control lane. There frames take that, and the values of a message take the
-data lane. A frame is dropped, delayed and sent again with its values. A message whose
-values have yet to arrive may be overtaken as between processes (`jdag.wire.order`).
+The acknowledgements that a worker sends to a peer at the same time are sent as one
+message: before any other message to that peer, or after all other events of that time.
+In untimed runs, or if the network has a control lane, they are sent one by one. With a
+control lane, frames take that lane, and the values of a message take the data lane. A
+frame is dropped, delayed and resent together with its values. Messages may overtake a
+message whose values have not arrived, as between processes (`jdag.wire.order`).
 
-Inputs:  `send(...)` of each message; the actions `acknowledge`, `frame`, `completed`
-         and `timer` when they are due.
-Outputs: from a frame, the messages that may be handed on now, in order, to the host;
-         from a timer, the end of a link that has given up its peer, to `gave_up`.
+Inputs:  a call of `send(...)` for each message; the actions `acknowledge`, `frame`,
+         `completed` and `timer` at their times.
+Outputs: the messages that a frame makes deliverable, in order, for the host; the end of
+         a link that gives up its peer, for `gave_up`.
 
-Invariants: a parcel is handed on once and in order (with a control lane in the order of
-`jdag.wire.order`), or its link is closed; a closed end sends and receives nothing; each
-end has at most one timer that counts.
+Invariants: a message is delivered once and in order (with a control lane, in the order
+of `jdag.wire.order`), or its link is closed; a closed end neither sends nor receives;
+each end has at most one valid timer.
 """
 
 from collections import defaultdict
@@ -59,13 +60,14 @@ RESEND_MAX = 10
 class _Parcel(Struct, frozen=True):
     """One message with its values.
 
-    `said` is what a trace tells of it, if there is one. `wire_bytes` travel in its
-    frame, `value_bytes` on the data lane beside a control lane, where they have arrived
-    at `whole_ns`. `record` is that of its send.
+    `fields` describe the message in a trace, and are () without a trace. `wire_bytes`
+    is the size of its frame. With a control lane, `value_bytes` is the size of its
+    values on the data lane, which have all arrived at `whole_ns`. `record` is the trace
+    record of its send.
     """
 
     message: Message
-    said: tuple[Any, ...]
+    fields: tuple[Any, ...]
     values: tuple[Any, ...]
     wire_bytes: int
     record: int
@@ -74,9 +76,9 @@ class _Parcel(Struct, frozen=True):
 
 
 @lru_cache(1024)
-def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
-    """Return timeouts for a pair of links: no resends without faults, prompt with."""
-    trip_ns = there.flight_ns + there.jitter_ns + back.flight_ns + back.jitter_ns
+def link_settings(forth: LinkModel, back: LinkModel) -> LinkSettings:
+    """Return timeouts for a pair of links. Without faults, no frame is resent."""
+    trip_ns = forth.flight_ns + forth.jitter_ns + back.flight_ns + back.jitter_ns
     return LinkSettings(
         resend_ns=4 * ACK_DELAY_NS + 2 * trip_ns,
         resend_max=RESEND_MAX,
@@ -85,19 +87,19 @@ def link_settings(there: LinkModel, back: LinkModel) -> LinkSettings:
 
 
 def gives_up_ns(settings: LinkSettings) -> int:
-    """How long a link retries until it gives up its peer, latencies not counted."""
+    """Return the time in ns (without latencies) until a link gives up its peer."""
     waits = [1 << tries for tries in range(settings.resend_max + 1)]
     return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
 
 
 @dataclass(slots=True, eq=False)
 class LinkEnd:
-    """One worker's end of its link to a peer; `twin` is the peer's end of it.
+    """One worker's end of its link to a peer. Each incarnation has ends of its own.
 
-    Each incarnation of a worker has its own; `route` are the names of the two, `out`
-    and `back` the lanes from and to here. `record` is the last frame that left here,
-    `heard` the last with a message that came. `data` is the lane of values where `out`
-    is a control lane, and `order` that of the messages which arrived over it.
+    `route` has the names of worker and peer. `out` is the lane from this worker to the
+    peer, and `back` the lane from the peer. If `out` is a control lane, `data` is the
+    lane of values, and `order` holds messages that have arrived but must wait. `record`
+    is the trace record of the last frame sent, `heard` that of the last one received.
     """
 
     worker: Worker
@@ -114,12 +116,11 @@ class LinkEnd:
     record: int = NO_CAUSE
     heard: int = NO_CAUSE
     payload_bytes: int = 0
-    zero_bytes: int = 0  # Of zeros that were not sent.
-    # Acknowledgements that leave as one, and their causes.
+    zero_bytes: int = 0  # Total size of arrays of zeros, which are not sent.
+    # Acknowledgements that will be sent as one message, each with its cause.
     waiting: list[tuple[Acknowledge, int]] = field(default_factory=list)
 
     def passed(self, record: int, value_bytes: int) -> None:
-        """Note the trace record of the last frame that left here."""
         self.record = record
         self.out.passed(record)
         if value_bytes and self.data is not None:
@@ -127,7 +128,7 @@ class LinkEnd:
 
 
 class SimTransport:
-    """All links of one run; `gave_up` is called with an end that gives up its peer."""
+    """All links of one run. An end that gives up its peer is passed to `gave_up`."""
 
     def __init__(self, env: Environment, gave_up: Callable[[LinkEnd], None]) -> None:
         self._gave_up = gave_up
@@ -135,8 +136,8 @@ class SimTransport:
         self._incarnations = env.incarnations
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
-        # Beside a control lane each leaves at once, as when depends on nothing else; so
-        # too where time does not pass, as it may arrive as late as any.
+        # On a control lane no other frame changes an acknowledgement's time, so each is
+        # sent at once. In untimed runs the chooser may join them on arrival.
         chooser = env.chooser
         self._joins = self._network.control_lane is None and not chooser.untimed
         self._faults = env.faults
@@ -152,9 +153,11 @@ class SimTransport:
         self._ends: dict[Worker, dict[Worker, LinkEnd]] = defaultdict(dict)
 
     def sent(self, name: str) -> Sent:
-        """Return the counts of all incarnations of a worker."""
+        """Return the traffic counters of a worker, summed over all its incarnations."""
         numbers = range(self._incarnations.get(name, 0) + 1)
-        ends = [e for n in numbers for e in self._ends[incarnated(name, n)].values()]
+        ends = [
+            end for n in numbers for end in self._ends[incarnated(name, n)].values()
+        ]
         lanes = [*{end.route: end.out for end in ends}.values()]
         data = {end.route: end.data for end in ends}.values()
         lanes += [lane for lane in data if lane is not None]
@@ -169,34 +172,31 @@ class SimTransport:
         )
 
     def _end(self, worker: Worker, peer: Worker) -> LinkEnd:
-        """One worker's end of its link to a peer."""
         end = self._ends[worker].get(peer)
         if end is None:
             model, lane = self._network.model, self._traffic.lane
-            there = named(worker), named(peer)
-            back = there[1], there[0]
-            settings = self._settings or link_settings(model(*there), model(*back))
-            out, into = lane(*there), lane(*back)
+            route = named(worker), named(peer)
+            back = route[1], route[0]
+            settings = self._settings or link_settings(model(*route), model(*back))
+            out, into = lane(*route), lane(*back)
             data: tuple[Lane | None, Lane | None] = None, None
             if self._network.control_lane is not None:
                 data, control = (out, into), self._traffic.control
-                out, into = control(*there), control(*back)
-            link, other = self._link(peer, settings), self._link(worker, settings)
-            end = LinkEnd(worker, peer, there, link, out, into, data[0])
-            twin = LinkEnd(peer, worker, back, other, into, out, data[1])
+                out, into = control(*route), control(*back)
+            link, twin_link = self._link(peer, settings), self._link(worker, settings)
+            end = LinkEnd(worker, peer, route, link, out, into, data[0])
+            twin = LinkEnd(peer, worker, back, twin_link, into, out, data[1])
             end.twin, twin.twin = twin, end
             self._ends[worker][peer], self._ends[peer][worker] = end, twin
         return end
 
     def close(self, worker: Worker, peer: Worker) -> None:
-        """Close the link to a peer: nothing is sent or received any more."""
         self._end(worker, peer).open = False
 
     def clear(self) -> None:
-        """Drop all links, with what is on its way."""
         for ends in self._ends.values():
             for end in ends.values():
-                del end.twin  # So that no cycle is left.
+                del end.twin  # Breaks the reference cycle.
         self._ends.clear()
         del self._gave_up
 
@@ -208,7 +208,6 @@ class SimTransport:
         values: tuple[tuple[Key, ...], tuple[Any, ...]],
         cause: int,
     ) -> None:
-        """Send a message of a worker with values, for `worker_runtime.Driver`."""
         worker, (keys, arrays) = host.worker, values
         end = self._ends[worker].get(send.to) or self._end(worker, send.to)
         if self._joins:
@@ -226,7 +225,6 @@ class SimTransport:
         self._send(end, message, arrays, causes)
 
     def acknowledge(self, end: LinkEnd) -> None:
-        """Send the acknowledgements that wait at an end, as few messages."""
         waiting, end.waiting = end.waiting, []
         if not self._hosts[end.worker].alive:
             return
@@ -255,15 +253,16 @@ class SimTransport:
         arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
         if before:
             causes = (*causes, *before)
-        what: tuple[Any, ...] = ()
+        fields: tuple[Any, ...] = ()
         record = NO_CAUSE
         if recorder.trace is not None:
-            what, prints = trace_fields(message), tuple(map(fingerprint, arrays))
-            detail = (end.peer, *what, payload_bytes, wire_bytes, prints)
+            fields = trace_fields(message)
+            fingerprints = tuple(map(fingerprint, arrays))
+            detail = (end.peer, *fields, payload_bytes, wire_bytes, fingerprints)
             record = recorder.note("send", worker, detail, causes)
             end.passed(record, value_bytes)
         parcel = _Parcel(
-            message, what, arrays, frame_bytes, record, value_bytes, whole_ns
+            message, fields, arrays, frame_bytes, record, value_bytes, whole_ns
         )
         frame = link.send(parcel, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
@@ -274,7 +273,6 @@ class SimTransport:
             self._arm(end)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
-        """Receive a frame at an end; its host handles the messages now in order."""
         link = end.link
         if not (self._hosts[end.worker].alive and end.open):
             return
@@ -289,21 +287,21 @@ class SimTransport:
                 self._hand_on(end, parcels, sent)
             else:
                 self._split(end, parcels, sent)
-        # After the answers, as an acknowledgement rides on them.
+        # After delivery, since replies carry the acknowledgement.
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
     def _hand_on(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
         host = self._hosts[end.worker]
         for parcel in parcels:
-            if host.alive:  # It may have crashed over the message before.
+            if host.alive:  # The message before may have caused a crash.
                 record = parcel.record
                 causes = (record,) if record == sent else (record, sent)
                 message = parcel.message
-                host.arrived(end.peer, message, parcel.values, causes, parcel.said)
+                host.arrived(end.peer, message, parcel.values, causes, parcel.fields)
 
     def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
-        """Receive frames with acknowledgements as if these had left as one message."""
+        """Receive several acknowledgements as if they had been sent as one message."""
         parcels: list[_Parcel] = []
         end = actions[0][1]
         if not end.open:
@@ -315,13 +313,12 @@ class SimTransport:
             causes = tuple([parcel.record for parcel in parcels])
             for message in acknowledged_at_once(messages):
                 self._hosts[end.worker].arrived(end.peer, message, (), causes)
-        else:  # A gap in the frames was filled, and let others pass.
+        else:  # A frame filled a gap, so other messages became deliverable too.
             self._hand_on(end, parcels, end.heard)
         if end.link.deadline_ns < end.timer_ns:
             self._arm(end)
 
     def _split(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
-        """Hand on messages that came over a control lane, as their values allow."""
         now_ns = self._timeline.now_ns
         for parcel in parcels:
             whole_ns = parcel.whole_ns
@@ -330,14 +327,17 @@ class SimTransport:
                 self._timeline.push(whole_ns, EVENT, (self.completed, end, parcel))
 
     def completed(self, end: LinkEnd, parcel: _Parcel) -> None:
-        """Receive the last of a message's values at an end."""
         if self._hosts[end.worker].alive and end.open:
             self._hand_on(end, end.order.completed(parcel), parcel.record)
 
     def _transmit(
         self, end: LinkEnd, frame_bytes: int, value_bytes: int
     ) -> tuple[int, int, list[int]]:
-        """Send a frame and its values: when each arrives, and what they waited for."""
+        """Send a frame and the values of its message.
+
+        Returns the arrival times of both, and trace records of frames that they waited
+        for.
+        """
         lane, now_ns, chooser = end.out, self._timeline.now_ns, self._chooser
         whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, chooser)
         before: list[int] = []
@@ -352,14 +352,13 @@ class SimTransport:
 
     def _arm(self, end: LinkEnd) -> None:
         if end.open:
-            end.timer_ns = at_ns = max(end.link.deadline_ns, self._timeline.now_ns)
-            self._timeline.push(at_ns, TIMER, (self.timer, end))
+            end.timer_ns = due_ns = max(end.link.deadline_ns, self._timeline.now_ns)
+            self._timeline.push(due_ns, TIMER, (self.timer, end))
 
     def timer(self, end: LinkEnd) -> None:
-        """Handle a timer of this end that is due."""
         now_ns, link = self._timeline.now_ns, end.link
         if not self._hosts[end.worker].alive or not end.open or end.timer_ns != now_ns:
-            return  # Closed since, or armed anew for an earlier time.
+            return  # The end was closed, or has an earlier timer.
         end.timer_ns = NEVER
         if link.deadline_ns <= now_ns:
             busy_until_ns = max(end.out.drained_ns, end.back.drained_ns)
@@ -378,7 +377,7 @@ class SimTransport:
             parcel: _Parcel = frame.payload
             wire_bytes, value_bytes = parcel.wire_bytes, parcel.value_bytes
             kind, causes = "resend", [parcel.record]
-            detail: tuple[Any, ...] = (end.peer, *parcel.said, wire_bytes)
+            detail: tuple[Any, ...] = (end.peer, *parcel.fields, wire_bytes)
         else:
             wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
@@ -392,10 +391,8 @@ class SimTransport:
         self._deliver(end, frame, arrival_ns)
 
     def _deliver(self, end: LinkEnd, frame: Frame, arrival_ns: int) -> None:
-        """Schedule the arrivals of a sent frame, according to its verdict."""
         timeline, note, record = self._timeline, self._recorder.note, end.record
-        now_ns = timeline.now_ns
-        verdict = self._faults.verdict(*end.route, now_ns, self._chooser)
+        verdict = self._faults.verdict(*end.route, timeline.now_ns, self._chooser)
         copies, causes = verdict.copies, verdict.causes
         if not copies:
             note("drop", end.worker, (end.peer, causes[-1]), (record,))
@@ -407,8 +404,7 @@ class SimTransport:
         for extra_ns in copies:
             if extra_ns and end.data is not None and frame.sequence:
                 whole_ns = frame.payload.whole_ns + extra_ns
-                payload = replace(frame.payload, whole_ns=whole_ns)
-                late = replace(frame, payload=payload)
+                late = replace(frame, payload=replace(frame.payload, whole_ns=whole_ns))
             else:
                 late = frame
             action = (self.frame, end.twin, late, record)

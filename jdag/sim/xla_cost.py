@@ -1,4 +1,4 @@
-"""What XLA says that a pair costs: floating-point operations and bytes accessed."""
+"""XLA's cost estimate of a pair: floating-point operations and bytes accessed."""
 
 from functools import lru_cache
 
@@ -10,22 +10,16 @@ from jdag.errors import JdagError
 def xla_cost(pair: Pair, kind: str) -> tuple[int, int]:
     """Return (flops, bytes accessed) of the compiled forward or vjp of a pair.
 
-    These are the figures of `jax.stages.Compiled.cost_analysis`, which depend on the
-    platform and version of XLA; what it does not report is 0. The vjp is that of one
-    cotangent for each tracked output.
-
-    Args:
-        pair: of a function that is jitted.
-        kind: "forward" or "vjp".
-
-    Raises:
-        JdagError: the function runs as Python, which XLA does not see.
+    Both numbers are from `jax.stages.Compiled.cost_analysis`, and depend on XLA's
+    platform and version; a missing number counts as 0. The vjp takes one cotangent for
+    each tracked output. Raises JdagError if the function is unjitted, since XLA does
+    not compile it.
     """
     if pair.source.unjitted:
         raise JdagError(
-            f"{pair.name} runs unjitted: XLA has no costs of it; give its times in"
-            " DeviceModel(functions=)"
+            f"{pair.name} is unjitted, so XLA has no cost estimate of it; set its "
+            "times in DeviceModel(functions=)"
         )
     counts = [1] * sum(pair.out_tracked) if kind == "vjp" else None
-    found = pair.lowered(counts).compile().cost_analysis() or {}
-    return int(found.get("flops", 0)), int(found.get("bytes accessed", 0))
+    analysis = pair.lowered(counts).compile().cost_analysis() or {}
+    return int(analysis.get("flops", 0)), int(analysis.get("bytes accessed", 0))

@@ -1,4 +1,4 @@
-"""Property tests of programs over workers: Hypothesis strategies, and a pytest plugin.
+"""Property tests of distributed programs: Hypothesis strategies and a pytest plugin.
 
     from hypothesis import given
     from jdag.testing import assert_equals_oracle, programs
@@ -7,7 +7,7 @@
     def test_no_order_of_events_changes_a_gradient(program):
         assert_equals_oracle(program)
 
-The strategies need `jdag[testing]`, and names are imported at their first use.
+The strategies need `jdag[testing]`. Names are imported at first use.
 """
 
 from importlib import import_module
@@ -15,7 +15,7 @@ from typing import Any
 
 from jdag.errors import ScenarioError
 
-_OF = {
+_HOMES = {
     **dict.fromkeys(["assert_equals_oracle", "Violation"], "jdag.testing.checks"),
     "Program": "jdag.testing.drawn",
     **dict.fromkeys(
@@ -24,17 +24,17 @@ _OF = {
     ),
     "schedules": "jdag.testing.strategies",
 }
-__all__ = [*_OF]  # noqa: PLE0604 - All of them are texts.
+__all__ = [*_HOMES]  # noqa: PLE0604 - All of them are strings.
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        found = getattr(import_module(_OF[name]), name)
+        value = getattr(import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        said = f"jdag.testing.{name} needs Hypothesis: pip install 'jdag[testing]'"
-        raise ScenarioError(said) from error
-    return globals().setdefault(name, found)
+        message = f"jdag.testing.{name} needs Hypothesis: pip install 'jdag[testing]'"
+        raise ScenarioError(message) from error
+    return globals().setdefault(name, value)

@@ -1,7 +1,7 @@
-"""`assert_equals_oracle`: a program in several orders of events, in one assertion.
+"""`assert_equals_oracle`: one assertion over several orders of a program's events.
 
-Inputs:  a program, and what `jdag.explore` takes; `replaying`, a file of a failure that
-         the assertion of its program repeats in place of exploring.
+Inputs:  a program, and the arguments of `jdag.explore`; `replaying`, a failure file
+         that the assertion repeats instead of exploring.
 Outputs: nothing, or a `Violation`, whose failure the pytest plugin shrinks and saves.
 """
 
@@ -20,13 +20,18 @@ from jdag.lab.subject import Subject
 from jdag.scenario.case import Case
 from jdag.testing.drawn import Program, program_of
 
-DRAWN = "drawn:"  # Begins a failure's `scenario` if the program was drawn.
-replaying: list[Path] = []  # One file, or none.
-repeated: list[Path] = []  # The same, once its run was repeated.
+DRAWN = "drawn:"  # Prefix of a failure's `scenario` if the program was drawn.
+replaying: list[Path] = []  # The failure file of `--jdag-replay`, if it was given.
+repeated: list[Path] = []  # That file, once an assertion has repeated its run.
 
 
 class Violation(AssertionError):
-    """A program's run was wrong; `failure` is which, `drawn` the program if drawn."""
+    """A run violated the property that `assert_equals_oracle` checks.
+
+    Attributes:
+        failure: the run, a `RunFailure`.
+        drawn: the program, if the strategy `programs` drew it; otherwise None.
+    """
 
     def __init__(self, failure: RunFailure, drawn: Program | None) -> None:
         super().__init__(str(failure))
@@ -34,7 +39,7 @@ class Violation(AssertionError):
         self.drawn = drawn
 
     def save(self, path: Path) -> None:
-        """Write the failure, with the program if that was drawn."""
+        """Write the failure to a file. A drawn program is part of the file."""
         drawn = "" if self.drawn is None else DRAWN + json.dumps(self.drawn.data())
         self.failure.save(path, drawn)
 
@@ -49,38 +54,39 @@ def assert_equals_oracle(
     property: Property | None = None,
     simulated: Mapping[str, Any] | None = None,
 ) -> None:
-    """Hold a program against the oracle in several orders of its events.
+    """Check a program against the oracle in several orders of its events.
 
     Args:
-        program: one that `programs` drew, or what `jdag.explore` takes.
-        workers: their names; of a drawn program those that it has.
-        runs: how many orders are run at most.
-        strategy: what picks them; None: `RandomWalk()`.
-        faults: a budget for each run, as `jdag.explore` takes it.
-        property: what each run has to keep; None: what `jdag.explore` asks for.
+        program: a program drawn by `programs`, or a program as `jdag.explore` takes it.
+        workers: names of the workers; a drawn program has its own.
+        runs: maximum number of orders.
+        strategy: picks the orders; None: `RandomWalk()`.
+        faults: a budget for each run, as for `jdag.explore`.
+        property: a function that checks each run, as for `jdag.explore`.
         simulated: settings of `jdag.simulate` for one more run, in virtual time:
-            network, faults, devices, seed. Of a `Case` or a drawn program.
+            network, faults, devices, seed. Only for a `Case` or a drawn program.
 
     Raises:
-        Violation: an AssertionError that says in which order which run is wrong.
+        Violation: an AssertionError that names the run and its order.
         ScenarioError: an argument is unusable.
     """
     drawn = program if isinstance(program, Program) else None
     if replaying and _replay(replaying[0], program, workers, drawn, property or sound):
         return
-    what = program.case() if isinstance(program, Program) else program
+    explored = program.case() if isinstance(program, Program) else program
     names = drawn.workers if drawn is not None else workers
-    found = explore(what, names, property, runs=runs, strategy=strategy, faults=faults)
-    if found.failure is not None:
-        raise Violation(found.failure, drawn)
+    report = explore(
+        explored, names, property, runs=runs, strategy=strategy, faults=faults
+    )
+    if report.failure is not None:
+        raise Violation(report.failure, drawn)
     if simulated is not None:
-        _check_timed(Subject(what, names, "real", {}), simulated)
+        _check_timed(Subject(explored, names, "real", {}), simulated)
 
 
 def _check_timed(subject: Subject, settings: Mapping[str, Any]) -> None:
     if not (isinstance(subject.program, Case) and isinstance(settings, Mapping)):
-        allowed = "settings of jdag.simulate, by name; and only with a "
-        allowed += "jdag.scenario.Case or a drawn program"
+        allowed = "a mapping, together with a Case or a drawn program"
         raise ScenarioError(unusable("simulated", settings, allowed))
     with simulate(subject.workers, **{"seed": 0, **settings}) as cluster:
         result = subject.run(cluster)
@@ -96,18 +102,18 @@ def _replay(
     drawn: Program | None,
     property: Property,
 ) -> bool:
-    """Repeat the run of a file; False if that is of another assertion of the test."""
-    held = read_failure(path)
-    if held["scenario"].startswith(DRAWN):
-        drawn = program_of(json.loads(held["scenario"].removeprefix(DRAWN)))
-    what = program if drawn is None else drawn.case()
-    subject = Subject(what, held["workers"], held["values"], held["faults"])
-    own = held["workers"] if drawn is not None else [*workers]
-    if (subject.name, own) != (held["program"], held["workers"]):
+    """Repeat the run of a failure file. False if the file is of another assertion."""
+    data = read_failure(path)
+    if data["scenario"].startswith(DRAWN):
+        drawn = program_of(json.loads(data["scenario"].removeprefix(DRAWN)))
+    explored = program if drawn is None else drawn.case()
+    subject = Subject(explored, data["workers"], data["values"], data["faults"])
+    expected_workers = data["workers"] if drawn is not None else [*workers]
+    if (subject.name, expected_workers) != (data["program"], data["workers"]):
         return False
     repeated[:] = [path]
-    played = replayed(held, path, subject)
-    failure = run_failure(subject, played, property, held["run"])
+    result = replayed(data, path, subject)
+    failure = run_failure(subject, result, property, data["run"])
     if failure is not None:
         raise Violation(failure, drawn)
     return True

@@ -1,9 +1,10 @@
-"""Programs as data, for Hypothesis to draw and to shrink: calls on leaves over workers.
+"""Programs as data, which Hypothesis draws and shrinks: calls on leaves over workers.
 
-Inputs:  workers, the owners of leaves, calls by worker, function and arguments.
-Outputs: a `jdag.scenario.Case`; data that JSON can hold, and back.
+Inputs:  workers, owners of leaves, calls by worker, function and arguments.
+Outputs: a `jdag.scenario.Case`; JSON data, and a program from such data.
 
-All arrays have one shape and functions are few, so that compiled functions are reused.
+All arrays have the same shape and there are few functions, so that compiled functions
+are reused.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ FUNCTIONS = {"scale": _scale, "mix": _mix, "halve": _halve}
 
 @dataclass(frozen=True)
 class DrawnCall:
-    """A call; arguments are numbers of values: first the leaves, then earlier calls."""
+    """A call. Arguments are indices into the leaves, followed by earlier results."""
 
     worker: str
     function: str
@@ -51,12 +52,13 @@ class Program:
     """A program of one context.
 
     Attributes:
-        workers: their names; the program runs on the first.
-        leaves: the owner of each.
-        calls: in the order of the program; its root is the sum of the last `terms`.
-        terms: how many values are summed, by the last worker.
-        passes: how often the backward pass is repeated.
-        mode: of the passes.
+        workers: names of the workers; the program runs on the first.
+        leaves: the owner of each leaf.
+        calls: the calls in program order; the root is the sum of the last `terms`
+            values.
+        terms: number of values in the sum, which the last worker computes.
+        passes: number of backward passes.
+        mode: mode of the passes, "smart" or "fast".
     """
 
     workers: tuple[str, ...]
@@ -67,15 +69,17 @@ class Program:
     mode: Literal["smart", "fast"] = "smart"
 
     def case(self) -> Case:
-        """The program as a case, which has an oracle."""
+        """Return the program as a `jdag.scenario.Case`, which has an oracle."""
         names = [f"w{number}" for number in range(len(self.leaves))]
         steps = np.linspace(0.1, 1.3, SIZE, dtype=np.float32)
 
         def program(ctx: Any, params: Mapping[str, Any]) -> Any:
             values = [params[name] for name in names]
             for call in self.calls:
-                given = [values[number] for number in call.arguments]
-                values.append(ctx.call(call.worker, FUNCTIONS[call.function], *given))
+                arguments = [values[number] for number in call.arguments]
+                values.append(
+                    ctx.call(call.worker, FUNCTIONS[call.function], *arguments)
+                )
             return ctx.call(self.workers[-1], _total, *values[-self.terms :])
 
         return Case(
@@ -87,12 +91,12 @@ class Program:
         )
 
     def data(self) -> dict[str, Any]:
-        """What `program_of` makes the program of, as JSON can hold it."""
+        """Return the program as JSON data, which `program_of` reads."""
         return asdict(self)
 
 
 def program_of(data: Mapping[str, Any]) -> Program:
-    """The program that this was the data of."""
+    """Return the program that this data, a result of `Program.data`, describes."""
     calls = [
         DrawnCall(**{**c, "arguments": tuple(c["arguments"])}) for c in data["calls"]
     ]

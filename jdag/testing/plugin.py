@@ -1,6 +1,6 @@
-"""The pytest plugin: a wrong run is shrunk and saved, and the command repeats it.
+"""The pytest plugin: shrinks and saves a failed run, and prints how to repeat it.
 
-It is loaded by pytest where jdag is installed; elsewhere by `-p jdag.testing.plugin`.
+pytest loads it if jdag is installed; otherwise use `-p jdag.testing.plugin`.
 """
 
 import os
@@ -16,13 +16,11 @@ OPTION = "--jdag-replay"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that repeats a run."""
-    said = "repeat this run in place of exploring orders (jdag.testing)"
-    parser.getgroup("jdag").addoption(OPTION, metavar="FILE", help=said)
+    text = "repeat the run of this file instead of exploring orders (jdag.testing)"
+    parser.getgroup("jdag").addoption(OPTION, metavar="FILE", help=text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have assertions repeat the file, if there is one."""
     path = config.getoption(OPTION)
     if path is not None:
         if not Path(path).is_file():
@@ -31,15 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Say if no assertion has repeated the file."""
     path = config.getoption(OPTION)
     if path is not None and not _checks().repeated:
-        said = f"{path} was not repeated: its program or workers are in no assertion"
-        terminalreporter.write_line(f"jdag: {said} that was run", red=True)
+        message = f"{path} was not repeated: no assertion that ran has its program"
+        terminalreporter.write_line(f"jdag: {message} and workers", red=True)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Repeat nothing any more."""
     if config.getoption(OPTION) is not None:
         _checks().replaying.clear()
         _checks().repeated.clear()
@@ -49,7 +45,6 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add the command to the report of a test that a wrong run failed."""
     report = yield
     error: Any = call.excinfo.value if call.excinfo is not None else None
     if call.when == "call" and hasattr(error, "failure") and hasattr(error, "drawn"):
@@ -60,8 +55,7 @@ def pytest_runtest_makereport(
         test = shlex.quote(f"{os.path.relpath(item.path)}::{names}")
         loaded = f"-p {__name__} " * (__name__ in item.config.invocation_params.args)
         command = f"pytest {loaded}{test} {OPTION} {path}"
-        said = f"{error.failure}\nrepeat it: {command}"
-        report.sections.append(("jdag", said))
+        report.sections.append(("jdag", f"{error.failure}\nrepeat it: {command}"))
     return report
 
 
@@ -71,11 +65,11 @@ def _file_of(item: pytest.Item) -> Path:
     folder = Path(".jdag") if cache is None else cache.mkdir("jdag")
     folder.mkdir(exist_ok=True)
     path = Path(folder, f"{name}.json")
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    current = Path.cwd()
+    return path.relative_to(current) if path.is_relative_to(current) else path
 
 
 def _checks() -> Any:
-    from jdag.testing import checks  # noqa: PLC0415 - It imports JAX.
+    from jdag.testing import checks  # noqa: PLC0415 - imports JAX.
 
     return checks

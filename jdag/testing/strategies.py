@@ -1,6 +1,7 @@
 """Hypothesis strategies: programs, clusters, networks, faults, orders and schedules.
 
-All shrink towards the simplest: one worker, one call, no fault, the first choices.
+All of them shrink towards the simplest value: one worker, one call, no fault, the
+default order.
 """
 
 from typing import Any
@@ -20,7 +21,7 @@ _NAMES = ("main", "a", "b", "c", "d", "e", "f", "g")
 def clusters(
     min_workers: int = 1, max_workers: int = 4
 ) -> st.SearchStrategy[tuple[str, ...]]:
-    """Names of workers; programs run on the first, `main`."""
+    """Return a strategy of tuples of worker names. The first, `main`, runs programs."""
     counts = st.integers(min_workers, min(max_workers, len(_NAMES)))
     return counts.map(lambda count: _NAMES[:count])
 
@@ -31,9 +32,9 @@ def programs(
     workers: st.SearchStrategy[tuple[str, ...]] | None = None,
     max_calls: int = 6,
 ) -> Program:
-    """Programs of one context: calls of few functions on leaves of any worker."""
+    """Draw programs of one context, which apply a few functions to leaves."""
     if not isinstance(workers, st.SearchStrategy | None):
-        allowed = "a strategy that draws names of workers, such as clusters(2)"
+        allowed = "a strategy of worker names, such as clusters(2)"
         raise ScenarioError(unusable("workers", workers, allowed))
     names = draw(clusters() if workers is None else workers)
     places = st.sampled_from(names)
@@ -53,7 +54,10 @@ def programs(
 
 
 def networks() -> st.SearchStrategy[sim.LinkModel]:
-    """Links for `jdag.simulate(network=...)`: latency, jitter, bandwidth."""
+    """Return a strategy of links for `jdag.simulate(network=...)`.
+
+    It draws latency, jitter (up to 10 us) and bandwidth (1e6 to 1e10 B/s, or None).
+    """
     return st.builds(
         sim.LinkModel,
         latency_ns=st.integers(0, _NS),
@@ -63,23 +67,23 @@ def networks() -> st.SearchStrategy[sim.LinkModel]:
 
 
 def faults() -> st.SearchStrategy[tuple[Any, ...]]:
-    """Faults for `jdag.simulate(faults=...)` that no result may show."""
+    """Return a strategy of faults for `jdag.simulate` that do not change results."""
     chances = st.floats(0.0, 0.2)
-    one = st.one_of(
+    fault = st.one_of(
         st.builds(sim.Drop, chances),
         st.builds(sim.Duplicate, chances, st.integers(0, _NS)),
         st.builds(sim.Delay, chances, st.just(0), st.integers(1, 2 * _NS)),
     )
-    return st.lists(one, max_size=2).map(tuple)
+    return st.lists(fault, max_size=2).map(tuple)
 
 
 def fault_budgets() -> st.SearchStrategy[dict[str, int]]:
-    """Budgets for `jdag.explore(faults=...)`."""
+    """Return a strategy of `{kind of fault: largest number}`, for `jdag.explore`."""
     return st.dictionaries(st.sampled_from(FAULTS), st.integers(0, 1))
 
 
 def orders() -> st.SearchStrategy[Strategy]:
-    """Strategies of `jdag.explore` by their seeds and depths."""
+    """Return a Hypothesis strategy that draws a `strategy` for `jdag.explore`."""
     seeds = st.integers(0, 2**16)
     pct = st.builds(PCT, depth=st.integers(1, 3), seed=seeds)
     return st.builds(RandomWalk, seeds) | pct
@@ -89,11 +93,11 @@ def orders() -> st.SearchStrategy[Strategy]:
 def schedules(
     draw: st.DrawFn, max_stages: int = 4, max_micro_batches: int = 6
 ) -> pipelines.Schedule:
-    """Published pipeline schedules that pass their own check."""
+    """Draw one of the published pipeline schedules, with drawn sizes."""
     names = ["gpipe", "one_f_one_b", "eager_one_f_one_b", "zb_h1", "zb_h2"]
-    make = getattr(pipelines, draw(st.sampled_from(names)))
+    build = getattr(pipelines, draw(st.sampled_from(names)))
     stages = draw(st.integers(1, max_stages))
-    made: pipelines.Schedule = make(
+    schedule: pipelines.Schedule = build(
         stages=stages, micro_batches=draw(st.integers(stages, max_micro_batches))
     )
-    return made
+    return schedule

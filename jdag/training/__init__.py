@@ -1,1 +1,1 @@
-"""What trains: optimizers, checkpoints, recovery from losses."""
+"""Training: optimizers, checkpoints, and recovery from the loss of workers."""

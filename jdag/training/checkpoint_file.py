@@ -1,11 +1,12 @@
-"""The file of a checkpoint: arrays in the format safetensors, and their description.
+"""The file of a checkpoint: arrays in safetensors format, and their description.
 
-The header names each array. Its metadata have the description of all leaves, with a
-digest of each array, and a digest of that description. Arrays of dtypes that only some
-readers have are bytes, with an axis for those of an element; keys are uint32.
+The header names each array. Its metadata contain the description of all leaves, with a
+digest of each array, and a digest of the description. Arrays of dtypes that some
+readers do not know are stored as bytes, with an additional axis for the bytes of an
+element. PRNG keys are stored as uint32.
 
-Invariants: arrays are made and written one at a time. A name has the former file or the
-new one, whole: this is written beside it, flushed, and takes its place.
+Invariants: arrays are fetched and written one at a time. The file is replaced
+atomically: a new file in the same folder is written, flushed, and renamed.
 """
 
 import fcntl
@@ -28,17 +29,17 @@ from jdag.compute.avals import KEYS
 from jdag.compute.pytrees import NUMBERS as NUMBER_TYPES
 from jdag.engine.arrays import DTYPES
 
-_FORMAT = "3"  # 1 and 2 were folders that Orbax wrote.
+_FORMAT = "3"  # Formats 1 and 2 were folders that Orbax wrote.
 NUMBERS_BY_NAME = {kind.__name__: kind for kind in NUMBER_TYPES}
 ARRAY, STATIC = "array", "static"
-# The names in the format of the dtypes that all of its readers have.
+# The safetensors names of the dtypes that all readers know.
 NATIVE = {"bool": "BOOL", "bfloat16": "BF16", "complex64": "C64"} | {
     f"{kind}{bits}": f"{kind[0].upper()}{bits}"
     for kind in ("int", "uint", "float")
     for bits in (8, 16, 32, 64)
 }
 NO_DIGEST = "0" * 8
-SAVERS_MAX = 100  # At once, of one checkpoint.
+SAVERS_MAX = 100  # Processes that save the same checkpoint at the same time.
 
 Parts = Mapping[str, Sequence["Saved"]]
 
@@ -46,8 +47,8 @@ Parts = Mapping[str, Sequence["Saved"]]
 class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The description of one leaf of a part.
 
-    `kind` is "array", the type of a Python number, which `text` then holds, or
-    "static", of which nothing is kept but that it is one.
+    `kind` is "array", "static" or the type of a Python number. `text` is the value of a
+    Python number. The value of a static is not saved.
     """
 
     path: str
@@ -69,16 +70,17 @@ class Saved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def write(
     path: Path, parts: Parts, values: Sequence[Callable[[], Any]], check: Any
 ) -> None:
-    """Write a checkpoint, which replaces the one at `path`, whole or not at all.
+    """Write a checkpoint, which replaces the file at `path` atomically.
 
     Args:
-        path: of the file; missing folders are made.
-        parts: the description of each leaf; digests are found here.
-        values: for each leaf a function that gives its array, JAX's or numpy's.
-        check: opens the file before it replaces another; raises if it is damaged.
+        path: the file; missing folders are made.
+        parts: the description of each leaf, without digests.
+        values: one function for each leaf. It returns the leaf's JAX or numpy array.
+        check: opens the new file before the old file is replaced; raises if damaged.
 
     Raises:
-        OSError, ValueError: it cannot be written. What `values` and `check` raise.
+        OSError, ValueError: the file cannot be written. Also the errors of `values`
+            and `check`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     rest = iter(values)
@@ -103,41 +105,41 @@ def write(
 
 @contextmanager
 def _beside(path: Path) -> Iterator[tuple[IO[bytes], Path]]:
-    """Give an empty hidden file beside another; it goes if it has not replaced that."""
+    """Yield an empty hidden file in the folder of `path`; delete it on errors."""
     for number in range(SAVERS_MAX):
         name = path.parent / f".{path.name}.{number}"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         with os.fdopen(os.open(name, flags, 0o666), "r+b") as file:
-            if not is_mine(file, name):
+            if not try_lock(file, name):
                 continue
             try:
                 file.truncate()
                 yield file, name
             except BaseException:
-                if is_mine(file, name):  # Else it is in its place.
+                if try_lock(file, name):  # Otherwise the file was renamed.
                     name.unlink()
                 raise
             return
-    raise FileExistsError(f"{SAVERS_MAX} others are saving there now")
+    raise FileExistsError(f"{SAVERS_MAX} processes are already saving to this file")
 
 
-def is_mine(file: IO[bytes], name: Path) -> bool:
-    """Lock a file until it is closed; return False if another process holds it."""
+def try_lock(file: IO[bytes], name: Path) -> bool:
+    """Lock a file until it is closed. Return False if it is locked or was renamed."""
     with suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A writer that has just finished has renamed or removed it.
+        # Another process may have renamed or removed it since it was opened.
         return os.path.samestat(os.fstat(file.fileno()), name.stat())
     return False
 
 
 def _header(parts: Parts) -> bytes:
-    """Return what precedes the arrays; digests do not change how long it is."""
+    """Return the bytes before the arrays; their number does not depend on digests."""
     text = msgspec.json.encode(parts).decode()
     metadata = {"jdag": _FORMAT, "digest": _digest(text.encode()), "parts": text}
     header: dict[str, Any] = {"__metadata__": metadata}
     begin = 0
     for part, leaves in parts.items():
-        for saved in [one for one in leaves if one.kind == ARRAY]:
+        for saved in [leaf for leaf in leaves if leaf.kind == ARRAY]:
             name = part + saved.path
             if name in header:
                 raise ValueError(f"two arrays have the name {name!r}")
@@ -150,7 +152,6 @@ def _header(parts: Parts) -> bytes:
 
 
 def _form(saved: Saved) -> dict[str, Any]:
-    """Return the dtype and shape that an array has in the file."""
     nbytes = DTYPES[saved.dtype]
     if saved.dtype in NATIVE:
         return {"dtype": NATIVE[saved.dtype], "shape": saved.shape}
@@ -159,7 +160,6 @@ def _form(saved: Saved) -> dict[str, Any]:
 
 
 def _written(file: IO[bytes], saved: Saved, value: Callable[[], Any]) -> Saved:
-    """Write the elements of a leaf, if it is an array; return it with its digest."""
     if saved.kind != ARRAY:
         return saved
     is_key = saved.dtype in KEYS
@@ -170,34 +170,25 @@ def _written(file: IO[bytes], saved: Saved, value: Callable[[], Any]) -> Saved:
 
 
 def _digest(data: bytes | memoryview) -> str:
-    """CRC-32 in hexadecimal digits: any one flipped bit changes it."""
     return f"{zlib.crc32(data):08x}"
 
 
 def read_parts(file: Any) -> dict[str, list[Saved]]:
-    """Return the description in an open file.
-
-    Raises:
-        ValueError: it is not as jdag wrote it.
-    """
+    """Return the description in an open file. Raise ValueError if it is damaged."""
     metadata = {"jdag": "none", **(file.metadata() or {})}
     if metadata["jdag"] != _FORMAT:
-        raise ValueError(f"its format of jdag is {metadata['jdag']}, not {_FORMAT}")
+        raise ValueError(f"its format version is {metadata['jdag']}, not {_FORMAT}")
     text = metadata["parts"]
     if metadata["digest"] != _digest(text.encode()):
-        raise ValueError("its description has another digest than when it was saved")
+        raise ValueError("its description is damaged: the digest differs")
     return msgspec.json.decode(text, type=dict[str, list[Saved]])
 
 
 def read_array(file: Any, name: str, saved: Saved) -> Any:
-    """Return an array of an open file as it was when it was saved, bit by bit.
-
-    Raises:
-        ValueError: its digest or size is another. What the library raises, and others.
-    """
+    """Return an array of an open file, with its saved bits. Raise if it is damaged."""
     data = np.ascontiguousarray(file.get_tensor(name)).reshape(-1).view(np.uint8)
     if _digest(data.data) != saved.digest:
-        raise ValueError("its array has another digest than when it was saved")
+        raise ValueError("its array is damaged: the digest differs")
     if saved.dtype not in KEYS:
         return jnp.asarray(data.view(saved.dtype).reshape(saved.shape))
     keys = data.view(np.uint32).reshape(_form(saved)["shape"])

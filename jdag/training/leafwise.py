@@ -1,10 +1,12 @@
-"""An optax transformation as a function of one leaf, if it treats each by itself.
+"""Optax transformations applied leaf by leaf.
 
-Leaves are on workers of their own, so what makes one depend on another is refused: the
-jaxpr of the transformation of all leaves tells. A leaf's part of that jaxpr is what
-optax does to it. Where the transformation of a leaf alone is the same, the leaf goes
-alone; else (masks, labels, rates by place, noise by keys that are split over all) its
-part is run, on its part of the state. Leaves with equal parts share what is compiled.
+Leaves may be on different workers, so a transformation in which leaves depend on each
+other is refused. Such dependences are found in its jaxpr for all leaves. The slice of a
+leaf is the part of that jaxpr that computes the leaf's update and state. If the slice
+equals the jaxpr for this leaf alone, the transformation is applied to the leaf alone.
+Otherwise (masks, labels, rates by path, noise from keys split over all leaves) the
+slice is run, with the leaf's part of the state. Leaves with equal slices share a
+compiled function.
 """
 
 from collections import defaultdict
@@ -33,11 +35,7 @@ from jdag.errors import JdagError, named_text
 
 
 class Whole:
-    """A transformation of all leaves, traced; outputs and states by leaf.
-
-    Raises:
-        JdagError: it cannot be applied to them.
-    """
+    """A transformation traced for all leaves, and the leaf of each output and state."""
 
     def __init__(
         self, tx: optax.GradientTransformation, form: Form, avals: Sequence[Aval]
@@ -51,63 +49,69 @@ class Whole:
             traced = jax.make_jaxpr(update, return_shape=True)(leaves, state, leaves)
             self.update, (updates, after) = traced
             if len(jax.tree.leaves(updates)) != len(avals):
-                raise ValueError("it does not return an update for each leaf")
-            shapes = [jax.tree.map(np.shape, one) for one in (state, after)]
+                raise ValueError("it must return one update for each leaf")
+            shapes = [jax.tree.map(np.shape, tree) for tree in (state, after)]
             if shapes[0] != shapes[1]:
-                raise ValueError("its state changes its structure or shapes")
+                raise ValueError("its state must keep its structure and shapes")
         except Exception as error:
-            calls = [at.f_code.co_qualname for at, _ in walk_tb(error.__traceback__)]
+            calls = [f.f_code.co_qualname for f, _ in walk_tb(error.__traceback__)]
             raise JdagError(
                 "the transformation cannot be applied as tx.update(gradients, state, "
                 f"parameters) to leaves such as {avals[0]}: {named_text(error)}, in "
-                f"{_named(tx, calls[::-1])}; one that takes more is not supported"
+                f"{_named(tx, calls[::-1])}; additional arguments are not supported"
             ) from error
         self.trees = leaves, state
         self.states = jax.tree.leaves(state)
 
     @cached_property
     def __jdag_key__(self) -> Once:
-        """Its identity for caches."""
         return Once((Whole, key_of((self.tx, self.form, self.avals))))
 
     @cached_property
     def masks(self) -> list[int]:
-        """What updates and then states depend on: a bit for each leaf.
+        """For each update, then each state, a bit mask of leaves on which it depends.
 
-        A state that depends on none, such as zeros, is of the leaf to whose path its
-        own path leads, unless another leaf needs it.
+        A state that depends on no leaf, such as zeros, belongs to the leaf whose path
+        is a suffix of the state's path, unless a mask would then contain two leaves.
         """
         params, states = map(jax.tree_util.tree_flatten_with_path, self.trees)
-        bits = {path: 1 << place for place, (path, _) in enumerate(params[0])}
-        ends = [[path[at:] for at in range(len(path) + 1)] for path, _ in states[0]]
-        own = [next((bits[end] for end in few if end in bits), 0) for few in ends]
-        found = self._followed(own)
-        if any([mask & (mask - 1) for mask in found]):
-            return self._followed([0] * len(own))
-        return found
+        bits = {path: 1 << index for index, (path, _) in enumerate(params[0])}
+        owners = []
+        for path, _ in states[0]:
+            suffixes = [path[start:] for start in range(len(path) + 1)]
+            owners.append(next((bits[end] for end in suffixes if end in bits), 0))
+        masks = self._dependences(owners)
+        if any([mask & (mask - 1) for mask in masks]):
+            return self._dependences([0] * len(owners))
+        return masks
 
-    def _followed(self, carried: Sequence[int]) -> list[int]:
-        """Return masks; what a state carries is followed until nothing new comes in."""
-        bits = [1 << place for place in range(len(self.avals))]
-        carried = list(map(or_, carried, depends(self.init.jaxpr, bits)))
-        while True:  # Bounded: masks of so many bits only grow.
-            masks = depends(self.update.jaxpr, [*bits, *carried, *bits])
-            grown = list(map(or_, carried, masks[len(bits) :]))
-            if grown == carried:
-                return [*masks[: len(bits)], *carried]
-            carried = grown
+    def _dependences(self, states: Sequence[int]) -> list[int]:
+        """Return the masks of updates and states after any number of steps.
+
+        A mask contains the leaves on which a value depends. `states` are initial masks.
+        """
+        bits = [1 << index for index in range(len(self.avals))]
+        states = list(map(or_, states, depends(self.init.jaxpr, bits)))
+        while True:  # Bounded, since masks only grow.
+            masks = depends(self.update.jaxpr, [*bits, *states, *bits])
+            grown = list(map(or_, states, masks[len(bits) :]))
+            if grown == states:
+                return [*masks[: len(bits)], *states]
+            states = grown
 
     @cached_property
-    def _own(self) -> dict[int, list[int]]:
-        """The places of states, by mask."""
-        found: dict[int, list[int]] = defaultdict(list)
-        for place, mask in enumerate(self.masks[len(self.avals) :]):
-            found[mask].append(place)
-        return found
+    def _states_by_mask(self) -> dict[int, list[int]]:
+        by_mask: dict[int, list[int]] = defaultdict(list)
+        for index, mask in enumerate(self.masks[len(self.avals) :]):
+            by_mask[mask].append(index)
+        return by_mask
 
     @cached_property
     def _layout(self) -> tuple[list[Any], Any]:
-        """The numbers of states, or lists of one for each leaf; and their structure."""
+        """Parts and outer structure of the state, with indices in place of states.
+
+        A part with one state for each leaf is the list of these states' indices.
+        """
         form = jax.tree.structure(self.trees[1])
         parts, outer = jax.tree.flatten(
             jax.tree.unflatten(form, range(len(self.states))),
@@ -116,117 +120,118 @@ class Whole:
         return [self._by_leaf(part) or part for part in parts], outer
 
     def _by_leaf(self, part: Any) -> list[Any]:
-        """Return the states of a part that has one, or none, for each leaf; else []."""
-        every: Any = jax.tree.structure(self.trees[0])
-        numbers, form = jax.tree.flatten(part, _is_masked)
-        if form != every:
+        """Return a part's state indices if it has one state per leaf, otherwise []."""
+        params: Any = jax.tree.structure(self.trees[0])
+        indices, form = jax.tree.flatten(part, _is_masked)
+        if form != params:
             return []
-        owned = self.masks[len(self.avals) :]
-        places = [at for at, one in enumerate(numbers) if not _is_masked(one)]
-        own = [owned[numbers[place]] == 1 << place for place in places]
-        return numbers if all(own) else []
+        masks = self.masks[len(self.avals) :]
+        belongs = [
+            masks[index] == 1 << leaf
+            for leaf, index in enumerate(indices)
+            if not _is_masked(index)
+        ]
+        return indices if all(belongs) else []
 
-    def state(self, place: int, values: Sequence[Any]) -> Any:
-        """Return the state of a leaf; `optax.MaskedNode` is for what it has none of."""
-        of: dict[Any, Any] = dict(zip(self.kept(place), values, strict=True))
-        # Some of optax's states would be wider after a step; a leaf keeps its type.
-        for at, value in of.items():
-            of[at] = lax.convert_element_type(value, self.states[at].dtype)
+    def state(self, leaf: int, values: Sequence[Any]) -> Any:
+        """Return the state of a leaf; other leaves' states are `optax.MaskedNode`."""
+        by_index: dict[Any, Any] = dict(zip(self.indices(leaf), values, strict=True))
+        # A step would widen the dtype of some states of optax. Here they keep it.
+        for index, value in by_index.items():
+            by_index[index] = lax.convert_element_type(value, self.states[index].dtype)
         parts, form = self._layout
-        own = [part[place] if isinstance(part, list) else part for part in parts]
+        indices = [part[leaf] if isinstance(part, list) else part for part in parts]
         none = optax.MaskedNode()
-        held = [none if _is_masked(one) else of.get(one, none) for one in own]
-        return jax.tree.unflatten(form, held)
+        states = [none if _is_masked(i) else by_index.get(i, none) for i in indices]
+        return jax.tree.unflatten(form, states)
 
-    def kept(self, place: int) -> list[int]:
-        """The places of the states that a leaf has: its own, and those of no leaf."""
-        return sorted([*self._own[0], *self._own[1 << place]])
+    def indices(self, leaf: int) -> list[int]:
+        return sorted([*self._states_by_mask[0], *self._states_by_mask[1 << leaf]])
 
-    def ends(self, place: int) -> tuple[list[Any], list[Any], list[Any]]:
-        """Of a leaf the outputs of `init`; inputs and outputs of `update`."""
-        count, kept = len(self.avals), self.kept(place)
-        first, then = self.init.jaxpr, self.update.jaxpr
-        inputs = [place, *[count + at for at in kept], place - count]
-        outputs = [place, *[count + at for at in kept]]
+    def ends(self, leaf: int) -> tuple[list[Any], list[Any], list[Any]]:
+        """Return a leaf's outputs of `init`, and its inputs and outputs of `update`."""
+        count, indices = len(self.avals), self.indices(leaf)
+        init, update = self.init.jaxpr, self.update.jaxpr
+        inputs = [leaf, *[count + index for index in indices], leaf - count]
+        outputs = [leaf, *[count + index for index in indices]]
         return (
-            [first.outvars[at] for at in kept],
-            [then.invars[at] for at in inputs],
-            [then.outvars[at] for at in outputs],
+            [init.outvars[index] for index in indices],
+            [update.invars[index] for index in inputs],
+            [update.outvars[index] for index in outputs],
         )
 
-    def key(self, place: int) -> Hashable:
-        """All that it does to a leaf, to be compared."""
-        made, inputs, outputs = self.ends(place)
-        begun = self.slicer.key(self.init, [self.init.jaxpr.invars[place]], made)
-        return begun, self.slicer.key(self.update, inputs, outputs)
+    def key(self, leaf: int) -> Hashable:
+        """Return a key of a leaf's slice; equal keys mean equal functions."""
+        init_outputs, inputs, outputs = self.ends(leaf)
+        init_inputs = [self.init.jaxpr.invars[leaf]]
+        init_key = self.slicer.key(self.init, init_inputs, init_outputs)
+        return init_key, self.slicer.key(self.update, inputs, outputs)
 
     def refuse_mixing(self, names: Sequence[str]) -> None:
-        """Raise if an update, or a state, depends on several leaves or gradients."""
         count = len(self.avals)
-        for place, mask in enumerate(self.masks):
-            own = 1 << place if place < count else mask & -mask
-            if mask & ~own:
-                what = "its update" if place < count else "a state"
-                other = names[(mask & ~own).bit_length() - 1]
+        for index, mask in enumerate(self.masks):
+            bit = 1 << index if index < count else mask & -mask
+            if mask & ~bit:
+                what = "its update" if index < count else "a state"
+                other = names[(mask & ~bit).bit_length() - 1]
                 raise JdagError(
                     f"the transformation mixes leaves, in {self._mixer()}: {what} of "
-                    f"{names[own.bit_length() - 1]} depends on the gradient or value "
-                    f"of {other}, and leaves may be on different workers. Leave out "
-                    "what takes them all together; in place of "
-                    "optax.clip_by_global_norm jdag.Optimizer has clip_norm=, and of "
-                    "apply_if_finite and skip_not_finite it has skip_not_finite=True"
+                    f"{names[bit.bit_length() - 1]} depends on the gradient or value "
+                    f"of {other}, but leaves may be on different workers. Leave out "
+                    "this transformation; jdag.Optimizer has clip_norm= in place of "
+                    "optax.clip_by_global_norm, and skip_not_finite=True in place of "
+                    "apply_if_finite and skip_not_finite"
                 )
 
     def _mixer(self) -> str:
-        """The name of the first transformation in which leaves meet."""
-        bits = [1 << place for place in range(len(self.avals))]
-        found = first_union(self.init.jaxpr, bits)
-        carried = depends(self.init.jaxpr, bits)
-        for _ in range(len(bits) + len(carried)):  # By then leaves have met.
-            if found is not None:
+        bits = [1 << index for index in range(len(self.avals))]
+        equation = first_union(self.init.jaxpr, bits)
+        states = depends(self.init.jaxpr, bits)
+        for _ in range(len(bits) + len(states)):  # More steps add no dependence.
+            if equation is not None:
                 break
-            masks = [*bits, *carried, *bits]
-            found = first_union(self.update.jaxpr, masks)
-            carried = depends(self.update.jaxpr, masks)[len(bits) :]
-        frames = found.source_info.traceback.frames
+            masks = [*bits, *states, *bits]
+            equation = first_union(self.update.jaxpr, masks)
+            states = depends(self.update.jaxpr, masks)[len(bits) :]
+        frames = equation.source_info.traceback.frames
         return _named(self.tx, [frame.function_name for frame in frames])
 
 
 @remote
 @dataclass(frozen=True)
 class Leafwise:
-    """A transformation of one leaf: alone, or as its part of what is done to all."""
+    """The transformation of one leaf.
+
+    It applies `tx` to the leaf alone, or runs the leaf's slice of the jaxpr in `whole`.
+    """
 
     tx: optax.GradientTransformation
     whole: Whole | None = None
-    place: int = 0
+    index: int = 0  # The index of the leaf in `whole`.
 
     @cached_property
     def __jdag_key__(self) -> Once:
-        """Its identity for caches; found once, since each step asks for it."""
-        return Once((Leafwise, key_of((self.tx, self.whole, self.place))))
+        return Once((Leafwise, key_of((self.tx, self.whole, self.index))))
 
     def init(self, leaf: Any) -> Any:
-        """Return the state of the leaf."""
         whole = self.whole
         if whole is None:
             return self.tx.init(leaf)
-        made, _, _ = whole.ends(self.place)
-        run = whole.slicer.function(whole.init, made)
-        values = run({whole.init.jaxpr.invars[self.place]: leaf})
-        return whole.state(self.place, values)
+        outputs, _, _ = whole.ends(self.index)
+        run = whole.slicer.function(whole.init, outputs)
+        values = run({whole.init.jaxpr.invars[self.index]: leaf})
+        return whole.state(self.index, values)
 
     def update(self, gradient: Any, state: Any, leaf: Any) -> tuple[Any, Any]:
-        """Return the leaf's update and its next state."""
-        if self.whole is None:
+        whole = self.whole
+        if whole is None:
             update, state = self.tx.update(gradient, state, leaf)
             return update, state
-        whole = self.whole
-        _, inputs, outputs = whole.ends(self.place)
+        _, inputs, outputs = whole.ends(self.index)
         run = whole.slicer.function(whole.update, outputs)
-        given = [gradient, *jax.tree.leaves(state), leaf]
-        update, *after = run(dict(zip(inputs, given, strict=True)))
-        return update, whole.state(self.place, after)
+        values = [gradient, *jax.tree.leaves(state), leaf]
+        update, *states = run(dict(zip(inputs, values, strict=True)))
+        return update, whole.state(self.index, states)
 
 
 def leafwise(
@@ -238,40 +243,40 @@ def leafwise(
     """Return the transformation of each leaf of a pytree of this form.
 
     Raises:
-        JdagError: it mixes leaves, cannot be applied to them, or could change unseen.
+        JdagError: the transformation mixes leaves, cannot be applied to them, or has
+            mutable state.
     """
     refuse_mutable(partial(tx.update, tx.init))
     whole = Whole(tx, form, avals)
     if len(avals) == 1:
         several = None
-        with suppress(JdagError):  # A mask for one leaf, say, does not fit two.
+        with suppress(JdagError):  # A mask for one leaf, for example, does not fit two.
             several = Whole(tx, _form_of([0, 0]), [*avals, *avals])
         if several is not None:
             several.refuse_mixing(["the leaf", "another"])
     whole.refuse_mixing(names)
-    known: dict[Any, Leafwise] = {}
+    by_key: dict[Any, Leafwise] = {}
     for aval in dict.fromkeys(avals):
-        with suppress(JdagError):  # Then it is another for a leaf in a tree.
+        with suppress(JdagError):  # Some transformations need a leaf in a tree.
             alone = Whole(tx, _form_of(0), [aval])
-            known[aval, alone.key(0)] = Leafwise(tx)
-    found = []
-    for place, aval in enumerate(avals):
-        placed = Leafwise(tx, whole, place)
-        found.append(known.setdefault((aval, whole.key(place)), placed))
-        if found[-1].whole and (whole.init.effects or whole.update.effects):
+            by_key[aval, alone.key(0)] = Leafwise(tx)
+    result = []
+    for index, aval in enumerate(avals):
+        sliced = Leafwise(tx, whole, index)
+        result.append(by_key.setdefault((aval, whole.key(index)), sliced))
+        if result[-1].whole and (whole.init.effects or whole.update.effects):
             raise JdagError(
-                "the transformation has effects, such as jax.debug.print, and does to "
-                f"{names[place]} what it does not do to a leaf alone; leave them out"
+                "the transformation has effects, such as jax.debug.print, and treats "
+                f"{names[index]} differently from a single leaf; remove the effects"
             )
-    return found
+    return result
 
 
 def _named(tx: optax.GradientTransformation, calls: Sequence[str]) -> str:
-    """Return the transformation in whose function is the first of these calls."""
-    own = name_of(tx.update).rpartition(":")[2]
-    parts = [call.partition(".<locals>.") for call in (*calls, own)]
+    default = name_of(tx.update).rpartition(":")[2]
+    parts = [call.partition(".<locals>.") for call in (*calls, default)]
     inside = [name for name, _, rest in parts if rest.startswith(("update", "init"))]
-    return inside[0] if inside else own
+    return inside[0] if inside else default
 
 
 def _is_masked(part: Any) -> bool:

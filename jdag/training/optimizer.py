@@ -1,7 +1,7 @@
-"""An optimizer over refs: an optax transformation, leaf by leaf, stepped on each owner.
+"""An optimizer over refs: an optax transformation that runs on each leaf's owner.
 
-Every leaf has a state of its own beside it. A leaf without a gradient is not stepped,
-nor is its state.
+Each leaf has its own state on the same worker. A step changes neither a leaf without a
+gradient nor its state.
 """
 
 import math
@@ -34,33 +34,34 @@ _CLIP_NORM = Annotated[float, _POSITIVE] | None
 
 
 class Optimizer:
-    """Steps leaves by their gradients, each on its owner, all owners at once.
+    """Updates leaves by their gradients, on all owners in parallel.
+
+    It may be an argument of programs of `cluster.run`, which then step the same leaves
+    and states.
 
     Args:
-        tx: an optax `GradientTransformation`, of which each leaf gets its part, as of
-            all leaves in one place: sgd, adam, schedules (which count each leaf's own
-            steps), weight decay, `inject_hyperparams`, `MultiSteps`, masks, labels and
-            rates by place, `add_noise`, chains of these. It stays as it is: what it
-            holds is looked at once.
-        refs: the leaves, a pytree, on any workers. Programs that `cluster.run` runs may
-            be handed the optimizer: they step the same leaves and states.
-        clip_norm: None, or the norm over all gradients of a step, on all owners, to
-            which they are scaled down where it is larger.
-        skip_not_finite: whether a step in which a gradient has an inf or a NaN, on any
-            owner, is skipped: leaves, states and `steps` stay as they are. So losses
-            can be scaled, and the scale chosen by whether `steps` has grown.
+        tx: an optax `GradientTransformation`. Results equal those on one machine for
+            sgd, adam, schedules (which count the steps of each leaf), weight decay,
+            `inject_hyperparams`, `MultiSteps`, masks, labels and rates by path,
+            `add_noise`, and chains of these. Later changes of objects in `tx` have no
+            effect.
+        refs: a pytree of leaves, on any workers.
+        clip_norm: the maximum of the global norm of a step's gradients, as in
+            `optax.clip_by_global_norm`; None: no clipping.
+        skip_not_finite: skip a step if a gradient has an inf or a NaN: leaves, states
+            and `steps` do not change. A loss scale can be adapted by testing `steps`.
 
     Raises:
-        JdagError: a ref is no leaf or not inexact; or the transformation mixes leaves
-            (`clip_by_global_norm`, `apply_if_finite`, `prodigy`), or takes more than
-            gradients and parameters (`lookahead`, `reduce_on_plateau`, line searches):
-            it is named.
-        WorkerLost: an owner is gone.
+        JdagError: a ref is not a leaf or not inexact; or the transformation mixes
+            leaves (`clip_by_global_norm`, `apply_if_finite`, `prodigy`), or needs more
+            than gradients and parameters (`lookahead`, `reduce_on_plateau`, line
+            searches). The error names the ref or the transformation.
+        WorkerLost: an owner is lost.
     """
 
     __jdag_taken__ = (
-        "programs of cluster.run, which have a cluster, may be handed it as an "
-        "argument of its own"
+        "programs of cluster.run, which have a cluster, take it as an argument of its "
+        "own"
     )
 
     def __init__(
@@ -77,7 +78,7 @@ class Optimizer:
             raise JdagError(unusable("tx", tx, allowed))
         leaves = flatten_refs(refs, is_ref)[0]
         if not leaves:
-            raise JdagError("an Optimizer needs leaves to step, and there are none")
+            raise JdagError("an Optimizer needs leaves, but the pytree has no refs")
         clip_norm = converted(_CLIP_NORM, clip_norm, "clip_norm")
         converted(bool, skip_not_finite, "skip_not_finite")
         _state_of(leaves).check_open("jdag.Optimizer")
@@ -102,27 +103,27 @@ class Optimizer:
         self._names = dict(zip(leaves, paths(refs, is_ref), strict=True))
         self._states: dict[Ref, Any] = {}
         self._tx: dict[Ref, Any] = {}
-        self._pairs: dict[Ref, Pair] = {}  # Of one that was handed over.
+        self._pairs: dict[Ref, Pair] = {}  # Traced steps, from another program.
         self._steps = 0
-        self._made: Callable[[], str] | None = None  # What to say of the last step.
+        self._describe_last_step: Callable[[], str] | None = None
 
     def __jdag_handed__(self) -> Partial:
-        """Return data of which another program makes its own, by calling them."""
+        """Return a call of `remade`, by which another program makes its optimizer."""
         self._check_held()
-        own = Assignments(self._state, self._state.driver.current)
+        assignments = Assignments(self._state, self._state.driver.current)
         scale = (1.0,) if self._is_scaled else ()
         changes = [self._change(ref, ref, scale) for ref in self._states]
-        pairs = [PairData(own.pair_of(change)) for change in changes]
+        pairs = [PairData(assignments.pair_of(change)) for change in changes]
         refs = unflatten(self._treedef, list(self._states))
         states = list(self._states.values())
         norm, skips = self._clip_norm, self._skips
         return Partial(remade, refs, states, pairs, norm, skips)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # What `copy.copy`, `copy.deepcopy` and `pickle` ask for.
+        # `copy.copy`, `copy.deepcopy` and `pickle` call this.
         raise JdagError(
             f"a copy of {self!r} would step the same leaves and states: make another "
-            "jdag.Optimizer, of copies of the leaves (cluster.copy(refs))"
+            "jdag.Optimizer for copies of the leaves (cluster.copy(refs))"
         )
 
     def __repr__(self) -> str:
@@ -133,52 +134,56 @@ class Optimizer:
 
     @property
     def states(self) -> Any:
-        """The states as refs on the owners, in the structure of the leaves.
+        """Refs of the states, in the structure of the leaves.
 
         Raises:
-            ContextError: they were dropped.
+            ContextError: the states were dropped.
         """
         self._check_held()
         return unflatten(self._treedef, list(self._states.values()))
 
     @property
     def steps(self) -> int:
-        """How many steps were made; one that raised WorkerLost is none.
+        """The number of completed steps. Steps that raised WorkerLost do not count.
 
-        `cluster.load` restores it, from checkpoints that have it.
+        `cluster.load` restores this number if the checkpoint contains it.
         """
         return self._steps
 
     def resumed(self, steps: int) -> None:
-        """Count on from so many steps: leaves and states are those after them."""
+        """Set the number of steps, after leaves and states were restored."""
         self._steps = steps
 
     def step(self, ctx: Context, gradients: Any = None) -> None:
-        """Give each leaf that has a gradient in `ctx` its next version, on its owner.
+        """Update each leaf that has a gradient in `ctx`, on its owner.
 
-        Leaves without one, and their states, stay as they are. `gradients` are used in
-        place of those in `ctx`: refs in the structure of the leaves, each on its leaf's
-        worker, such as `ctx.all_reduce` gives. One message goes to each owner. Waits
-        for nothing, but with `clip_norm` or `skip_not_finite` for one exchange before
-        it: the owners' squared norms come here, are summed in the order of the leaves,
-        and the scale goes out with the step. What raises here has stepped no leaf. What
-        fails later, on an owner, fails for that leaf alone: reading its new version
-        raises.
+        Leaves without a gradient, and their states, do not change. One message is sent
+        to each owner, without waiting. With `clip_norm` or `skip_not_finite` the step
+        first fetches the owners' squared norms, which are summed in the order of the
+        leaves.
+
+        If this call raises, no leaf was changed. A later error, on the owner of a leaf,
+        affects that leaf alone: reading its new version raises the error.
+
+        Args:
+            ctx: the context of the gradients, of the leaves' cluster.
+            gradients: None, or gradients to use in place of the context's: refs in the
+                structure of the leaves, each on its leaf's worker, such as the result
+                of `ctx.all_reduce`.
 
         Raises:
-            ContextError: the context is over, or of another cluster; or the states were
-                dropped.
-            JdagError: `gradients` are not those of the leaves, or on other workers.
+            ContextError: the context is not open, or belongs to another cluster; or the
+                states were dropped.
+            JdagError: `gradients` do not fit the leaves, or are on other workers.
             RemoteError: the transformation, or a norm, could not be computed.
-            WorkerLost: an owner is gone. The error names the step, and on which owners
-                the one before was made; so does that of leaving the context, where an
-                owner is lost after the step was asked for.
+            WorkerLost: an owner is lost; the error names the step, and the owners that
+                completed the step before. If an owner is lost after this call, leaving
+                the context raises the error.
         """
         self._check_held()
         if not isinstance(ctx, Context):
             raise JdagError(
-                f"Optimizer.step takes the context whose gradients it is to use, not "
-                f"{kind_of(ctx)}"
+                f"Optimizer.step takes the context of the gradients, not {kind_of(ctx)}"
             )
         self.check_state(ctx.state)
         present = self._present(ctx, gradients)
@@ -187,43 +192,51 @@ class Optimizer:
             if self._skips and any(map(math.isnan, scale)):
                 return
             self._state.cluster.assign(
-                [self._change(ref, of, scale) for ref, of in present.items()]
+                [
+                    self._change(ref, gradient, scale)
+                    for ref, gradient in present.items()
+                ]
             )
         except JdagError as error:
             self.refused(error)
         ctx.remarks.append(self.counted(tuple(present)))
 
     def check_state(self, state: ClusterState) -> None:
-        """Raise ContextError unless its leaves are of the cluster of this state."""
+        """Raise ContextError unless the leaves belong to the cluster of this state."""
         self._check_held()
         if state is not self._state:
             raise ContextError(
                 f"a step of leaves of {self._state} with the gradients of "
-                f"{state.beside(self._state)}; the context has to be one of the "
-                "leaves' cluster"
+                f"{state.beside(self._state)}; the context must belong to the leaves' "
+                "cluster"
             )
 
     def refused(self, error: JdagError) -> NoReturn:
-        """Raise an error of a step that was not made, with what it means for leaves."""
+        """Raise the error of a step, adding that no leaf has changed."""
         text = f"no leaf of {self!r} was stepped by step {self._steps + 1}"
-        if self._made is not None and isinstance(error, WorkerLost):
-            text = f"{text}; {self._made()}"
+        if self._describe_last_step is not None and isinstance(error, WorkerLost):
+            text = f"{text}; {self._describe_last_step()}"
         _raise(error, text)
 
     def counted(self, refs: Sequence[Ref]) -> Callable[[], str]:
-        """Count a step of these leaves; return what to say of it where one is lost."""
+        """Count a step of these leaves; return a function that describes the step."""
         self._steps += 1
-        self._made = partial(self._said_of_step, self._steps, refs)
-        return self._made
+        self._describe_last_step = partial(self._description, self._steps, refs)
+        return self._describe_last_step
 
     def planned(
         self, ctx: Context, gradients: Mapping[Key, Ref], bring: Callable[..., Ref]
     ) -> tuple[tuple[Ref, ...], Sequence[Assignment], Ref | None]:
-        """Return leaves that a plan steps by these gradients, and what makes them.
+        """Return the leaves that a plan updates by these gradients, and the changes.
 
-        `ctx` records what gives the scale, if there is one; `bring` gives a ref to that
-        on another worker, as a Python number. The last is the scale where it tells, as
-        NaN, that the step is skipped.
+        Args:
+            ctx: records the computation of the scale, if there is a scale.
+            gradients: the gradients by the keys of their leaves.
+            bring: returns a ref of the scale on another worker, as a Python number.
+
+        Returns:
+            The leaves; the assignments of a step; and, with `skip_not_finite`, a ref of
+            the scale, which is NaN for a skipped step.
         """
         self._check_held()
         present = {
@@ -232,14 +245,15 @@ class Optimizer:
         scale = None
         if self._is_scaled and present:
             squares = self._squares(ctx, present)
-            given = [squares[ref] for ref in present]  # In the order of the leaves.
-            scale = ctx.call(ctx.here, clip_scale, static(self._clip_norm), given)
+            ordered = [squares[ref] for ref in present]  # In the order of the leaves.
+            scale = ctx.call(ctx.here, clip_scale, static(self._clip_norm), ordered)
         changes = [
-            self._change(ref, of, () if scale is None else (bring(scale, ref.owner),))
-            for ref, of in present.items()
+            self._change(ref, grad, () if scale is None else (bring(scale, ref.owner),))
+            for ref, grad in present.items()
         ]
-        own = Assignments(self._state, self._state.driver.current)
-        return tuple(present), own.planned(changes), scale if self._skips else None
+        assignments = Assignments(self._state, self._state.driver.current)
+        skip = scale if self._skips else None
+        return tuple(present), assignments.planned(changes), skip
 
     def _change(self, ref: Ref, gradient: Ref, scale: tuple[Any, ...]) -> Change:
         return Change(
@@ -250,27 +264,27 @@ class Optimizer:
             self._pairs.get(ref),
         )
 
-    def _said_of_step(self, number: int, refs: Sequence[Ref]) -> str:
+    def _description(self, number: int, refs: Sequence[Ref]) -> str:
         lost = self._state.driver.current.lost
         owners = {ref.worker: lost(ref.owner) is not None for ref in refs}
-        made, gone = (
+        alive_owners, lost_owners = (
             ", ".join(repr(owner) for owner in owners if owners[owner] is is_lost)
             for is_lost in (False, True)
         )
-        text = f"step {number} of {self!r} was made on {made or 'no owner'}"
-        return f"{text}; the leaves on {gone} are lost" if gone else text
+        text = f"step {number} of {self!r} was made on {alive_owners or 'no owner'}"
+        return f"{text}; the leaves on {lost_owners} are lost" if lost_owners else text
 
-    def _present(self, ctx: Context, given: Any) -> dict[Ref, Ref]:
-        found = ctx.gradients()
-        if given is None:
-            return {ref: found[ref] for ref in self._states if ref in found}
-        gradients, form = flatten_refs(given, is_ref)
+    def _present(self, ctx: Context, gradients: Any) -> dict[Ref, Ref]:
+        by_leaf = ctx.gradients()
+        if gradients is None:
+            return {ref: by_leaf[ref] for ref in self._states if ref in by_leaf}
+        refs, form = flatten_refs(gradients, is_ref)
         if form != self._treedef:
             raise JdagError(
                 "Optimizer.step takes gradients in the structure of its leaves, "
-                f"{self._treedef}, and these are {form}"
+                f"{self._treedef}, not {form}"
             )
-        present = dict(zip(self._states, gradients, strict=True))
+        present = dict(zip(self._states, refs, strict=True))
         for ref, gradient in present.items():
             if (gradient.shape, gradient.dtype) != (ref.shape, ref.dtype):
                 raise JdagError(
@@ -280,34 +294,35 @@ class Optimizer:
         return present
 
     def _scale(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> tuple[Any, ...]:
-        """Return the factor that scales all gradients, () if there is none."""
         if not (self._is_scaled and gradients):
             return ()
         squares = self._squares(ctx, gradients)
-        of = dict(zip(squares, fetch(list(squares.values())), strict=True))
-        if ctx.state.abstract:  # Shapes have no norm; a scale travels all the same.
+        values = dict(zip(squares, fetch(list(squares.values())), strict=True))
+        if ctx.state.abstract:  # In abstract mode there are no norms.
             return (1.0,)
         # In the order of the leaves, wherever they are.
-        return (clip_scale(self._clip_norm, [of[ref] for ref in gradients]),)
+        return (clip_scale(self._clip_norm, [values[ref] for ref in gradients]),)
 
     def _squares(self, ctx: Context, gradients: Mapping[Ref, Ref]) -> dict[Ref, Ref]:
         refs: list[Ref] = []
         squares: list[Any] = []
         norms = finite_norms if self._skips else squared_norms
-        for owner, own in _by_owner(gradients).items():
-            refs += own
-            squares += ctx.call(owner, norms, [gradients[ref] for ref in own])
+        for owner, leaves in _by_owner(gradients).items():
+            refs += leaves
+            squares += ctx.call(owner, norms, [gradients[ref] for ref in leaves])
         return dict(zip(refs, squares, strict=True))
 
     def drop(self) -> None:
-        """Drop the states from their owners; the leaves stay. Twice is once."""
-        held = flatten(list(self._states.values()))[0]
-        self._state.cluster.drop([ref for ref in held if not ref.leaf.dropped])
+        """Drop the states, but not the leaves. Repeated calls have no effect."""
+        states = flatten(list(self._states.values()))[0]
+        self._state.cluster.drop([ref for ref in states if not ref.leaf.dropped])
         self._states.clear()
 
     def _check_held(self) -> None:
         if not self._states:
-            raise ContextError("an Optimizer whose states were dropped; make another")
+            raise ContextError(
+                "the Optimizer's states were dropped; make another Optimizer"
+            )
 
     def _called(self, ref: Ref) -> str:
         name = self._names[ref]
@@ -322,31 +337,28 @@ def remade(
     clip_norm: float | None,
     skips: bool,
 ) -> Optimizer:
-    """Return an optimizer over the leaves and states of another program's."""
-    made = object.__new__(Optimizer)
-    made._begin(refs, clip_norm, skips)
-    for ref, state, data in zip(made._names, states, pairs, strict=True):
-        made._states[ref], made._tx[ref] = state, None
-        made._pairs[ref] = data.pair.pair
-    return made
+    optimizer = object.__new__(Optimizer)
+    optimizer._begin(refs, clip_norm, skips)
+    for ref, state, data in zip(optimizer._names, states, pairs, strict=True):
+        optimizer._states[ref], optimizer._tx[ref] = state, None
+        optimizer._pairs[ref] = data.pair.pair
+    return optimizer
 
 
 @remote
 def squared_norms(gradients: Sequence[Any]) -> list[Any]:
-    """Return of each array the sum of squared magnitudes; see `squared_norm`."""
     return [squared_norm(gradient) for gradient in gradients]
 
 
 @remote
 def finite_norms(gradients: Sequence[Any]) -> list[Any]:
-    """Return the same, but NaN of an array with an inf or a NaN."""
+    """Return squared norms; NaN for an array with an inf or a NaN."""
     both = zip(gradients, squared_norms(gradients), strict=True)
-    return [jnp.where(jnp.isfinite(one).all(), norm, jnp.nan) for one, norm in both]
+    return [jnp.where(jnp.isfinite(grad).all(), norm, jnp.nan) for grad, norm in both]
 
 
 @remote
 def squared_norm(gradient: Any) -> Any:
-    """Return the sum of squared magnitudes, at least in float32: a scalar."""
     wide = jnp.promote_types(jnp.abs(gradient).dtype, jnp.float32)
     return jnp.sum(jnp.square(jnp.abs(gradient).astype(wide)))
 
@@ -357,9 +369,9 @@ def _scalar(*_: Any) -> jax.ShapeDtypeStruct:
 
 @unjitted(shapes=_scalar)
 def clip_scale(clip_norm: float | None, squares: Sequence[Any]) -> Any:
-    """Return the factor that clips gradients of these squared norms; NaN if one is.
+    """Return the factor that clips gradients of these squared norms; NaN if any is NaN.
 
-    A weak scalar of JAX, so that a guard of implicit transfers lets it pass.
+    The factor is a weak scalar of JAX, so that `jax.transfer_guard` allows it.
     """
     total = 0.0
     for square in squares:
@@ -374,7 +386,6 @@ def clip_scale(clip_norm: float | None, squares: Sequence[Any]) -> Any:
 
 @remote
 def stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> Any:
-    """Return a leaf and its optimizer state after one step, on its owner."""
     for factor in scale:
         gradient = (gradient * factor).astype(gradient.dtype)
     update, state = tx.update(gradient, state, leaf)
@@ -385,11 +396,10 @@ def stepped(tx: Leafwise, leaf: Any, state: Any, gradient: Any, *scale: Any) -> 
 def stepped_if_finite(
     tx: Leafwise, leaf: Any, state: Any, gradient: Any, scale: Any
 ) -> Any:
-    """Return the same; as they were where the scale is NaN."""
     skipped = jnp.isnan(scale)
-    made = stepped(tx, leaf, state, gradient, jnp.where(skipped, 0, scale))
-    old = leaf, state
-    return jax.tree.map(lambda new, was: jnp.where(skipped, was, new), made, old)
+    result = stepped(tx, leaf, state, gradient, jnp.where(skipped, 0, scale))
+    former = leaf, state
+    return jax.tree.map(lambda new, old: jnp.where(skipped, old, new), result, former)
 
 
 def _by_owner(refs: Iterable[Ref]) -> dict[str, list[Ref]]:
@@ -408,13 +418,11 @@ def _state_of(leaves: Sequence[Ref]) -> ClusterState:
         if ref.leaf is None or not ref.leaf.tracked:
             raise JdagError(
                 f"{ref!r} cannot be stepped: an Optimizer takes float or complex "
-                "leaves, as cluster.put and cluster.make give, and none that was put "
-                "with tracked=False"
+                "leaves, the results of cluster.put and cluster.make, without "
+                "tracked=False"
             )
     if len(dict.fromkeys(leaves)) < len(leaves):
-        raise JdagError(
-            "a leaf is there twice; an Optimizer steps each of its own once"
-        )
+        raise JdagError("a leaf occurs twice; an Optimizer takes each leaf once")
     state = leaves[0].holder.state
     assert isinstance(state, ClusterState), state
     return state

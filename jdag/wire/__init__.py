@@ -1,1 +1,1 @@
-"""Messages as bytes, their exact sizes, and links that deliver them once in order."""
+"""Encoding of messages as bytes, their exact sizes, and the order of their delivery."""

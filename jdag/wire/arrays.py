@@ -1,8 +1,8 @@
 """Values on the wire: the type as a header, then the elements.
 
-The header is an `ArrayType`. Elements are row-major and little-endian; PRNG keys send
-their key data; a dual sends its primal, then its tangent, both of one type. A Python
-number is sent as JAX's weak scalar, so that abstract runs count the same bytes.
+The header is an `ArrayType`. Elements are row-major and little-endian; PRNG keys are
+sent as key data, a dual as its primal and then its tangent. A Python number is sent as
+a weakly typed scalar, so that abstract runs count the same bytes.
 """
 
 from functools import lru_cache
@@ -19,28 +19,27 @@ SCALARS = (int, float, complex)
 
 
 def type_of(value: Any) -> ArrayType:
-    """The type of an array, an abstract value or a Python number."""
-    of = type(value)
-    if of is np.ndarray:
+    cls = type(value)
+    if cls is np.ndarray:
         return _array_type(value.shape, value.dtype, False)
     if isinstance(value, ArrayType):
         return value
-    if of in SCALARS:
-        return _array_type((), canonicalize_dtype(of), True)
-    value = getattr(value, "aval", value)  # Of a JAX array, which is slow itself.
+    if cls in SCALARS:
+        return _array_type((), canonicalize_dtype(cls), True)
+    value = getattr(value, "aval", value)  # Attributes of a JAX array itself are slow.
     try:
         shape, dtype = tuple(value.shape), value.dtype
     except AttributeError as error:
         if hasattr(value, "tangent"):
             return replace(type_of(value.primal), dual=True)
         raise ProtocolError(
-            f"{value!r} of type {type(value).__name__} is no value: allowed are arrays,"
+            f"{value!r} of type {type(value).__name__} is not a value: expected arrays,"
             " abstract values, and Python int, float and complex"
         ) from error
     if hasattr(value, "weak"):
-        known = _array_type(shape, dtype, bool(value.weak))
-        return known if value.device is None else replace(known, device=value.device)
-    weak = getattr(value, "weak_type", False)  # JAX's attribute; numpy has none.
+        kind = _array_type(shape, dtype, bool(value.weak))
+        return kind if value.device is None else replace(kind, device=value.device)
+    weak = getattr(value, "weak_type", False)  # An attribute of JAX, not of numpy.
     return _array_type(shape, dtype, bool(weak))
 
 
@@ -48,9 +47,11 @@ def type_of(value: Any) -> ArrayType:
 def _array_type(shape: tuple[int, ...], dtype: Any, weak: bool) -> ArrayType:
     name = str(dtype)
     if len(shape) > RANK_MAX:
-        raise ProtocolError(f"rank {len(shape)}: allowed is 0 to {RANK_MAX}")
+        raise ProtocolError(
+            f"an array of rank {len(shape)}: expected rank 0 to {RANK_MAX}"
+        )
     if name not in DTYPES:
         raise ProtocolError(
-            f"dtype {name} cannot travel: allowed are {', '.join(DTYPES)}"
+            f"dtype {name} cannot be sent: expected {', '.join(DTYPES)}"
         )
     return ArrayType(tuple(map(int, shape)), name, weak)

@@ -1,10 +1,10 @@
-"""Structs as bytes: msgspec, with jdag's errors and checks beyond its types.
+"""Structs as bytes: msgspec, with errors of jdag and a check beyond types.
 
-Annotations bound every number, text and tuple; msgspec enforces them before it
-allocates. One further check follows (`CHECKS`): that the workers and the owners of
-contexts exist. What fields say of each other is not checked here: a peer that has
-proved its identity speaks the protocol, and whatever a message of it raises loses that
-peer. Data that cannot be written or read raises a ProtocolError with place and reason.
+Annotations bound every number, string and tuple; msgspec enforces them before it
+allocates. One further check follows (`CHECKS`): that named workers and owners of
+contexts exist. Consistency of fields is not checked here: peers have proved their
+identity, and a peer whose message raises an error is lost. Data that cannot be encoded
+or decoded raises a ProtocolError with place and reason.
 """
 
 from collections.abc import Callable
@@ -19,14 +19,12 @@ from msgspec.msgpack import Decoder, Encoder
 from jdag.engine.names import ContextId, Worker
 from jdag.errors import SHOWN_MAX, ProtocolError, abridged
 
-CHECKED_BYTES = 4096  # Smaller data cannot exceed a limit on its parts.
+CHECKED_BYTES = 4096  # Smaller data cannot contain a part that exceeds its limit.
 
 
 class Known(Protocol):
-    """The workers that messages may name: their number, and all incarnations."""
-
-    names: int
-    workers: set[Worker]
+    names: int  # Number of workers.
+    workers: set[Worker]  # All incarnations of all workers.
 
 
 _Check = Callable[[Any, Known], None]
@@ -36,14 +34,16 @@ _encode = Encoder().encode
 
 
 def encoded(value: Any, encode: Callable[[Any], bytes] = _encode) -> bytes:
-    """The bytes of a struct; text that is not Unicode is escaped."""
+    """Return the bytes of a struct. Lone surrogates in strings are escaped."""
     try:
         return encode(value)
     except UnicodeEncodeError:
         return encoded(_escaped(value), encode)
     except (OverflowError, TypeError, ValueError, RecursionError) as error:
-        said = abridged(str(error), SHOWN_MAX)
-        raise ProtocolError(f"{type(value).__name__} cannot travel: {said}") from error
+        reason = abridged(str(error), SHOWN_MAX)
+        raise ProtocolError(
+            f"{type(value).__name__} cannot be sent: {reason}"
+        ) from error
 
 
 def _escaped(value: Any) -> Any:
@@ -58,16 +58,14 @@ def _escaped(value: Any) -> Any:
 
 
 def decoded(decoder: "Decoder[Any]", data: bytes | memoryview) -> Any:
-    """Decode bytes, or raise ProtocolError."""
     try:
         return decoder.decode(data)
     except (MsgspecError, ValueError, RecursionError) as error:
-        said = abridged(str(error), SHOWN_MAX)
-        raise ProtocolError(f"{len(data)} bytes cannot be read: {said}") from error
+        reason = abridged(str(error), SHOWN_MAX)
+        raise ProtocolError(f"{len(data)} bytes cannot be read: {reason}") from error
 
 
 def bounded(decoder: "Decoder[Any]", data: bytes) -> bytes:
-    """Return bytes, or raise ProtocolError if they exceed a limit of their decoder."""
     if len(data) > CHECKED_BYTES:
         decoded(decoder, data)
     return data
@@ -80,25 +78,25 @@ def _worker(worker: Worker, known: Known) -> None:
     if worker not in known.workers:
         raise ProtocolError(
             f"worker {abridged(repr(worker), SHOWN_MAX)}: the cluster has "
-            f"{known.names} workers, and none is called that"
+            f"{known.names} workers, but no worker of this name"
         )
 
 
 def _owner(context: ContextId, known: Known) -> None:
     if context.number >= known.names:
         raise ProtocolError(
-            f"context's worker {context.number}: the cluster has {known.names} workers"
+            f"a context of worker {context.number}: expected a worker from 0 to "
+            f"{known.names - 1}"
         )
 
 
-# What msgspec cannot check as it decodes: that whom a message names is there. An engine
-# may use a name long after the message came, when nobody can be blamed any more.
+# Checks that msgspec cannot do: workers named in a message exist. An engine may use a
+# name long after the message arrived, when its sender can no longer be identified.
 CHECKS: dict[Any, _Check] = {Worker: _worker, ContextId: _owner}
 
 
 @cache
 def check_of(kind: Any) -> _Check:
-    """The check for a type: raises ProtocolError for values that are not allowed."""
     if kind in CHECKS:
         return CHECKS[kind]
     origin, parts = get_origin(kind), get_args(kind)
@@ -108,22 +106,20 @@ def check_of(kind: Any) -> _Check:
         return _of_union({get_origin(part) or part: check_of(part) for part in parts})
     if origin is tuple and parts[1:] == (...,):
         return _of_each(check_of(parts[0]))
-    found: list[tuple[Callable[[Any], Any], _Check]] = []
+    checks: list[tuple[Callable[[Any], Any], _Check]] = []
     if origin is tuple:
-        found = [(itemgetter(at), check_of(part)) for at, part in enumerate(parts)]
+        checks = [(itemgetter(i), check_of(part)) for i, part in enumerate(parts)]
     elif isinstance(kind, type) and issubclass(kind, Struct):
         hints = get_type_hints(kind, include_extras=True)
         names = kind.__struct_fields__
-        found = [(attrgetter(name), check_of(hints[name])) for name in names]
-    return _of_parts([(get, check) for get, check in found if check is not _nothing])
+        checks = [(attrgetter(name), check_of(hints[name])) for name in names]
+    return _of_parts([(get, check) for get, check in checks if check is not _nothing])
 
 
-def _nothing(value: Any, known: Known) -> None:
-    """The check of types that allow every value."""
+def _nothing(value: Any, known: Known) -> None: ...
 
 
 def _of_parts(checks: list[tuple[Callable[[Any], Any], _Check]]) -> _Check:
-    """The check of a value by its parts, each with a getter."""
     if not checks:
         return _nothing
     if len(checks) == 1:
@@ -146,12 +142,12 @@ def _of_union(checks: dict[Any, _Check]) -> _Check:
         (check_it,) = checks.values()
         return lambda value, known: None if value is None else check_it(value, known)
 
-    def check_one(value: Any, known: Known) -> None:
+    def check_member(value: Any, known: Known) -> None:
         check = checks.get(type(value))
         if check is not None:
             check(value, known)
 
-    return check_one if checks else _nothing
+    return check_member
 
 
 def _of_each(check: _Check) -> _Check:

@@ -1,19 +1,19 @@
-"""Frames of a data connection, each with a header of 24 bytes, checked before use.
+"""Frames of a data connection: headers of 24 bytes, checked before use.
 
-A header holds the frame's sequence and acknowledgement (see `jdag.sim.reliable_link`),
-8 bytes each, the length of its payload, 7 bytes, and its kind, a byte; all
+A header has the frame's sequence and acknowledgement (see `jdag.sim.reliable_link`),
+8 bytes each, the length of its payload, 7 bytes, and its kind, 1 byte; all
 little-endian. The kind determines the payload:
 
 PURE     nothing, or the few bytes of a ping; the only kind with sequence 0
-MESSAGE  a message, the headers of its values, the elements of those that are small
-CHUNK    the next bytes of the first large value that is incomplete
+MESSAGE  a message, the headers of its values, the elements of small values
+CHUNK    the next bytes of the first incomplete large value
 DEFINE   a function: its digest, then its export
-ASIDE    control data of the drivers, beside the engines' messages
+ASIDE    control data of the drivers
 SEGMENT  shared memory: a byte for the action, then numbers of 8 bytes each
 
-Invariant: a decoded header has an existing kind and a length allowed for it, so its
-payload may be allocated. Any other header raises a ProtocolError, after which the
-connection cannot be used.
+Invariant: a decoded header has a known kind and a length allowed for it, so its payload
+may be allocated. Any other header raises a ProtocolError, after which the connection
+cannot be used.
 """
 
 import struct
@@ -25,8 +25,6 @@ from jdag.errors import ProtocolError
 
 
 class FrameKind(IntEnum):
-    """The kind of a frame's payload."""
-
     PURE = 0
     MESSAGE = 1
     CHUNK = 2
@@ -36,18 +34,16 @@ class FrameKind(IntEnum):
 
 
 class Header(NamedTuple):
-    """The header of a frame; `length` is that of its payload."""
-
     sequence: int
     acknowledged: int
-    length: int
+    length: int  # Bytes of the payload.
     kind: FrameKind
 
 
 CHUNK_MAX_BYTES = 256 << 10
 LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.PURE: 16,
-    FrameKind.MESSAGE: 1 << 30,  # Arguments of programs travel inside.
+    FrameKind.MESSAGE: 1 << 30,  # It contains the arguments of programs.
     FrameKind.CHUNK: CHUNK_MAX_BYTES,
     FrameKind.DEFINE: (256 << 20) + 32,
     FrameKind.ASIDE: 256 << 20,  # A graph may be large.
@@ -64,30 +60,29 @@ _LENGTH_MASK = (1 << _LENGTH_BITS) - 1
 def pack_header(
     sequence: int, acknowledged: int, length: int, kind: FrameKind
 ) -> bytes:
-    """Encode the header of a frame whose payload has `length` bytes."""
     assert bool(sequence) == bool(kind), (sequence, kind)
     assert 0 <= length <= _LENGTH_MASK, length
     return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
 
 
 def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
-    """Decode a frame's header at `start`; all of its bytes must be present."""
+    """Decode the header at `start`, all of whose bytes must be present."""
     sequence, acknowledged, rest = _HEADER.unpack_from(data, start)
     number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
-            f"kind {number} of a frame: allowed is 0 to {len(_KINDS) - 1}"
+            f"a frame of kind {number}: expected kind 0 to {len(_KINDS) - 1}"
         )
     kind = _KINDS[number]
     if length > LENGTHS_MAX[number]:
         raise ProtocolError(
-            f"a {kind.name} frame of {length} bytes: allowed are {LENGTHS_MAX[number]}"
+            f"a {kind.name} frame of {length} bytes: at most {LENGTHS_MAX[number]}"
         )
     if bool(sequence) != bool(number):
         allowed = "at least 1" if number else "0"
         raise ProtocolError(
-            f"a {kind.name} frame of sequence {sequence}: allowed is {allowed}"
+            f"a {kind.name} frame with sequence {sequence}: expected {allowed}"
         )
     if kind is FrameKind.CHUNK and not length:
-        raise ProtocolError("a CHUNK frame of 0 bytes: it brings at least one")
+        raise ProtocolError("a CHUNK frame of 0 bytes: expected at least 1")
     return Header(sequence, acknowledged, length, kind)

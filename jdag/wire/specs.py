@@ -1,15 +1,15 @@
 """Specs: functions for given argument types, as bytes.
 
-A spec holds everything another process needs to build the same forward/vjp pair, if it
-allows the names: the function by name, the structure of its arguments with statics, the
-types of its inputs and outputs (weak types included), which of these are tracked, and
-devices. Equal functions have equal specs, and True and 1 different ones, so specs serve
-as keys. A function that cannot be named travels as its export, which is sent
-separately; its spec holds the export's digest.
+A spec contains everything that another process needs to build the same forward/vjp
+pair, if it allows the names: the function by name, the structure of its arguments with
+statics, the types of its inputs and outputs (weak types included), which of these are
+tracked, and devices. Specs are cache keys: equal functions have equal specs; the
+statics True and 1 have different ones. A function without a usable name is sent as its
+export, in a separate frame; its spec has the digest of the export.
 
 A structure is an item (`jdag.wire.trees`): nodes are tuples, lists, dicts, None, or a
-`TreeNode` of class, static data and children. Parts that cannot travel become `Opaque`,
-so every function has a spec. Decoding bytes that are no spec raises a ProtocolError.
+`TreeNode` of class, static data and children. Parts that cannot be sent become
+`Opaque`, so every function has a spec. Decoding other bytes raises a ProtocolError.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,9 +45,10 @@ _Device = Name | None
 
 
 class DevicePlacement(Record):
-    """Where a call computes, where its cotangents go, and where its outputs go.
+    """The devices of a call, of the cotangents of its inputs, and of its outputs.
 
-    None is the default device; in place of a tuple, for all of them.
+    None is the default device. None in place of a tuple means the default device for
+    all inputs or outputs.
     """
 
     device: _Device = None
@@ -59,11 +60,11 @@ class Body(Record):
     """A function for given argument types, as data.
 
     Attributes:
-        function, arguments: items; the structure of the arguments.
-        own: number of leading arguments that are the function itself.
-        digest: of the export that replaces function and arguments; empty: by name.
-        avals, tracked: of the arguments.
-        out_avals, out_tracked: of the outputs.
+        function, arguments: the function, and the structure of its arguments, as items.
+        own: number of leading arguments that are part of the function itself.
+        digest: digest of the export that replaces function and arguments, or empty.
+        avals, tracked: types of the arguments, and which are tracked.
+        out_avals, out_tracked: the same for the outputs.
     """
 
     name: Name
@@ -83,7 +84,6 @@ def structure_item(
     name: Callable[[Any], str] = name_of,
     depth: int = 0,
 ) -> Any:
-    """A JAX treedef as an item; `leaves` are `HOLE` or statics."""
     check_depth(depth)
     node, below = treedef.node_data(), depth + 1
     if node is None:
@@ -108,7 +108,7 @@ def structure_item(
 
 
 class SegmentBody(Record):
-    """A `jdag.compute.segments.SegmentFunction` as data; `pairs` are specs."""
+    """A `jdag.compute.segments.SegmentFunction` as data. `pairs` are specs."""
 
     pairs: Several[Bytes]
     avals: Several[ArrayType]
@@ -122,43 +122,37 @@ class SegmentBody(Record):
 
 _segments: Decoder[SegmentBody] = Decoder(SegmentBody)
 _decoder: Decoder[Any] = Decoder(tuple[DevicePlacement, Body])
-_made: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()  # Of pairs.
-# A spec is an array of two: places, which may be exchanged, and a body.
+_specs: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()  # By pair.
+# A spec is an array of two items: a placement, which may be replaced, and a body.
 _PAIR = b"\x92"
-_NOWHERE = _PAIR + encoded(DevicePlacement())  # All is on the default device.
+_DEFAULT_PLACEMENT = _PAIR + encoded(DevicePlacement())
 
 
 def spec_of(pair: Any) -> bytes:
-    """The spec of a pair (`jdag.compute.pairs`), cached, or of a segment.
-
-    A pair that was built from a spec has it in its attribute `spec`.
-    """
     if hasattr(pair, "nodes"):
         return segment_spec(pair, tuple(map(spec_of, pair.pairs)))
-    known: bytes | None = getattr(pair, "spec", None)
-    if known is None:
-        known = _made.get(pair)
-    if known is not None:
-        return known
+    spec: bytes | None = getattr(pair, "spec", None)
+    if spec is None:
+        spec = _specs.get(pair)
+    if spec is not None:
+        return spec
     bare = pair.pair
     if bare is not pair:
         places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
-        found = placed_spec(spec_of(bare), places)
+        spec = placed_spec(spec_of(bare), places)
     else:
-        found = exported_spec(pair, pair.source.digest)
-    _made[pair] = found
-    return found
+        spec = exported_spec(pair, pair.source.digest)
+    _specs[pair] = spec
+    return spec
 
 
 def segment_spec(function: Any, pairs: tuple[bytes, ...]) -> bytes:
-    """The spec of a segment, given those of its pairs."""
     rest = {name: getattr(function, name) for name in SegmentBody.__struct_fields__[2:]}
     avals = tuple(map(type_of, function.avals))
     return bounded(_segments, encoded(SegmentBody(pairs, avals, **rest)))
 
 
 def read_segment(spec: bytes) -> SegmentBody:
-    """Decode the spec of a segment."""
     body: SegmentBody = decoded(_segments, spec)
     return body
 
@@ -166,7 +160,6 @@ def read_segment(spec: bytes) -> SegmentBody:
 def exported_spec(
     pair: Any, digest: bytes, name: Callable[[Any], str] = name_of
 ) -> bytes:
-    """The spec of a pair by the digest of its export; by name without `digest`."""
     function = arguments = None
     own = 0
     if not digest:
@@ -175,7 +168,7 @@ def exported_spec(
         own = template.own
         try:
             arguments = structure_item(template.treedef, iter(template.leaves), name)
-        except ProtocolError:  # They are nested too deep.
+        except ProtocolError:  # The arguments are nested too deep.
             function = arguments = Opaque(pair.name)
     return encoded_spec(
         Body(
@@ -193,14 +186,13 @@ def exported_spec(
 
 
 def encoded_spec(body: Body) -> bytes:
-    """The spec of a function on the default device."""
-    return bounded(_decoder, _NOWHERE + encoded(body))
+    return bounded(_decoder, _DEFAULT_PLACEMENT + encoded(body))
 
 
 @remote
 @dataclass(init=False, eq=False)
 class PairData:
-    """A pair among the arguments of a program; it travels as its spec."""
+    """A pair among the arguments of a program. The pair is sent as its spec."""
 
     spec: bytes
 
@@ -210,11 +202,9 @@ class PairData:
 
 
 def placed_spec(spec: bytes, places: DevicePlacement) -> bytes:
-    """The spec with another device placement."""
-    return _PAIR + encoded(places) + spec[len(_NOWHERE) :]
+    return _PAIR + encoded(places) + spec[len(_DEFAULT_PLACEMENT) :]
 
 
 def read_spec(spec: bytes) -> tuple[DevicePlacement, Body]:
-    """Decode a spec to its device placement and body."""
-    found: tuple[DevicePlacement, Body] = decoded(_decoder, spec)
-    return found
+    placed: tuple[DevicePlacement, Body] = decoded(_decoder, spec)
+    return placed

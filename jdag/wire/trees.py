@@ -1,17 +1,16 @@
 """Arguments and results of programs as bytes: nested data, refs, arrays, names.
 
-Refs and handles travel as data, functions and classes by name (`Named`). Named tuples,
-dataclasses, enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`: the
-name of their class and their parts. Anything else is refused with a ProtocolError:
+Refs and handles are sent as data, functions and classes by name (`Named`). Named
+tuples, dataclasses, enums, partials, dtypes and JAX's pytree nodes become a `TreeNode`:
+the name of their class and their parts. Anything else is refused with a ProtocolError:
 nothing is pickled.
 
-On the wire an item is a number, a text or one of the structs below. A tree is encoded
+On the wire an item is a number, a string or one of the structs below. A tree is encoded
 as 4 bytes with the length of its items, the items, and the elements of its arrays. The
-receiver makes Python objects of the items in one pass
-(`jdag.processes.functions.unmarshal`).
+receiver converts the items to Python objects (`jdag.processes.functions.unmarshal`).
 
 Structures of arguments (`jdag.wire.specs`) also have a `HOLE` for each array, `Part`
-around each static, and `Opaque` for parts that cannot travel.
+around each static, and `Opaque` for parts that cannot be sent.
 """
 
 import re
@@ -45,59 +44,47 @@ from jdag.wire.encoding import bounded, decoded, encoded
 
 DEPTH_MAX = 100
 APPLIED = "jdag.engine.functions:Applied"
-DTYPE = "numpy:dtype"  # Each dtype has a class of its own.
-COUNT_BYTES = 4  # The length prefix of nested data and of an envelope.
-_ABSTRACT = ("shape", "dtype", "nbytes")  # Attributes of any abstract value.
+DTYPE = "numpy:dtype"  # For all dtypes, although each has a different class.
+COUNT_BYTES = 4  # The length prefix of a tree and of an envelope.
+_ABSTRACT = ("shape", "dtype", "nbytes")  # Attributes of all abstract values.
 
 Bytes = Annotated[bytes, Meta(max_length=DATA_MAX_BYTES)]
 
 
 class Wide(Record, tag=0):
-    """An int of more than 64 bits."""
-
     data: Bytes
 
 
 class Complex(Record, tag=1):
-    """A complex number."""
-
     real: float
     imag: float
 
 
 class Text(Record, tag=2):
-    """A text that is not Unicode."""
+    """A string with lone surrogates."""
 
     data: Bytes
 
 
 class BytesItem(Record, tag=13):
-    """Bytes; a union that contains texts cannot hold them directly."""
+    """Bytes as a struct, since a union of msgspec cannot have bytes and strings."""
 
     data: Bytes
 
 
 class TupleItem(Record, tag=3):
-    """A tuple."""
-
     items: "Several[Item]"
 
 
 class ListItem(Record, tag=4):
-    """A list."""
-
     items: "Several[Item]"
 
 
 class DictItem(Record, tag=5):
-    """A dict, in its order."""
-
     items: "Several[tuple[Item, Item]]"
 
 
 class RefParts(Record, tag=6):
-    """A ref."""
-
     key: Key
     owner: Worker
     aval: ArrayType
@@ -106,33 +93,29 @@ class RefParts(Record, tag=6):
 
 
 class ArrayItem(Record, tag=7):
-    """An array, whose elements follow later: of JAX, of numpy, or a numpy scalar."""
+    """A JAX array, numpy array or numpy scalar. The elements follow the items."""
 
     kind: ArrayType
     form: Literal["array", "numpy", "scalar"]
 
 
 class Named(Record, tag=8):
-    """A function or class, by `module:qualname`."""
-
     name: Name
 
 
 class TreeNode(Record, tag=9):
-    """An instance: the name of its class, and its parts."""
-
     name: Name
     parts: "Several[Item]"
 
 
 class Part(Record, tag=11):
-    """A static in a structure."""
+    """A static argument in a structure."""
 
     value: "Item"
 
 
 class Opaque(Record, tag=12):
-    """A value that cannot travel, by its class."""
+    """A value that cannot be sent: the name of its class."""
 
     name: Name
 
@@ -149,10 +132,6 @@ else:
 Each = Callable[[Iterable[Any]], tuple[Any, ...]]
 
 
-def _same(value: Any, _: Each) -> Any:
-    return value
-
-
 def _text_item(text: str, _: Each) -> Any:
     if text.isascii() or not _SURROGATE.search(text):
         return text
@@ -162,18 +141,18 @@ def _text_item(text: str, _: Each) -> Any:
 def _int_item(number: int, _: Each) -> Any:
     if -(1 << 63) <= number < 1 << 64:
         return number
-    size = number.bit_length() // 8 + 1  # One bit more for the sign.
+    size = number.bit_length() // 8 + 1  # With a bit for the sign.
     return Wide(number.to_bytes(size, "little", signed=True))
 
 
 def _dict_item(data: dict[Any, Any], each: Each) -> Any:
-    found = each(chain.from_iterable(data.items()))
-    return DictItem(tuple(zip(found[::2], found[1::2], strict=True)))
+    items = each(chain.from_iterable(data.items()))
+    return DictItem(tuple(zip(items[::2], items[1::2], strict=True)))
 
 
-# By exact type: a bool or an IntEnum is not an int here.
+# By exact type, so that bools and IntEnums are not packed as ints.
 _ITEMS: dict[type, Callable[[Any, Each], Any]] = {
-    **dict.fromkeys((type(None), bool, float, ObjectId), _same),
+    **dict.fromkeys((type(None), bool, float, ObjectId), lambda value, _: value),
     int: _int_item,
     str: _text_item,
     bytes: lambda data, _: BytesItem(data),
@@ -192,20 +171,28 @@ def pack(
     depth: int = 0,
     name: Callable[[Any], str] = name_of,
 ) -> Any:
-    """Nested data as an item; its arrays, if allowed, are appended to `arrays`.
+    """Convert nested data to an item.
 
-    A part that cannot travel, or a ref, is refused or, if `opaque`, an `Opaque`.
-    `depth` is that of the item in what it will be a part of. `name` names functions
-    and classes; in data that are not `opaque` not those of instances.
+    Args:
+        tree: the data.
+        arrays: receives (type, array) for each array; None: arrays are refused.
+        opaque: replace refs and parts that cannot be sent by `Opaque`; by default
+            they are refused.
+        depth: the depth of the item in the structure that it will be a part of.
+        name: a function that names functions and classes; if `opaque`, also the
+            classes of instances.
+
+    Raises:
+        ProtocolError: a part is refused, or the data are nested too deep.
     """
-    most = min(DEPTH_MAX, depth + DEPTH_MAX // 2) if opaque else DEPTH_MAX
-    other: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque, name)
+    depth_max = min(DEPTH_MAX, depth + DEPTH_MAX // 2) if opaque else DEPTH_MAX
+    default: Callable[[Any, Each], Any] = partial(_other_item, arrays, opaque, name)
 
     def item(value: Any, depth: int) -> Any:
         try:
-            check_depth(depth, most)
-            return _ITEMS.get(type(value), other)(
-                value, lambda data: tuple([item(one, depth + 1) for one in data])
+            check_depth(depth, depth_max)
+            return _ITEMS.get(type(value), default)(
+                value, lambda data: tuple([item(part, depth + 1) for part in data])
             )
         except ProtocolError:
             if not opaque:
@@ -226,21 +213,21 @@ def _other_item(
         return Named(name(value))
     if isinstance(value, _ARRAYS) or all(hasattr(value, n) for n in _ABSTRACT):
         if arrays is None:
-            raise ProtocolError("arrays cannot travel here")
+            raise ProtocolError("arrays are not allowed in static data")
         kind = type_of(value)
         arrays.append((kind, value))
         return ArrayItem(kind, _form_of(value))
     if all(hasattr(value, name) for name in RefParts.__struct_fields__):
         if opaque:
-            raise ProtocolError("a ref cannot travel here")
+            raise ProtocolError("refs are not allowed in static data")
         kind = type_of(value.aval)
         return RefParts(value.key, value.owner, kind, value.tracked, value.descends)
     if callable(value) and (
         hasattr(value, "__qualname__") or hasattr(value, "__name__")
     ):
         return Named(name(value))
-    of, parts = _taken_apart(value, name if opaque else name_of)
-    return TreeNode(of, each(parts))
+    class_name, parts = _flattened(value, name if opaque else name_of)
+    return TreeNode(class_name, each(parts))
 
 
 def _form_of(array: Any) -> Any:
@@ -249,21 +236,20 @@ def _form_of(array: Any) -> Any:
     return "numpy" if isinstance(array, np.ndarray) else "array"
 
 
-def check_depth(depth: int, most: int = DEPTH_MAX) -> None:
-    """Raise ProtocolError if data is nested too deep."""
-    if depth >= most:
+def check_depth(depth: int, depth_max: int = DEPTH_MAX) -> None:
+    if depth >= depth_max:
         raise ProtocolError(
-            f"data nested more than {most} deep cannot travel: allowed is {most}"
+            f"the data are nested too deep to be sent: expected at most {depth_max} "
+            "levels"
         )
 
 
-def _taken_apart(
-    value: Any, named: Callable[[Any], str]
+def _flattened(
+    value: Any, class_name: Callable[[Any], str]
 ) -> tuple[str, tuple[Any, ...]]:
-    """The name of an instance's class, and its parts in a fixed order."""
     if isinstance(value, Applied):
         return APPLIED, (value.name, is_unjitted(value), is_program(value))
-    name = named(type(value))
+    name = class_name(type(value))
     if isinstance(value, Enum):
         return name, (value.name,)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -281,7 +267,7 @@ def _taken_apart(
     node = treedef.node_data()
     if node is None:
         raise ProtocolError(
-            f"{value!r} of type {name} cannot travel: allowed are refs, arrays, None,"
+            f"{value!r} of type {name} cannot be sent: expected refs, arrays, None,"
             " bool, int, float, complex, str, bytes, functions and classes, and tuples,"
             " lists, dicts, frozensets, dataclasses, enums, partials, dtypes and JAX's"
             f" pytree nodes of these; {getattr(type(value), TAKEN, '')}".rstrip("; ")
@@ -289,15 +275,14 @@ def _taken_apart(
     return name, (node[1], *children)
 
 
-def _packed(tree: Any, **how: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
+def _packed(tree: Any, **options: Any) -> tuple[bytes, list[tuple[ArrayType, Any]]]:
     arrays: list[tuple[ArrayType, Any]] = []
-    return bounded(_decoder, encoded(pack(tree, arrays, **how))), arrays
+    return bounded(_decoder, encoded(pack(tree, arrays, **options))), arrays
 
 
 def tree_size(
     tree: Any, check: Callable[[Any], None] = lambda _: None, *, opaque: bool = False
 ) -> int:
-    """The encoded size of nested data in bytes; `check` is called with each array."""
     if type(tree) is memoryview:
         return len(tree)
     items, arrays = _packed(tree, opaque=opaque)
@@ -306,25 +291,24 @@ def tree_size(
     return COUNT_BYTES + len(items) + sum([kind.nbytes for kind, _ in arrays])
 
 
-def check_travels(what: str, tree: Any) -> None:
-    """Raise JdagError, which says `what` it is of, unless nested data can travel."""
+def check_travels(description: str, tree: Any) -> None:
+    """Raise JdagError, with `description` as prefix, if nested data cannot be sent."""
     try:
         tree_size(tree)
     except ProtocolError as error:
-        raise JdagError(f"{what}: {error}") from None
+        raise JdagError(f"{description}: {error}") from None
 
 
-def write_tree(tree: Any, **how: Any) -> bytes | memoryview:
-    """Encode nested data, as `pack` is told `how`; a memoryview is encoded."""
+def write_tree(tree: Any, **options: Any) -> bytes | memoryview:
+    """Encode nested data with options of `pack`. A memoryview is already encoded."""
     if type(tree) is memoryview:
         return tree
-    items, arrays = _packed(tree, **how)
+    items, arrays = _packed(tree, **options)
     count = len(items).to_bytes(COUNT_BYTES, "little")
     return b"".join([count, items, *[_elements(array) for _, array in arrays]])
 
 
 def check_there(value: Any) -> None:
-    """Raise ProtocolError if a value is abstract; tracers are, though `jax.Array`s."""
     is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     if not is_array or isinstance(value, jax.core.Tracer):
         raise ProtocolError(f"{value!r} is abstract and has no bytes to send")
@@ -338,7 +322,6 @@ def _elements(value: Any) -> Any:
 
 
 def read_items(data: bytes | memoryview) -> tuple[Any, memoryview]:
-    """Decode nested data to an item, and the bytes of its arrays, in order."""
     view = memoryview(data)
     start = COUNT_BYTES + int.from_bytes(view[:COUNT_BYTES], "little")
     return decoded(_decoder, view[COUNT_BYTES:start]), view[start:]

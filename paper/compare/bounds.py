@@ -1,8 +1,7 @@
-"""What bounds each row of the comparison on our side.
+"""Explains what limits jdag in each row of the comparison.
 
-`paper.compare.costs` measures it in the same run: whose time it is, how many calls of
-Python functions and messages, and which parts of jdag they are in. What can be said
-beside these numbers is here.
+`paper.compare.costs` measures CPU times, Python calls and messages in the same run.
+This module describes these numbers in words.
 """
 
 from collections.abc import Mapping
@@ -11,25 +10,25 @@ from typing import Any
 from paper.compare.rows import ON_ONE
 
 _CALL = (
-    "Plain Python, one step after the other: the caller until bytes leave, the worker, "
-    "the caller again."
+    "Python code runs first at the caller until the bytes are sent, then at the "
+    "worker, then at the caller again."
 )
 _HOP = (
-    "Plain Python at both ends. A round trip is a call and a move, of which each is "
-    "told, acknowledged and answered by a message."
+    "Python code at both ends. A round trip is a call and a move, each of which takes "
+    "a request, an acknowledgement and a reply."
 )
 _FAN_OUT = (
-    "Plain Python at the caller: each call is a message of its own and its "
-    "acknowledgement, where the peer's caller waits in C++."
+    "Python code at the caller: each call is a separate message with an "
+    "acknowledgement. The peer's caller waits in C++."
 )
 _PASS = (
-    "Two exchanges in a row where the peer has one: cotangents, then End, which is "
-    "acknowledged so that nothing is left of a pass anywhere."
+    "Two exchanges of messages where the peer needs one: cotangents, then End. End is "
+    "acknowledged, so that no worker keeps state of the pass."
 )
-_LARGE = "Copies into and out of shared memory, and its pages while there is none."
-_STEP = "Messages, as in a chain; from 1,024 wide on what XLA computes on the workers."
-# By how rows that have targets begin: why, and what of `costs` they are made of, if it
-# has not their own name.
+_LARGE = "Copies into and out of shared memory, and the first use of its pages."
+_STEP = "Messages, as in a chain; from 1,024 wide on, XLA's computation on the workers."
+# For rows with targets, by the beginning of their names: the explanation, and the name
+# of the row of `costs`, if it differs.
 _WHY: dict[str, tuple[str, str]] = {
     "add": (_CALL, "add"),
     "identity": (_LARGE, ""),
@@ -41,7 +40,7 @@ _WHY: dict[str, tuple[str, str]] = {
 
 
 def bound(row: str, costs: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say what bounds a row, with what was measured of it: what `costs` prints."""
+    """Explain what limits jdag in a row, with results of `paper.compare.costs`."""
     row = row.removesuffix(ON_ONE)
     why, name = next(said for begins, said in _WHY.items() if row.startswith(begins))
     name = name or row

@@ -1,13 +1,12 @@
-"""What a row costs our side: processor time, calls of Python, messages.
+"""Measures the costs of each row for jdag: CPU time, Python calls, messages.
 
     python -m paper.compare.costs [--pin one]
 
-Beside the time that passes it counts, for the caller and for the worker w0: how long
-their threads ran (spinning included), how many calls of Python functions the caller
-made, and what all workers sent. Counts do not depend on who else uses the machine;
-times do. A profile of the caller says which parts of jdag
-its own time went to. `paper.compare.run` has this measured too, after its rounds, and
-writes it to `paper/results/`.
+It measures the CPU time of the caller and of worker w0 (including busy waiting), the
+number of Python calls of the caller, and the messages of all workers. Counts do not
+depend on the load of the machine; times do. A profile of the caller divides its time
+among the parts of jdag. `paper.compare.run` also measures this after
+its rounds, and writes it to `paper/results/`.
 """
 
 import cProfile
@@ -25,8 +24,8 @@ import jdag
 from paper.compare import ours, plans, rows
 
 ROUNDS = 5
-# Where the caller's time goes, by the files of functions, the first that fits; what is
-# built in counts to who called it, but for those that wait.
+# A function's time counts for the first part whose text occurs in its file's path. A
+# built-in function counts for its caller's part, and not at all if it waits.
 PARTS = {
     "engine": "/jdag/engine/",
     "codec and link": "/jdag/wire/",
@@ -48,16 +47,15 @@ COLUMNS = {
 
 
 def ran_ns(pid: int) -> int:
-    """How long all threads of a process have run, also those that have ended.
+    """Return the CPU time of all threads of a process, including ended threads.
 
-    Read from Linux's CPU-time clock of the process: the number is that of
-    clock_getcpuclockid(3).
+    It computes the id of the process's clock as clock_getcpuclockid(3) does.
     """
     return time.clock_gettime_ns(~pid << 3 | 2)
 
 
 def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
-    """What `work` costs, for each of the units that it says it has done."""
+    """Measure `work` several times. Returns the least costs per unit of work."""
     pids = (os.getpid(), cluster.driver.launch.pids[rows.WORKERS[0]])
     work()
     best: dict[str, float] = {}
@@ -83,9 +81,9 @@ def cost(cluster: jdag.Cluster, work: Callable[[], int]) -> dict[str, Any]:
 
 
 def profiled(work: Callable[[], int]) -> dict[str, Any]:
-    """How many calls of functions a unit takes the caller, and which part of its time.
+    """Return the caller's function calls per unit, and each part's share of its time.
 
-    Waiting is not part of that time.
+    The time does not include waiting.
     """
     profile = cProfile.Profile()
     units = profile.runcall(work)
@@ -94,7 +92,7 @@ def profiled(work: Callable[[], int]) -> dict[str, Any]:
     for (file, _, name), (_, _, own_s, _, callers) in found.stats.items():
         if any(word in name for word in WAITING):
             continue
-        if file != "~":  # What is built in has no file.
+        if file != "~":  # Built-in functions have no file.
             spent[_part(file)] += own_s
             continue
         for (caller, _, _), (_, _, from_it_s, _) in callers.items():
@@ -117,21 +115,21 @@ def _counted(before: Any, after: Any) -> dict[str, float]:
 
 
 def repeated(work: Callable[[], Any], times: int) -> int:
-    """Do it so often."""
+    """Call `work` `times` times. Returns `times`, the number of units of work."""
     for _ in range(times):
         work()
     return times
 
 
 def through(make: Callable[[], rows.Phases], units: int) -> int:
-    """Run the phases of a row that has so many units."""
+    """Run all phases of a row. Returns its number of units."""
     for _ in make():
         pass
     return units
 
 
 def works(side: ours.Ours) -> dict[str, Callable[[], int]]:
-    """The rows, as what does some units of each."""
+    """Return a function for each row, which runs it and returns the units of work."""
     one, other = side.array(rows.leaf()), side.array(rows.factor(1))
     found: dict[str, Callable[[], int]] = {}
     found["add"] = partial(repeated, partial(side.add, one, other), 100)
@@ -156,7 +154,7 @@ def works(side: ours.Ours) -> dict[str, Callable[[], int]]:
 
 
 def table(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The costs of all rows, in Markdown."""
+    """Return the costs of all rows as a table in Markdown."""
     columns = [*COLUMNS.values(), *PARTS, "the rest"]
     lines = [
         f"| one | {' | '.join(columns)} |",
@@ -173,7 +171,7 @@ def table(found: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Measure; print a JSON object after each row, a table, and all as the last one."""
+    """Measure all rows; print JSON after each row, then a table, then JSON again."""
     rows.asked(__doc__)
     with ours.launched() as cluster:
         side = ours.Ours(cluster, "fast")
@@ -184,7 +182,7 @@ def main() -> None:
         for name, work in works(plans.Plans(cluster)).items():
             found[f"{name}, plan"] = cost(cluster, work)
             rows.tell({"rows": found})
-    sys.stdout.write(f"What one costs; the least of {ROUNDS}.\n\n{table(found)}\n")
+    sys.stdout.write(f"Costs of each row; the least of {ROUNDS}.\n\n{table(found)}\n")
     rows.tell({"rows": found})
 
 

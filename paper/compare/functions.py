@@ -1,6 +1,6 @@
-"""The functions that our side calls on workers; they travel by name.
+"""The functions that jdag's side calls on workers.
 
-The peer has its own operators for products and sums; so has our side `jax.numpy`'s.
+For products and sums, the peer uses operators of torch, and our side jax.numpy.
 """
 
 from collections.abc import Sequence
@@ -11,25 +11,25 @@ import jax.numpy as jnp
 
 
 def same(value: jax.Array) -> jax.Array:
-    """What goes there and back."""
+    """Return the argument, so that an array makes a round trip."""
     return value
 
 
 def total(values: Sequence[jax.Array]) -> jax.Array:
-    """The sum of all elements of all arrays: a scalar."""
+    """Return the sum of all elements of all arrays."""
     return jnp.sum(jnp.stack(values))
 
 
 def layer(stage: dict[str, Any], x: jax.Array) -> jax.Array:
-    """One layer of the MLP: (batch, width)."""
+    """Compute a layer of the MLP; input and output are (batch, width)."""
     return jnp.tanh(x @ stage["weight"] + stage["bias"])
 
 
 def mse(value: jax.Array, y: jax.Array) -> jax.Array:
-    """The loss: a scalar."""
+    """Return the mean squared error."""
     return jnp.mean((value - y) ** 2)
 
 
 def corner(weight: jax.Array) -> jax.Array:
-    """One number of a weight: it is there when the weight is."""
+    """Return one element of a weight. It is ready when the weight is computed."""
     return weight[0, 0]

@@ -1,9 +1,9 @@
-"""Our side of the comparison: jdag's public face over launched workers.
+"""Our side of the comparison: jdag's public API with launched workers.
 
     python -m paper.compare.ours [--quick] [--pin one] [--mode fast]
 
-Prints a JSON object after each row, of all so far. The worker processes allow this
-module, so that its functions travel by name, as the peer's do.
+After each row it prints a JSON object with all rows so far. The workers import the
+functions that they run, like the peer's workers.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ ALLOWED = ("paper.compare.functions", "jax", "jdag", "optax")
 
 
 class Ours:
-    """jdag's side of the rows; see `rows.Side`."""
+    """jdag's implementation of the rows; see `rows.Side`."""
 
     def __init__(self, cluster: jdag.Cluster, mode: Any) -> None:
         self.cluster = cluster
@@ -36,19 +36,18 @@ class Ours:
 
     @cached_property
     def calls(self) -> jdag.Context:
-        """The context that stays open."""
+        """One context for all calls of `add` and `identity`; it stays open."""
         return self.cluster.context().__enter__()
 
     def array(self, value: np.ndarray) -> jax.Array:
-        """A JAX array."""
         return jnp.asarray(value)
 
     def add(self, one: jax.Array, other: jax.Array) -> jax.Array:
-        """In a context that stays open."""
+        """Add two arrays on w0, in the open context `calls`."""
         return self._fetched(self.calls.call(rows.WORKERS[0], jnp.add, one, other))
 
     def identity(self, value: jax.Array) -> jax.Array:
-        """In a context that stays open."""
+        """Call the identity on w0, in the open context `calls`."""
         return self._fetched(self.calls.call(rows.WORKERS[0], functions.same, value))
 
     def _fetched(self, ref: jdag.Ref) -> jax.Array:
@@ -56,7 +55,7 @@ class Ours:
         return value
 
     def chain(self, trips: int) -> rows.Phases:
-        """Each product is moved home, and from there to its next call."""
+        """Move each product to the caller, then pass it to the next call."""
         with self.cluster.context() as ctx:
             yield None
             loss = chained(ctx, self.leaf, self.factors, trips)
@@ -65,7 +64,7 @@ class Ours:
             yield self._fetched(ctx.gradient(self.leaf))
 
     def fan_out(self, calls: int) -> rows.Phases:
-        """The sum's call brings the products home."""
+        """Compute products on all workers. The sum's call moves them to the caller."""
         with self.cluster.context() as ctx:
             yield None
             loss = fanned_out(ctx, self.leaf, self.factors, calls)
@@ -74,7 +73,7 @@ class Ours:
             yield self._fetched(ctx.gradient(self.leaf))
 
     def retained(self, passes: int) -> rows.Phases:
-        """Passes over the one graph, which they keep."""
+        """Run several passes over one retained graph."""
         with self.cluster.context() as ctx:
             loss = chained(ctx, self.leaf, self.factors, 1)
             loss.fetch()
@@ -84,7 +83,7 @@ class Ours:
             yield self._fetched(ctx.gradient(self.leaf))
 
     def prepare(self, width: int) -> None:
-        """A dict of leaves a stage; one optimizer over all."""
+        """Put each stage's leaves on its worker; make one optimizer for all stages."""
         self.stages[width] = [
             self.cluster.put(rows.place(number), {"weight": weight, "bias": bias})
             for number, (weight, bias) in enumerate(rows.weights(width))
@@ -96,7 +95,7 @@ class Ours:
         )
 
     def gradients(self, width: int) -> list[np.ndarray]:
-        """By one request to each owner."""
+        """Fetch all gradients, with one request to each worker."""
         with self.cluster.context() as ctx:
             loss = loss_of(ctx, self.stages[width], *self.batches[width])
             ctx.backward(loss, mode=self.mode)
@@ -104,7 +103,7 @@ class Ours:
             return [np.asarray(value) for value in jdag.fetch(found)]
 
     def step(self, width: int) -> float:
-        """The optimizer waits for nothing, so one number of each new weight is read."""
+        """Step, then wait for all new weights by fetching a number of each."""
         with self.cluster.context() as ctx:
             loss = loss_of(ctx, self.stages[width], *self.batches[width])
             ctx.backward(loss, mode=self.mode)
@@ -117,11 +116,11 @@ class Ours:
         return float(value)
 
     def memory(self) -> list[int]:
-        """By the numbers of their processes."""
+        """Read the peak memory of each worker process."""
         return [rows.peak_bytes(pid) for pid in self._pids.values()]
 
     def cores(self) -> dict[str, list[int]]:
-        """By the same."""
+        """Read the cores that each worker process may use."""
         return {name: pinning.held(pid) for name, pid in self._pids.items()}
 
     @property
@@ -130,14 +129,14 @@ class Ours:
 
 
 def launched() -> jdag.Cluster:
-    """The caller here, and the workers on cores of theirs."""
-    jax.devices()  # It has as many threads as this process has cores now.
+    """Launch the workers, pinned to the workers' cores."""
+    jax.devices()  # JAX starts as many threads as this process has cores now.
     with pinning.of_workers():
         return jdag.launch([CALLER, *rows.WORKERS], allow=ALLOWED)
 
 
 def chained(ctx: jdag.Context, value: Any, factors: Sequence[Any], trips: int) -> Any:
-    """The loss of a chain."""
+    """Run a chain of calls. Returns its loss."""
     for number in range(trips):
         product = ctx.call(rows.WORKERS[0], jnp.multiply, value, factors[number % 7])
         value = ctx.move(CALLER, product)
@@ -145,7 +144,7 @@ def chained(ctx: jdag.Context, value: Any, factors: Sequence[Any], trips: int) -
 
 
 def fanned_out(ctx: jdag.Context, leaf: Any, factors: Sequence[Any], calls: int) -> Any:
-    """The loss of a fan-out; the sum's call brings the products home."""
+    """Run a fan-out of calls. Returns its loss, the sum of all products."""
     products = [
         ctx.call(rows.place(number), jnp.multiply, leaf, factors[number % 7])
         for number in range(calls)
@@ -154,14 +153,14 @@ def fanned_out(ctx: jdag.Context, leaf: Any, factors: Sequence[Any], calls: int)
 
 
 def loss_of(ctx: jdag.Context, stages: Sequence[Any], value: Any, y: Any) -> Any:
-    """The loss of the MLP."""
+    """Run all stages of the MLP. Returns its loss."""
     for stage in stages:
         value = ctx.call(stage["weight"].worker, functions.layer, stage, value)
     return ctx.call(CALLER, functions.mse, value, y)
 
 
 def main() -> None:
-    """Launch the workers and measure."""
+    """Launch the workers, measure, and print results after each row."""
     given = rows.asked(__doc__)
     with launched() as cluster:
         side, settings = Ours(cluster, given.mode), {"jax": jax.__version__}

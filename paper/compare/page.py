@@ -1,6 +1,6 @@
-"""The comparison as a page of Markdown: tables, what bounds the rows, and how it was.
+"""Formats the comparison in Markdown: tables, explanations of misses, settings.
 
-A ratio whose rounds spread by more than 15% of it is marked.
+A ratio is marked if the difference between its rounds exceeds 15% of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Found = Mapping[str, Any]
 
 
 def table(found: Sequence[Found]) -> str:
-    """The summary as a table in Markdown."""
+    """Return the result of `run.summary` as a table in Markdown."""
     others = [name for name in EAGER if name != JUDGED]
     lines = [
         f"| row | peer | {JUDGED} | ratio (rounds) | target | met | plan "
@@ -51,7 +51,7 @@ def _ratio(value: float | None) -> str:
 
 
 def amount(row: str, value: float | None) -> str:
-    """A figure with its unit: bytes where the row is of memory, else a time."""
+    """Format bytes for rows of memory, otherwise seconds, with a unit."""
     if value is None:
         return "-"
     if "memory" in row:
@@ -63,7 +63,7 @@ def amount(row: str, value: float | None) -> str:
 
 
 def misses(found: Sequence[Found], costs: Found) -> str:
-    """What bounds the rows that miss their targets, each said once."""
+    """Return a section that explains the rows that miss their targets."""
     said: dict[str, list[str]] = {}
     for row in found:
         if JUDGED in row and row[JUDGED]["met"] is False:
@@ -73,7 +73,7 @@ def misses(found: Sequence[Found], costs: Found) -> str:
 
 
 def page(written: Found) -> str:
-    """The whole of `compare.md`."""
+    """Return the contents of `compare.md`."""
     settings = ", ".join(f"{key} {value}" for key, value in written["settings"].items())
     where = ", ".join(f"{key} {value}" for key, value in written["machine"].items())
     gaps = "".join(f"- {one}\n" for one in written["missing"])
@@ -82,14 +82,16 @@ def page(written: Found) -> str:
     return (
         "# PyTorch's distributed autograd and jdag, side by side\n\n"
         "![The ratios of the rows apart.](compare.png)\n\n"
-        "FAST and SMART are the modes of eager passes: FAST is the peer's rule, so it "
-        "has the targets; SMART, jdag's default, first finds what a pass needs. A plan "
-        "(`jdag.compile`) runs forward and backward at once, so it stands beside both "
-        "ways of the peer. Rows end in `one core` where caller and workers share one; "
-        "in the others the caller has a core and the workers have the rest. Where "
-        "arithmetic or memory is what counts there is no row on one core. Rows of "
-        "graphs are forward alone, beside Ray's Compiled Graph: an array goes to a "
-        "worker and back, or through so many calls by three workers in turn.\n\n"
+        "FAST and SMART are the modes of eager passes. FAST is the peer's mode, so it "
+        "has the targets; SMART, jdag's default, first finds the part of the graph "
+        "that a pass needs. A plan (`jdag.compile`) runs forward and backward at once, "
+        "so it is compared with the sum of both. If a row ends in `one core`, caller "
+        "and workers share a core; in other rows the caller has one core and the "
+        "workers have the others. Rows dominated by arithmetic or memory are not "
+        "measured on one core. Rows of graphs have only a forward, and are compared "
+        "with Ray's "
+        "Compiled Graph: an array is sent to a worker and back, or through so many "
+        "calls on three workers.\n\n"
         f"{table(written['rows'])}\n"
         f"Medians of {written['rounds']} rounds in turn, of p50s in each; the ratio is "
         f"jdag / peer, its range that of the rounds, and {UNSTEADY} marks one whose "

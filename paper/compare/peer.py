@@ -2,10 +2,10 @@
 
     PYTHON -m paper.compare.peer [--quick] [--pin one]
 
-Run by the Python of an environment that has torch; prints a JSON object after each row,
-of all so far. Calls use the fastest way that the peer has for each: its own operators
-by name, Python functions where it has none. Stages of the MLP hand what they make to
-each other by remote refs.
+It runs in a Python environment with torch. After each row it prints a JSON object with
+all rows so far. Calls use the peer's fastest method: operators of torch or, where it
+has no operator, Python functions. Stages of the MLP pass their outputs to each other by
+remote refs.
 """
 
 import subprocess
@@ -25,12 +25,12 @@ from paper.compare.pinning import CALLER
 
 
 def identity(value: torch.Tensor) -> torch.Tensor:
-    """What goes there and back."""
+    """Return the argument, so that a tensor makes a round trip."""
     return value
 
 
 class Stage(torch.nn.Module):
-    """One layer of the MLP, on its worker."""
+    """A layer of the MLP; the object is on the layer's worker."""
 
     def __init__(self, width: int, number: int) -> None:
         super().__init__()
@@ -39,27 +39,27 @@ class Stage(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.from_numpy(bias))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Layer of (batch, width)."""
+        """Compute the layer; input and output are (batch, width)."""
         return torch.tanh(torch.addmm(self.bias, x, self.weight))
 
 
 def parameters(stage: Any) -> list[Any]:
-    """Remote refs of the parameters of a stage, on its worker."""
+    """Return remote refs to a stage's parameters. Runs on the stage's worker."""
     return [rpc.RRef(parameter) for parameter in stage.local_value().parameters()]
 
 
 def forward(stage: Any, x: Any) -> torch.Tensor:
-    """A stage of what is here, or comes from where it is."""
+    """Apply a stage to a tensor or a remote ref. Runs on the stage's worker."""
     return stage.local_value()(x if isinstance(x, torch.Tensor) else x.to_here())
 
 
 def gradient(stage: Any, context: int) -> torch.Tensor:
-    """The gradient of the weight of a stage in a context, on its worker."""
+    """Return the gradient of a stage's weight. Runs on the stage's worker."""
     return autograd.get_gradients(context)[stage.local_value().weight]
 
 
 class Peer:
-    """PyTorch's side of the rows; see `rows.Side`."""
+    """PyTorch's implementation of the rows; see `rows.Side`."""
 
     def __init__(self) -> None:
         self.leaf = torch.from_numpy(rows.leaf()).requires_grad_()
@@ -69,19 +69,19 @@ class Peer:
         self.optimizers: dict[int, Any] = {}
 
     def array(self, value: np.ndarray) -> torch.Tensor:
-        """A tensor of the same memory."""
+        """Return a tensor that shares the array's memory."""
         return torch.from_numpy(value)
 
     def add(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """By torch's own operator, outside of a context: its fastest."""
+        """Add by an operator of torch, without a context, since this is fastest."""
         return rpc.rpc_sync(rows.WORKERS[0], torch.add, args=(one, other))
 
     def identity(self, value: torch.Tensor) -> torch.Tensor:
-        """By a Python function."""
+        """Call the Python function `identity` on a worker."""
         return rpc.rpc_sync(rows.WORKERS[0], identity, args=(value,))
 
     def chain(self, trips: int) -> rows.Phases:
-        """Each reply comes back by itself, and goes out as an argument."""
+        """Wait for each product, then send it as an argument of the next call."""
         with autograd.context() as context:
             yield None
             loss = self._chained(trips)
@@ -97,7 +97,7 @@ class Peer:
         return value.sum()
 
     def fan_out(self, calls: int) -> rows.Phases:
-        """All calls at once, as futures."""
+        """Start all calls without waiting, then wait for all products."""
         with autograd.context() as context:
             yield None
             products = [
@@ -114,7 +114,7 @@ class Peer:
             yield autograd.get_gradients(context)[self.leaf]
 
     def retained(self, passes: int) -> rows.Phases:
-        """Passes over the one graph, which they keep."""
+        """Run several passes over one retained graph."""
         with autograd.context() as context:
             loss = self._chained(1)
             yield None
@@ -123,7 +123,7 @@ class Peer:
             yield autograd.get_gradients(context)[self.leaf]
 
     def prepare(self, width: int) -> None:
-        """A module a stage, made on its worker; one optimizer over all parameters."""
+        """Make each stage on its worker, and one optimizer for all stages."""
         stages = [
             rpc.remote(rows.place(number), Stage, args=(width, number))
             for number in range(rows.STAGES)
@@ -141,7 +141,7 @@ class Peer:
         )
 
     def gradients(self, width: int) -> list[np.ndarray]:
-        """One request for each stage, in the context."""
+        """Fetch the gradients with one request for each stage."""
         with autograd.context() as context:
             autograd.backward(context, [self._loss(width)])
             return [
@@ -150,7 +150,7 @@ class Peer:
             ]
 
     def step(self, width: int) -> float:
-        """The optimizer's step waits for all owners by itself."""
+        """Step. The peer's optimizer waits until all workers have stepped."""
         with autograd.context() as context:
             loss = self._loss(width)
             autograd.backward(context, [loss])
@@ -166,19 +166,19 @@ class Peer:
         return torch.mean((value - y) ** 2)
 
     def memory(self) -> list[int]:
-        """Each worker reads its own."""
+        """Call each worker, which reads its own peak memory."""
         return [
             rpc.rpc_sync(worker, rows.peak_bytes, args=("self",))
             for worker in rows.WORKERS
         ]
 
     def cores(self) -> dict[str, list[int]]:
-        """By the same."""
+        """Call each worker, which reads its own cores."""
         return {name: rpc.rpc_sync(name, pinning.held) for name in rows.WORKERS}
 
 
 def join(name: str, meeting: str) -> None:
-    """Take part under a name, the others of which meet at a file."""
+    """Join the RPC group as `name`; `meeting` is the URI of the rendezvous file."""
     names = (CALLER, *rows.WORKERS)
     options = rpc.TensorPipeRpcBackendOptions(init_method=meeting, rpc_timeout=120)
     rpc.init_rpc(
@@ -190,7 +190,7 @@ def join(name: str, meeting: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be a worker where a name and a meeting place are given, else the caller."""
+    """Run as a worker after `--worker NAME URI`, otherwise as the caller."""
     if arguments[:1] == ["--worker"]:
         join(*arguments[1:3])
         rpc.shutdown()
@@ -213,7 +213,7 @@ def main(arguments: Sequence[str]) -> None:
                 rows.tell({**found, "settings": settings})
             rpc.shutdown()
         except BaseException:
-            for worker in workers:  # They would poll for ever.
+            for worker in workers:  # They would wait indefinitely.
                 worker.kill()
             raise
         for worker in workers:

@@ -1,4 +1,4 @@
-"""The comparison as a picture: a bar for each row, which begins at the peer's 1."""
+"""Draws the comparison: a bar for each row, from 1 (the peer) to jdag's ratio."""
 
 from collections.abc import Mapping
 from io import BytesIO
@@ -10,17 +10,17 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 from paper.compare.page import UNSTEADY, amount
 from paper.compare.rows import JUDGED, ON_ONE, PEER, PLAN
 
-# Bars by system: grey enough to be told apart without colours, and where in its row.
+# The style of each system's bars, in drawing order. Colours also differ in grey.
 STYLES: dict[str, dict[str, Any]] = {
     JUDGED: {"color": "#3b5b7d", "label": "eager calls, FAST"},
     PLAN: {"color": "#f2c879", "label": "plan", "edgecolor": "#22272c"},
 }
-THICK = 0.38  # Of a bar, where a row is 1.
+THICK = 0.38  # The thickness of a bar, as a fraction of the height of a row.
 TICKS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def picture(written: Mapping[str, Any]) -> Figure:
-    """The ratios of rows apart; `written` is what `compare.json` has."""
+    """Draw the rows on separate cores. `written` is the contents of `compare.json`."""
     shown = [
         (row, [name for name in STYLES if name in row])
         for row in written["rows"]
@@ -80,7 +80,7 @@ def picture(written: Mapping[str, Any]) -> Figure:
 
 
 def draw(written: Mapping[str, Any]) -> bytes:
-    """The same as a PNG."""
+    """Return the picture as PNG."""
     out = BytesIO()
     picture(written).savefig(out, format="png", dpi=130)
     return out.getvalue()

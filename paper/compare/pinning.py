@@ -1,8 +1,8 @@
-"""Which cores the caller and its workers run on, alike for all systems.
+"""Pins the caller and its workers to cores, in the same way for all systems.
 
-It knows the standard library alone, so that any system's Python can import it. A part
-begins with `begin`, and starts what its workers need inside `of_workers`: processes and
-threads inherit the cores, and the numerical libraries have as many threads.
+This module imports only the standard library, so that each system's Python can import
+it. Each system's script calls `begin`, and starts its workers inside `of_workers`. New
+processes and threads inherit the cores, and numerical libraries use one thread a core.
 """
 
 import json
@@ -12,51 +12,51 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# The workers have all cores but the caller's, or every process is on one and the same.
+# "apart": the workers have all cores but the caller's. "one": all share one core.
 APART, ONE = WAYS = ("apart", "one")
 CALLER = "caller"
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 PASSES_MAX = 10
-_WORKERS = "JDAG_COMPARE_CORES"  # Those of the workers, where the caller is pinned.
+_WORKERS = "JDAG_COMPARE_CORES"  # The environment variable with the workers' cores.
 
 
 def cores_of(how: str, available: Collection[int]) -> tuple[list[int], list[int]]:
-    """The cores of the caller and of each worker; `how` is one of `WAYS`."""
+    """Return the cores of the caller and those of all workers; `how` is in `WAYS`."""
     first, *others = sorted(available)
     if how == APART and not others:
-        raise SystemExit("to run caller and workers apart takes two cores")
+        raise SystemExit("separate cores for caller and workers need two cores or more")
     return [first], others if how == APART else [first]
 
 
 def begin(how: str) -> None:
-    """Start this process anew on the caller's cores, unless it is so already.
+    """Pin this process to the caller's cores and restart it, if not done before.
 
-    So its libraries are imported, and their threads made, where they are to run.
+    The libraries that it imports then start their threads on these cores.
     """
     if _WORKERS not in os.environ:
         caller, workers = cores_of(how, os.sched_getaffinity(0))
         _pin(caller)
         os.environ[_WORKERS] = json.dumps(workers)
-        os.environ.pop("NPROC", None)  # XLA counts the cores that it is given.
+        os.environ.pop("NPROC", None)  # XLA then counts the available cores.
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 @contextmanager
 def of_workers() -> Iterator[None]:
-    """Processes that are started in here have the workers' cores."""
+    """Pin processes that are started inside this context to the workers' cores."""
     mine = sorted(os.sched_getaffinity(0))
     _pin(json.loads(os.environ[_WORKERS]))
     try:
         yield
     finally:
-        _pin(mine)  # Also the threads that have begun since, by an inherited mask.
+        _pin(mine)  # Also pins threads that started inside the context.
 
 
 def held(pid: int | str = "self") -> list[int]:
-    """The cores that any thread of a process may run on."""
+    """Return the cores that any thread of a process may run on."""
     found: set[int] = set()
     for task in _tasks(pid):
-        with suppress(ProcessLookupError):  # It has ended since.
+        with suppress(ProcessLookupError):  # The thread has ended.
             found |= os.sched_getaffinity(task)
     return sorted(found)
 
@@ -68,7 +68,7 @@ def _pin(cores: Sequence[int]) -> None:
         for task in _tasks("self"):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(task, cores)
-        if held() == sorted(cores):  # No thread has begun by an old mask meanwhile.
+        if held() == sorted(cores):  # No new thread has inherited the old cores.
             return
     raise SystemExit(f"threads of this process do not stay on cores {cores}")
 

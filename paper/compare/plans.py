@@ -1,10 +1,10 @@
-"""Our side as plans: the programs of `paper.compare.ours`, by `jdag.compile`.
+"""Our side as plans: compiles the programs of `paper.compare.ours`.
 
     python -m paper.compare.plans [--quick] [--pin one]
 
-Prints a JSON object after each row, of all so far. Factors and batches are inputs of a
-step, as they are arguments of the peer's calls; the factors of graphs are constants, as
-in Ray's.
+After each row it prints a JSON object with all rows so far. Factors and batches are
+inputs of a step, since they are arguments of the peer's calls. In rows compared with
+Ray, the factors are constants, as in Ray's graphs.
 """
 
 from collections.abc import Callable
@@ -20,27 +20,27 @@ from paper.compare import functions, ours, rows
 
 
 class Plans(ours.Ours):
-    """Plans of the rows; see `rows.Side`. A pass is one phase: both ways at once."""
+    """The rows as plans; see `rows.Side`. Forward and backward are one phase."""
 
     def __init__(self, cluster: jdag.Cluster) -> None:
         super().__init__(cluster, "fast")
         self.plan = cache(partial(made, cluster))
 
     def add(self, one: jax.Array, other: jax.Array) -> Any:
-        """A step without a pass."""
+        """Run a plan that has no backward pass."""
         return jax.block_until_ready(self.plan(added)(one, other))
 
     def identity(self, value: jax.Array) -> Any:
-        """A step without a pass, recorded anew for each size."""
+        """Run a plan that has no backward pass. It is recorded again for each size."""
         return jax.block_until_ready(self.plan(lined, 0)(value))
 
     def chain(self, trips: int) -> rows.Phases:
-        """The program moves each product home; so does the plan."""
+        """Run `ours.chained` as one step of a plan."""
         yield None
         yield self._passed(ours.chained, trips)
 
     def fan_out(self, calls: int) -> rows.Phases:
-        """One step."""
+        """Run `ours.fanned_out` as one step of a plan."""
         yield None
         yield self._passed(ours.fanned_out, calls)
 
@@ -51,29 +51,29 @@ class Plans(ours.Ours):
         return float(value), np.asarray(gradient)
 
     def step(self, width: int) -> float:
-        """It is over when all workers have made the weights that they assign."""
+        """Step, and wait until all workers have computed the new weights."""
         step = self.plan(ours.loss_of, optimizer=self.optimizers[width])
         return float(step(self.stages[width], *self.batches[width]))
 
     def graph(self, value: jax.Array, calls: int) -> Callable[[Any], Any]:
-        """Values go from worker to worker."""
+        """Return a function that runs `lined` as a plan."""
         del value
         step = self.plan(lined, calls)
         return lambda value: jax.block_until_ready(step(value))
 
 
 def made(cluster: Any, program: Callable[..., Any], *size: int, **more: Any) -> Any:
-    """The plan of a program that takes sizes after its arguments."""
+    """Compile a program whose last arguments are the constants `size`."""
     return jdag.compile(lambda *given: program(*given, *size), cluster, **more)
 
 
 def added(ctx: jdag.Context, one: Any, other: Any) -> Any:
-    """A sum, made on a worker."""
+    """Add two arrays on a worker."""
     return ctx.call(rows.WORKERS[0], jnp.add, one, other)
 
 
 def lined(ctx: jdag.Context, value: Any, calls: int) -> Any:
-    """A row of `rows.GRAPHS`."""
+    """Run a row of `rows.GRAPHS`: `calls` multiplications, or an echo if 0."""
     for number in range(calls):
         factor = jnp.asarray(rows.factor(number)[0, 0])
         value = ctx.call(rows.place(number), jnp.multiply, value, factor)
@@ -81,7 +81,7 @@ def lined(ctx: jdag.Context, value: Any, calls: int) -> Any:
 
 
 def main() -> None:
-    """Launch the workers and measure."""
+    """Launch the workers, measure, and print results after each row."""
     given, wanted = rows.asked(__doc__), rows.of(rows.PLAN)
     with ours.launched() as cluster:
         for found in rows.measure(Plans(cluster), given.repeats, wanted, given.pin):

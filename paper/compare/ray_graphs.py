@@ -1,9 +1,9 @@
-"""Ray's side of the rows of graphs: its Compiled Graph, an actor for each worker.
+"""Ray's side of the rows of graphs: a Compiled Graph with an actor for each worker.
 
     PYTHON -m paper.compare.ray_graphs [--quick] [--pin one]
 
-Run by the Python of an environment that has Ray; prints a JSON object after each row,
-of all so far.
+It runs in a Python environment with Ray. After each row it prints a JSON object with
+all rows so far.
 """
 
 import logging
@@ -17,28 +17,27 @@ from ray.dag import InputNode
 
 from paper.compare import pinning, rows
 
-SPARE_BYTES = 1 << 16  # Of a channel, beside the array that passes.
+SPARE_BYTES = 1 << 16  # A channel is larger than the array by this size.
 LOCAL = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
 
 
 class Worker:
-    """An actor: a process of its own."""
+    """A Ray actor, which runs in its own process."""
 
     def same(self, value: np.ndarray) -> np.ndarray:
-        """There and back."""
         return value
 
     def multiply(self, value: np.ndarray, factor: Any) -> Any:
-        """One call of a chain."""
+        """Multiply by a factor: one call of a chain."""
         return value * factor
 
     def cores(self) -> list[int]:
-        """Those of this process."""
+        """Return the cores of this process."""
         return pinning.held()
 
 
 class Graphs:
-    """Ray's side; see `rows.measure_graphs`."""
+    """Ray's implementation of `rows.GRAPHS`; see `rows.Side`."""
 
     array = staticmethod(np.asarray)
     compiled: Any = None
@@ -47,7 +46,7 @@ class Graphs:
         self.actors = [ray.remote(Worker).remote() for _ in rows.WORKERS]
 
     def graph(self, value: np.ndarray, calls: int) -> Callable[[Any], Any]:
-        """One at a time; its channels are large enough for such a value."""
+        """Compile a new graph, whose channels are large enough for `value`."""
         if self.compiled is not None:
             self.compiled.teardown()
         with InputNode() as given:
@@ -60,15 +59,15 @@ class Graphs:
         return lambda value: ray.get(self.compiled.execute(value))
 
     def cores(self) -> dict[str, list[int]]:
-        """Each actor reads its own."""
-        if self.compiled is not None:  # Until then actors do nothing else.
+        """Call each actor, which reads its own cores."""
+        if self.compiled is not None:  # Actors in a graph take no other calls.
             self.compiled.teardown()
         read = [actor.cores.remote() for actor in self.actors]
         return dict(zip(rows.WORKERS, ray.get(read), strict=True))
 
 
 def main() -> None:
-    """Start Ray on this machine and measure."""
+    """Start Ray on this machine, measure, and print results after each row."""
     given, wanted = rows.asked(__doc__), rows.of(rows.RAY)
     os.environ.update(LOCAL)
     with pinning.of_workers():
@@ -79,7 +78,7 @@ def main() -> None:
             logging_level=logging.ERROR,
         )
         side = Graphs()
-        side.cores()  # So they have started.
+        side.cores()  # Waits until the actors have started.
     for found in rows.measure(side, given.repeats, wanted, given.pin):
         rows.tell({**found, "settings": {"ray": ray.__version__}})
     ray.shutdown()

@@ -1,10 +1,10 @@
-"""What both sides measure: the rows, their sizes and targets, and how one is timed.
+"""Defines the rows of the comparison, their targets, and how they are timed.
 
-It knows numpy and `pinning` alone, so that either side's Python can import it. A `Side`
-does the work; `measure` asks the same of each, in the same order, and times it the same
-way. What a side returns or yields is ready. A row with phases is a generator: what it
-does up to a `yield` is one phase, and what comes before the first or after the last is
-not timed.
+This module imports only numpy and `pinning`, so that each system's Python can import
+it. A `Side` does the work of one system; `measure` times all sides in the same way. A
+side returns or yields values when they are ready. A row with phases is a generator: the
+work between two `yield`s is one phase. Work before the first `yield` and after the last
+is not timed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import numpy as np
 from paper.compare import pinning
 from paper.compare.pinning import APART, CALLER, held
 
-# The systems; eager calls of ours by the mode of their passes, the first is judged.
+# The systems. jdag's eager calls are named by the mode of passes. FAST has targets.
 PEER, PLAN, RAY = "peer", "plan", "Ray"
 EAGER = {(JUDGED := "FAST"): "fast", "SMART": "smart"}
 SYSTEMS = (PEER, *EAGER, PLAN, RAY)
@@ -45,15 +45,15 @@ LEARNING_RATE = 0.5
 
 MEMORY = "peak memory of a worker"
 RETAINED, REPEATED = f"{PASSES:,} retained passes", f"{PASSES:,} passes, both ways"
-# Rows beside Ray's Compiled Graph, forward alone: the bytes of a float32 array, and how
-# many workers in turn multiply it by a constant; none: it goes to one and comes back.
+# Rows compared with Ray's Compiled Graph, only forward: the bytes of a float32 array,
+# and the number of multiplications by alternating workers; 0: only an echo.
 GRAPHS = {
     "graph: echo 36 bytes": (36, 0),
     "graph: echo 1 MiB": (1 << 20, 0),
     **{f"graph: chain of {trips}": (36, trips) for trips in TRIPS},
 }
-# The rows, and at most which ratio of eager calls and of plans to the peer, which is
-# Ray for graphs; None: no target. A plan runs both ways at once, and retains no graph.
+# The rows, with maximum ratios of eager calls and plans to the peer (for graphs, Ray).
+# None: no target. A plan runs both ways at once, and retains no graph.
 TARGETS: dict[str, dict[str, float | None]] = {
     "add 3x3, reply fetched": {JUDGED: 1.0, PLAN: 0.35},
     "identity 36 bytes": {JUDGED: None, PLAN: 0.16},
@@ -81,11 +81,11 @@ TARGETS: dict[str, dict[str, float | None]] = {
     MEMORY: {JUDGED: None, PLAN: None},
     **{row: {PLAN: 1.0 if "MiB" in row else 0.5} for row in GRAPHS},
 }
-ON_ONE = ", one core"  # Ends the names of rows whose processes share a core.
+ON_ONE = ", one core"  # The suffix of rows whose processes share a core.
 
 
 def of(system: str) -> list[str]:
-    """The rows of a system."""
+    """Return the names of the rows that a system runs."""
     if system == RAY:
         return list(GRAPHS)
     kind = PLAN if system == PLAN else JUDGED
@@ -93,18 +93,18 @@ def of(system: str) -> list[str]:
 
 
 def on_one(row: str) -> bool:
-    """Whether a row is measured on one core too: messages are what takes its time."""
+    """Return whether a row is also measured on one core: messages dominate its time."""
     return row != MEMORY and "MLP" not in row
 
 
 def of_both() -> list[str]:
-    """The names of all rows, each apart and, if it is of messages, then on one core."""
+    """Return the names of all rows, on separate cores and on one core."""
     both = [(row, f"{row}{ON_ONE}") if on_one(row) else (row,) for row in TARGETS]
     return [name for names in both for name in names]
 
 
 class Repeats(NamedTuple):
-    """How often rows are measured: those of some 100 us, and longer ones."""
+    """Numbers of repeats of a row, by its duration; `short` means some 100 us."""
 
     short: int
     middle: int
@@ -116,51 +116,51 @@ FULL = Repeats(short=300, middle=60, long=15, longest=3)
 QUICK = Repeats(short=10, middle=4, long=2, longest=1)
 
 Phases = Iterator[Any]
-# Rows that have been measured, and what they computed.
+# Yields (seconds or bytes by row, numbers that the rows computed).
 Part = Iterator[tuple[dict[str, float], dict[str, Any]]]
 
 
 class Side(Protocol):
-    """One of the two systems: a caller here, and `WORKERS`, a process each."""
+    """A compared system: a caller in this process, and a process for each worker."""
 
     def array(self, value: np.ndarray) -> Any:
-        """Return it as an array of this system."""
+        """Convert a NumPy array to an array of this system."""
 
     def add(self, one: Any, other: Any) -> Any:
-        """Add two arrays on a worker; return the sum."""
+        """Add two arrays on a worker. Returns the sum."""
 
     def identity(self, value: Any) -> Any:
-        """Send an array to a worker and back."""
+        """Send an array to a worker, which returns it."""
 
     def chain(self, trips: int) -> Phases:
-        """Multiply a leaf by each `factor` on a worker, and have it back each time.
+        """Multiply a leaf by factors, one call on a worker after another.
 
-        Yields None in a context, then the sum of the last product, and after the
-        backward pass the gradient of the leaf.
+        After each call the caller has the product. Yields None in a context, then the
+        sum of the last product, and after the backward pass the leaf's gradient.
         """
 
     def fan_out(self, calls: int) -> Phases:
-        """Multiply a leaf by each `factor`, on all workers; sum all products here.
+        """Multiply a leaf by factors on all workers; sum the products at the caller.
 
-        Yields None in a context, then the sum, and after the pass the gradient.
+        Yields None in a context, then the sum, and after the pass the leaf's gradient.
         """
 
     def retained(self, passes: int) -> Phases:
-        """A chain of one, but so many passes over the one graph.
+        """Run a chain of one call, and `passes` passes over its retained graph.
 
-        Yields None after forward, and after all passes the accumulated gradient.
+        Yields None after the forward, and the summed gradient after all passes.
         """
 
     def prepare(self, width: int) -> None:
-        """Put the stages of `weights(width)` on their workers, with SGD for each."""
+        """Put the stages of `weights(width)` on workers; make an SGD optimizer."""
 
     def gradients(self, width: int) -> list[np.ndarray]:
-        """Return the gradient of the weight of each stage, without a step."""
+        """Return the gradient of each stage's weight, without changing weights."""
 
     def step(self, width: int) -> float:
-        """Train one step on `batch(width)`; return the loss before it.
+        """Train one step on `batch(width)`. Returns the loss before the step.
 
-        The new weights are ready then, and the context has been left.
+        When it returns, the new weights are ready and the context has been left.
         """
 
     def memory(self) -> list[int]:
@@ -170,24 +170,24 @@ class Side(Protocol):
         """Return the cores that each worker may run on."""
 
     def graph(self, value: Any, calls: int) -> Callable[[Any], Any]:
-        """Return a function of such an array: a row of `GRAPHS`."""
+        """Return a function that runs a row of `GRAPHS` on arrays like `value`."""
 
 
 # ------------------------------------------------------------------- what is computed
 
 
 def leaf() -> np.ndarray:
-    """The leaf of chains and fan-outs: (3, 3), float32."""
+    """Return the leaf of chains and fan-outs, a (3, 3) array of float32."""
     return np.linspace(0.5, 1.5, 9, dtype=np.float32).reshape(3, 3)
 
 
 def factor(number: int) -> np.ndarray:
-    """The constant of call `number`: (3, 3), float32, near 1."""
+    """Return the factor of a call: a (3, 3) array of equal float32 numbers near 1."""
     return np.full((3, 3), 1 + (number % 7 - 3) / 1024, dtype=np.float32)
 
 
 def weights(width: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The stages of the MLP: float32, a weight (width, width) and a bias (width,)."""
+    """Return each stage of the MLP: its weight (width, width) and bias (width,)."""
     drawn = np.random.default_rng(width)
     scale = np.float32(width**-0.5)
     return [
@@ -200,14 +200,14 @@ def weights(width: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def batch(width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets: (BATCH, width), float32."""
+    """Return inputs and targets, both (BATCH, width) in float32."""
     drawn = np.random.default_rng(width + 1)
     x = drawn.standard_normal((BATCH, width), dtype=np.float32)
     return x, np.tanh(np.roll(x, 1, axis=1))
 
 
 def place(number: int) -> str:
-    """The worker of a stage, or of a call of a fan-out: in turn."""
+    """Return the worker of stage or call `number`; the workers alternate."""
     return WORKERS[number % len(WORKERS)]
 
 
@@ -217,10 +217,11 @@ def place(number: int) -> str:
 def measure(
     side: Any, repeats: Repeats, wanted: Iterable[str], how: str = APART
 ) -> Iterator[dict[str, Any]]:
-    """Some rows of a side, in seconds and bytes, and the numbers that it computed.
+    """Measure the `wanted` rows of a side.
 
-    A side has what its rows take of `Side`. Yields what there is after each row, so
-    that a failure loses no earlier one; at last also the cores that all ran on.
+    The side needs only the methods of `Side` that these rows use. After each row this
+    yields all results so far, so that a failure does not lose them: seconds (or bytes),
+    and computed numbers. The last result also has the cores of all processes.
     """
     rows: dict[str, float] = {}
     numbers: dict[str, Any] = {}
@@ -246,7 +247,7 @@ def _calls(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
         sent = np.arange(size // 4, dtype=np.float32)
         value = side.array(sent)
         if not np.array_equal(np.asarray(side.identity(value)), sent):
-            raise SystemExit(f"{name} did not come back as they went")
+            raise SystemExit(f"{name} were returned with different values")
         count = repeats.short if size <= 1 << 20 else repeats.long
         yield {row: timed(partial(side.identity, value), count)}, {}
 
@@ -270,12 +271,12 @@ def _passes(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
 
 
 def _results(found: Any) -> Any:
-    """The sum and the gradient; a plan yields both at once, of its one phase."""
+    """Return (sum, gradient) of a row. A plan yields both as a pair, in one phase."""
     return found if len(found) == 2 else found[0]
 
 
 def repeated(side: Any, passes: int) -> Phases:
-    """So many chains of one, forward and backward, whose gradients are added up."""
+    """Run `passes` chains of one call each. Yields the sum of their gradients."""
     total = np.zeros_like(leaf())
     yield None
     for _ in range(passes):
@@ -290,7 +291,7 @@ def _steps(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
             continue
         side.prepare(width)
         computed: dict[str, Any] = {}
-        if width < max(WIDTHS):  # To read the widest would be what takes most memory.
+        if width < max(WIDTHS):  # Reading the largest would change the peak memory.
             computed[f"gradients {width}"] = [
                 [float(np.linalg.norm(gradient)), *gradient[0, :4].tolist()]
                 for gradient in side.gradients(width)
@@ -320,7 +321,7 @@ def _memory(side: Side, repeats: Repeats, wanted: Sequence[str]) -> Part:
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
-    """The median time of a call in seconds, after some that do not count."""
+    """Return the median seconds of a call, after some calls that do not count."""
     for _ in range(_warm(repeats)):
         work()
     return statistics.median(_seconds(work) for _ in range(repeats))
@@ -329,7 +330,7 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 def timed_phases(
     make: Callable[[], Phases], repeats: int
 ) -> tuple[list[float], list[Any]]:
-    """The median time of each phase, then of all, and what the last run yielded."""
+    """Return median seconds of each phase and of their sum, and the last results."""
     for _ in range(_warm(repeats)):
         _phases(make())
     runs = [_phases(make()) for _ in range(repeats)]
@@ -362,19 +363,19 @@ def _listed(array: Any) -> list[Any]:
     return found
 
 
-# --------------------------------------------------------------------- on either side
+# ------------------------------------------------------------------------- utilities
 
 
 def peak_bytes(pid: int | str) -> int:
-    """The peak resident size of a process of this machine, in bytes."""
+    """Return the peak resident size of a local process, in bytes."""
     (line,) = re.findall("VmHWM.*", Path(f"/proc/{pid}/status").read_text())
     return int(line.split()[1]) * 1024
 
 
 def asked(about: str) -> argparse.Namespace:
-    """What a part is asked for, after its process was pinned; `about` is its docstring.
+    """Parse the arguments of a system's script, and pin its process to cores.
 
-    `--quick` is only to see that all works.
+    `about` is the script's docstring. `--quick` only tests the script.
     """
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true")
@@ -387,6 +388,6 @@ def asked(about: str) -> argparse.Namespace:
 
 
 def tell(found: dict[str, Any]) -> None:
-    """Hand what was found so far to `run.py`, which reads the last line: JSON."""
+    """Print the results so far as a line of JSON. `run.py` uses the last line."""
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

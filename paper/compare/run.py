@@ -1,18 +1,19 @@
-"""PyTorch's distributed autograd and jdag side by side, in turn in one run.
+"""Compares PyTorch's distributed autograd and jdag, which alternate in one run.
 
     python -m paper.compare.run --peer PYTHON --ray PYTHON [--rounds 7] [--quick]
 
-PYTHON is that of an environment that has the peer, and of one that has Ray; the
-variables JDAG_PEER and JDAG_RAY name them too. Eager calls and plans stand beside the
-peer, plans beside Ray's Compiled Graph too.
+`--peer` and `--ray` (or the variables JDAG_PEER and JDAG_RAY) are the Pythons of
+environments with PyTorch, the peer, and with Ray. Eager calls and plans are compared
+with the peer, and plans also with Ray's Compiled Graph.
 
-Each round starts each system anew, a caller and three workers, with the same settings
-of the allocator: once with the caller on a core and the workers on the others, once
-with all on one core; every other round in the opposite order. Figures count only with
-numbers that are the peer's, from processes on the cores that were asked for. After each
-round, and at the end however it comes, `compare.json`, `compare.md` and the picture
-`compare.png` of `paper/results/` are written with all that was measured; the page names
-what is missing. `--quick` only shows that all works, and writes nothing.
+Each round restarts each system, with a caller, three workers and the same allocator
+settings: once with the caller on one core and the workers on the others, and
+once with all processes on one core. Every second round has the opposite order of
+systems. Measurements count only if the computed numbers equal the peer's and all
+processes ran on the requested cores. After each round, and even when interrupted, the
+script writes `compare.json`, `compare.md` and the picture `compare.png` to
+`paper/results/` with all measurements; the page lists the missing ones. `--quick` only
+tests the script, and writes nothing.
 """
 
 import argparse
@@ -39,13 +40,13 @@ from paper.figures import RESULTS, machine
 
 ROOT = Path(__file__).parents[2]
 INSTALL = (
-    "it takes an environment of its own: python3.11 -m venv DIR && "
+    "it needs a separate environment: python3.11 -m venv DIR && "
     "DIR/bin/pip install {package} numpy; then --{option} DIR/bin/python"
 )
-# What an option's Python has to have.
+# The package that must be installed for the Python of each option.
 PACKAGES = {"peer": "torch==2.13.0", "ray": "ray==2.60.0"}
 COSTS = [sys.executable, "-m", "paper.compare.costs"]
-# What large arrays cost is mostly fresh pages; so nobody gives any back.
+# For large arrays, new pages of memory cost most, so no system may free its pages.
 TUNABLES = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.mmap_threshold": 1 << 34,
@@ -53,20 +54,20 @@ TUNABLES = {
     "glibc.malloc.top_pad": 1 << 26,
 }
 ROUND_S = 900
-SPREAD_MAX = 0.15  # Of a ratio's rounds, largest less least, to their median.
-RELATIVE, ABSOLUTE = 1e-3, 1e-6  # How near the same numbers are, in float32.
+SPREAD_MAX = 0.15  # The maximum of (largest - least ratio) / median ratio.
+RELATIVE, ABSOLUTE = 1e-3, 1e-6  # Tolerances for equal numbers in float32.
 
 Found = Mapping[str, Any]
 
 
 def environment() -> dict[str, str]:
-    """What both sides run in; `pinning` adds the numbers of threads."""
+    """Return the environment of all systems; `pinning` adds numbers of threads."""
     tunables = ":".join(f"{key}={value}" for key, value in TUNABLES.items())
     return {**os.environ, "PYTHONPATH": str(ROOT), "GLIBC_TUNABLES": tunables}
 
 
 def commands(peer: str, ray: str, more: Sequence[str]) -> dict[str, list[str]]:
-    """How each of `SYSTEMS` is started, but for `--pin`."""
+    """Return the command of each of `SYSTEMS`, without `--pin`."""
     ours = [sys.executable, "-m", "paper.compare.ours"]
     return {
         PEER: [peer, "-W", "ignore", "-m", "paper.compare.peer", *more],
@@ -77,10 +78,10 @@ def commands(peer: str, ray: str, more: Sequence[str]) -> dict[str, list[str]]:
 
 
 def taken(command: Sequence[str], found: dict[str, Any]) -> str:
-    """Run one system once; add what it found to `found`.
+    """Run the script of one system once, and add its results to `found`.
 
-    Returns why that is not all, or nothing. However the run ends, what the system has
-    printed until then is found.
+    Returns the reason if results are missing, otherwise "". Results that the system
+    printed before a failure are kept.
     """
     with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
         try:
@@ -93,14 +94,14 @@ def taken(command: Sequence[str], found: dict[str, Any]) -> str:
                 timeout=ROUND_S,
             )
         except subprocess.TimeoutExpired:
-            return f"not done within {ROUND_S} s"
+            return f"not finished within {ROUND_S} s"
         finally:
             out.seek(0)
             last = _last(out)
             for kind, part in last.items():
                 found[kind] = {**found.get(kind, {}), **part}
         if not code:
-            return "" if last else "it printed no figures"
+            return "" if last else "it printed no results"
         errors.seek(0)
         said = errors.read().strip()
         sys.stderr.write(f"{' '.join(command)}\n{said}\n")
@@ -108,7 +109,7 @@ def taken(command: Sequence[str], found: dict[str, Any]) -> str:
 
 
 def _last(lines: Iterable[str]) -> dict[str, Any]:
-    """The last JSON object among lines; the very last one may be cut off."""
+    """Return the last line that is a valid JSON object, parsed."""
     found: dict[str, Any] = {}
     for line in lines:
         if line.startswith("{"):
@@ -118,11 +119,11 @@ def _last(lines: Iterable[str]) -> dict[str, Any]:
 
 
 class Comparison:
-    """What has been measured so far, and why there is no more.
+    """The measurements so far, and the reasons for missing ones.
 
     Args:
         about: the machine and the settings.
-        count: of rounds that are asked for.
+        count: the number of requested rounds.
     """
 
     def __init__(self, about: Found, count: int) -> None:
@@ -133,11 +134,11 @@ class Comparison:
         self.failures: list[str] = []
 
     def round(self, started: Mapping[str, Sequence[str]]) -> None:
-        """Run all systems once, every other time in the opposite order."""
+        """Run all systems once; in every second round, in the opposite order."""
         number = len(self.rounds) + 1
         one: dict[str, Any] = {"load": os.getloadavg()[0]}
         self.rounds.append(one)
-        for how in pinning.WAYS:  # What is compared is measured one after the other.
+        for how in pinning.WAYS:  # Systems with the same cores run consecutively.
             for name in list(started)[:: 1 if number % 2 else -1]:
                 found = one.setdefault(name, {})
                 why = taken([*started[name], "--pin", how], found)
@@ -147,13 +148,13 @@ class Comparison:
                 sys.stderr.write(f"round {number} of {self.count}: {said}\n")
 
     def cost(self, command: Sequence[str]) -> None:
-        """Measure what rows cost our side."""
+        """Measure the costs of jdag's rows by `command`."""
         why = taken(command, self.costs)
         if why:
             self.failures.append(f"costs: {why}")
 
     def record(self) -> dict[str, Any]:
-        """What is written: all that counts, and a list of what is missing."""
+        """Return the contents of `compare.json`, including missing measurements."""
         missing = list(self.failures)
         each = []
         for number, one in enumerate(self.rounds, 1):
@@ -198,7 +199,7 @@ class Comparison:
         }
 
     def write(self) -> None:
-        """Write all files, each at once, if anything was measured; figures first."""
+        """If anything was measured, replace each result file atomically."""
         written = self.record()
         if any(name in one for one in written["each"] for name in SYSTEMS):
             _put("compare.json", f"{json.dumps(written, indent=1)}\n".encode())
@@ -213,7 +214,7 @@ def _put(name: str, content: bytes) -> None:
 
 
 def astray(found: Found) -> str:
-    """Which process did not run on the cores that were asked for, and nowhere else."""
+    """Return which process ran on other cores than requested, or ""."""
     for how, held in found.get("cores", {}).items():
         caller, workers = pinning.cores_of(how, os.sched_getaffinity(0))
         for name, cores in held.items():
@@ -224,7 +225,7 @@ def astray(found: Found) -> str:
 
 
 def difference(peer: Found, ours: Found) -> str:
-    """Where a system computed something else than the peer, as far as both have."""
+    """Return the first number that differs from the peer's, or "" if all agree."""
     theirs, numbers = peer.get("numbers", {}), ours.get("numbers", {})
     for key in theirs:
         if key not in numbers:
@@ -244,13 +245,13 @@ def _flat(value: Any) -> np.ndarray:
     return np.array([value], dtype=np.float64)
 
 
-# ------------------------------------------------------------------- what comes of it
+# --------------------------------------------------------------------------- results
 
 
 def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
-    """For each row the medians of the rounds, and the ratios to the peer's.
+    """Return the medians of each row over the rounds, and the ratios to the peer.
 
-    None where no round has a figure, or none has both.
+    A value is None if no round has the needed measurements.
     """
     result = []
     for row in rows.of_both():
@@ -267,9 +268,9 @@ def summary(rounds: Sequence[Found]) -> list[dict[str, Any]]:
 def compared(
     rounds: Sequence[Found], ours: str, theirs: str, row: str, target: float | None
 ) -> dict[str, Any]:
-    """The median of a system's row, and of its ratio to another's in each round.
+    """Return the median of a row of `ours`, and the median of its ratio to `theirs`.
 
-    Its ratios are `unsteady` if their rounds spread by more than SPREAD_MAX.
+    The ratio is `unsteady` if its spread over the rounds exceeds SPREAD_MAX.
     """
     pairs = [
         (_figure(found, ours, row), _figure(found, theirs, row)) for found in rounds
@@ -303,20 +304,20 @@ def _median(rounds: Sequence[Found], name: str, row: str) -> float | None:
 
 
 def check(option: str, python: str | None) -> None:
-    """Refuse, in one line that says what to install, a Python without a package."""
+    """If a Python lacks its package, exit with instructions to install it."""
     found, package = shutil.which(python or ""), PACKAGES[option]
     module = package.partition("==")[0]
     if found is None or subprocess.call(
         [found, "-c", f"import {module}, numpy"], stderr=subprocess.DEVNULL
     ):
         install = INSTALL.format(package=package, option=option)
-        raise SystemExit(f"{python} is no Python that has {module}: {install}")
+        raise SystemExit(f"{python} is not a Python with {module}: {install}")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare, and write all files.
+    """Run the comparison, and write the result files.
 
-    Exits with 1 where something is missing, and with 130 where it was interrupted.
+    Exits with 1 if measurements are missing, and with 130 after an interrupt.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for option in PACKAGES:

@@ -10,7 +10,6 @@ from tests.conformance.drivers import DRIVERS, Driver
 
 @pytest.fixture(params=DRIVERS)
 def driver(request: pytest.FixtureRequest) -> Driver:
-    """A driver, one after the other."""
     return DRIVERS[request.param]
 
 

@@ -13,14 +13,13 @@ from typing import Any, Protocol
 import jdag
 from jdag import sim
 from tests.conformance import functions
-from tests.conformance.real import Real
+from tests.tools.rpc_workers import NAMES, Workers, kept
+from tests.tools.stream_cases import soon
 
 WORKERS = ("a", "b", "c", "d")
 
 
 class Driver(Protocol):
-    """What the suite asks of a driver."""
-
     name: str
     workers_max: int  # How many workers a cluster may well have.
     loss_max_s: float  # In this time a caller has heard that a worker died.
@@ -55,11 +54,9 @@ class Simulated:
     loss_max_s = 0.01
 
     def names(self, count: int) -> Sequence[str]:
-        """Any names will do."""
         return ["a", *(f"w{number}" for number in range(count - 1))]
 
     def cluster(self, workers: Sequence[str] = WORKERS) -> jdag.Cluster:
-        """Links and devices that take no time."""
         return jdag.simulate(workers, seed=0)
 
     def rough(self, workers: Sequence[str], runs: int) -> Iterator[jdag.Cluster]:
@@ -76,7 +73,6 @@ class Simulated:
         assert len(dict.fromkeys(digests)) == runs, "some runs were alike"
 
     def mortal(self, victim: str) -> jdag.Cluster:
-        """The two functions take 1,000 ns, and the worker crashes half-way."""
         costs = {
             jdag_name(functions.dies_forward): (1_000, 0),
             jdag_name(functions.dies_backward): (0, 1_000),
@@ -89,17 +85,57 @@ class Simulated:
         )
 
     def slow(self) -> jdag.Cluster:
-        """A device that takes ten seconds of virtual time."""
         costs = {jdag_name(functions.lingers): (0, 10_000_000_000)}
         return jdag.simulate(WORKERS, seed=0, devices=sim.DeviceModel(functions=costs))
 
     def settle(self, cluster: jdag.Cluster) -> None:
-        """Nothing is left on the timeline."""
+        cluster.driver.settle()
+
+
+class Real:
+    """Processes of this host; those that outlive a test serve the next one.
+
+    A dying function kills the process that runs it; the next test has another one.
+    """
+
+    name = "socket"
+    workers_max = 4
+    loss_max_s = 10.0
+
+    def names(self, count: int) -> Sequence[str]:
+        return NAMES[:count]
+
+    def cluster(self, workers: Sequence[str] = NAMES) -> Any:
+        assert tuple(workers) == NAMES[: len(workers)], workers
+        return kept().connect()
+
+    def _troubled(self) -> Workers:
+        return kept(**{functions.TROUBLED: "1"})
+
+    def rough(self, workers: Sequence[str], runs: int) -> Iterator[Any]:
+        with self.cluster(workers) as cluster:
+            for _ in range(runs):
+                yield cluster
+
+    @contextmanager
+    def mortal(self, victim: str) -> Iterator[Any]:
+        """Processes in which these functions kill; the victim's has ended after that.
+
+        Its peers may know that before it is known here, and the next test begins.
+        """
+        workers = self._troubled()
+        with workers.connect() as cluster:
+            yield cluster
+        soon(lambda: victim in workers.dead)
+
+    def slow(self) -> Any:
+        return self._troubled().connect()
+
+    def settle(self, cluster: Any) -> None:
         cluster.driver.settle()
 
 
 def jdag_name(fn: Any) -> str:
-    """The name by which a device model knows a function."""
     return f"{fn.__module__}:{fn.__qualname__}"
 
 

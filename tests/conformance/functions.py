@@ -69,10 +69,6 @@ def first_alone(a, b):
     return jnp.sum(a)
 
 
-def argmax_of_both(a, b):
-    return jnp.argmax(a), jnp.argmax(b)
-
-
 def two_outputs(a):
     return jnp.sin(a), jnp.cos(a)
 
@@ -249,13 +245,11 @@ def add_and_forward(ctx, a, b):
 
 @program
 def multiply_if_tracked(ctx, a, b):
-    """Multiply if b is tracked, subtract otherwise."""
     return ctx.call(ctx.here, jnp.multiply if b.tracked else jnp.subtract, a, b)
 
 
 @program
 def tracked_of(ctx, *refs):
-    """Say of each argument whether it is tracked, and where it is."""
     return [[ref.tracked, ref.worker] for ref in refs]
 
 
@@ -268,13 +262,11 @@ def nested_drop(ctx, h):
 
 @program
 def nested_sine(ctx, h):
-    """Compute on the next worker, and again here."""
     return ctx.call(ctx.here, three_times, ctx.call(NEXT[ctx.here], jnp.sin, h))
 
 
 @program
 def forwarding_failure(ctx, h):
-    """What the next worker computes fails backward."""
     return ctx.call(NEXT[ctx.here], total_that_fails_backward, h)
 
 
@@ -298,7 +290,6 @@ def back_again(ctx, depth):
 
 @program
 def keep(ctx, given):
-    """Keep the context and a ref of it beyond their end."""
     made = ctx.call(ctx.here, three_times, given)
     KEPT[ctx.here] = (ctx, made)
     return made
@@ -306,7 +297,6 @@ def keep(ctx, given):
 
 @program
 def keep_at_second_hop(ctx, given):
-    """Keep them here and on the next worker."""
     made = ctx.call(ctx.here, three_times, given)
     KEPT[ctx.here] = (ctx, made)
     return ctx.call(NEXT[ctx.here], keep, made)
@@ -323,7 +313,6 @@ def said(attempt, *args):
 
 @program
 def use_what_was_kept(ctx):
-    """Try each use of a context and a ref that were kept on this worker."""
     kept, ref = KEPT.pop(ctx.here)
     other = "a" if ctx.here != "a" else "b"
     return {
@@ -340,7 +329,6 @@ def use_what_was_kept(ctx):
 
 @program
 def start_the_others(ctx, w):
-    """Run `nested_sine` on b and c at once, and add what they made."""
     tasks = [ctx.start(worker, nested_sine, w) for worker in ("b", "c")]
     first, second = (task.result() for task in reversed(tasks))
     return ctx.call(ctx.here, sum_of_sum, first, second)
@@ -398,7 +386,6 @@ def two_losses(ctx, w, v):
 
 
 def train_once(leaf, by, cluster):
-    """One context on the worker of a leaf, left open until its gradient is here."""
     with cluster.context() as ctx:
         h = ctx.call(leaf.worker, scaled_and_summed, leaf, by * ONES)
         loss = ctx.call(cluster.here, three_times, h)
@@ -407,7 +394,6 @@ def train_once(leaf, by, cluster):
 
 
 def open_twenty(t1, t2, cluster):
-    """Twenty contexts, all open at once, over two leaves of another worker."""
     there = t1.worker
     with ExitStack() as stack:
         contexts = [stack.enter_context(cluster.context()) for _ in range(20)]
@@ -426,7 +412,6 @@ def open_twenty(t1, t2, cluster):
 
 
 def dies_with_a_context_open(leaf, cluster):
-    """Its worker dies while its context is open, here and on two others."""
     with cluster.context() as ctx:
         ctx.call("d", three_times, 2.0).fetch()
         ctx.backward(ctx.call(leaf.worker, total, leaf), retain_graph=True)

@@ -2,13 +2,11 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jdag
-from tests.conformance.drivers import leaving_nothing
 from tests.conformance.functions import (
     ONES,
     add_here,
@@ -142,39 +140,6 @@ def test_a_second_pass_without_retain_graph_is_an_error_that_says_so(cluster: An
         equal(ctx.gradient(t).fetch(), ONES)
 
 
-def test_matrices_of_different_shapes_over_workers(cluster: Any):
-    shapes = {"t1": (4, 6), "t2": (6, 5), "t3": (5, 7), "t4": (7, 9)}
-    t1, t2, t3, t4 = (
-        cluster.put(worker, jnp.cos(jnp.arange(a * b, dtype=float)).reshape(a, b))
-        for worker, (a, b) in zip("abca", shapes.values(), strict=True)
-    )
-
-    def program(ctx: Any, first: Any, third: Any) -> Any:
-        v = ctx.call("b", jnp.matmul, first, jdag.stop_gradient(t2))
-        return ctx.call("c", sum_of_chain, v, third, jdag.stop_gradient(t4))
-
-    with cluster.context() as ctx:
-        ctx.backward(program(ctx, t1, t3))
-        assert list(ctx.gradients()) == [t1, t3]
-        found = jdag.fetch(ctx.gradient([t1, t3]))
-    values = jdag.fetch([t1, t2, t3, t4])
-    wanted = jax.grad(sum_of_chain, argnums=(0, 1, 2, 3))(*values)
-    for one, other in zip(found, wanted[::2], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12)
-
-
-def test_each_gradient_has_the_dtype_of_its_leaf(cluster: Any):
-    half, single, double = (
-        cluster.put("a", ONES.astype(dtype)) for dtype in ("float16", "float32", float)
-    )
-    with cluster.context() as ctx:
-        ctx.backward(ctx.call("b", total, half, single, double))
-        for leaf in (half, single, double):
-            gradient = ctx.gradient(leaf).fetch()
-            assert gradient.dtype == leaf.dtype
-            equal(gradient, ONES)
-
-
 @pytest.mark.parametrize("callee", ["b", "c"])
 def test_a_leaf_of_another_worker_is_handed_on_by_its_ref(cluster: Any, callee: str):
     """To a call on its owner, c, and to one on b, who is neither owner nor caller."""
@@ -185,15 +150,6 @@ def test_a_leaf_of_another_worker_is_handed_on_by_its_ref(cluster: Any, callee: 
         equal(ctx.gradient(remote).fetch(), 2 * ONES)
         equal(ctx.gradient(own).fetch(), (3 + 2) * ONES)
         assert ctx.gradient(remote).worker == "c" and ctx.gradient(own).worker == "a"
-
-
-def test_a_thousand_passes_over_one_hop_add_up(driver: Any, cluster: Any):
-    w = cluster.put("a", ONES)
-    with leaving_nothing(driver, cluster), cluster.context() as ctx:
-        loss = ctx.call("b", total, w)
-        for _ in range(1_000):
-            ctx.backward(loss, retain_graph=True)
-        equal(ctx.gradient(w).fetch(), 1_000 * ONES)
 
 
 def test_a_hundred_round_trips_are_a_hundred_sends_and_2_to_the_100(cluster: Any):

@@ -1,17 +1,24 @@
-"""Several callers at once: contexts of their own, none mixed, none left behind."""
+"""Several callers and programs at once: contexts of their own, none left behind."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 import jdag
-from tests.conformance.drivers import held, leaving_nothing
+from jdag.errors import RemoteError
+from tests.conformance.drivers import Driver, held, leaving_nothing
 from tests.conformance.functions import (
     ONES,
     dies_with_a_context_open,
+    meet,
+    nested_sine,
     open_twenty,
+    raise_when_started,
+    start_the_others,
+    sum_of_sum,
     total,
     train_once,
 )
@@ -43,18 +50,6 @@ def test_three_trainers_on_one_parameter_server_have_three_gradients_none_mixed(
         assert count == 1
 
 
-def test_trainers_beside_each_other_have_the_bits_that_each_has_alone(cluster: Any):
-    w = cluster.put("d", LEAF)
-    trainers = {
-        worker: partial(train_once, w, by)
-        for worker, by in (("a", 0.3), ("b", 0.7), ("c", 1.1))
-    }
-    together = cluster.run(trainers)
-    for worker, trainer in trainers.items():
-        _, alone, _ = cluster.run({worker: trainer})[worker]
-        assert np.asarray(alone).tobytes() == np.asarray(together[worker][1]).tobytes()
-
-
 def test_60_contexts_of_concurrent_callers_give_126_and_13_and_27_each(
     driver: Any, cluster: Any
 ):
@@ -79,3 +74,44 @@ def test_the_contexts_of_a_caller_that_died_go_from_every_worker(driver: Any):
         with cluster.context() as ctx:
             ctx.backward(ctx.call("d", total, w))
             np.testing.assert_array_equal(ctx.gradient(w).fetch(), ONES)
+
+
+def loss(ctx: Any, w: Any) -> Any:
+    tasks = [ctx.start("d", start_the_others, w), ctx.start("b", nested_sine, w)]
+    second, first = jdag.wait(tasks[::-1])
+    return ctx.call("a", sum_of_sum, first, second)
+
+
+def test_programs_at_once_have_the_gradients_of_the_oracle(
+    cluster: Any, driver: Driver
+):
+    w = cluster.put("c", ONES)
+    with leaving_nothing(driver, cluster):
+        value, gradient = jdag.value_and_grad(loss, cluster)(w)
+    expected = jdag.oracle(loss)(ONES)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-12)
+    np.testing.assert_allclose(gradient, expected[1], rtol=1e-12)
+
+
+def test_two_programs_that_were_started_run_at_the_same_time(
+    cluster: Any, driver: Driver, tmp_path: Path
+):
+    if (
+        driver.name == "sim"
+    ):  # No user code there waits; see tests/unit/context/test_tasks.py.
+        return
+    with cluster.context() as ctx:
+        tasks = [ctx.start(worker, meet, str(tmp_path)) for worker in "bcd"[:2]]
+        assert jdag.wait(tasks) == ["b", "c"]
+
+
+def test_errors_of_tasks_that_nobody_asked_for_are_raised_in_program_order(
+    cluster: Any, driver: Driver
+):
+    with leaving_nothing(driver, cluster):
+        said = fails_with(RemoteError, "conformance.valueerror_first")
+        with said as caught, cluster.context() as ctx:
+            for worker, text in (("b", "first"), ("c", "second"), ("d", "third")):
+                ctx.start(worker, raise_when_started, text)
+    notes = caught.value.__notes__
+    assert ["second" in notes[0], "third" in notes[1], len(notes)] == [True, True, 2]

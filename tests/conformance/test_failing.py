@@ -12,9 +12,7 @@ from tests.conformance import functions
 from tests.conformance.drivers import held, leaving_nothing
 from tests.conformance.functions import (
     ONES,
-    argmax_of_both,
     fails_backward,
-    first_alone,
     three_times,
     total,
     wave,
@@ -30,7 +28,6 @@ V = jnp.linspace(-0.7, 0.9, 4)
 
 
 def wide(cluster: Any, t: Any, k: int) -> bytes:
-    """The bits of the gradient of t through k parallel calls, away from home."""
     away = cluster.workers[1:]
     with cluster.context() as ctx:
         losses = [ctx.call(away[i % len(away)], wave, t, float(i)) for i in range(k)]
@@ -163,38 +160,6 @@ def test_a_pass_that_fails_between_two_visits_of_a_worker_leaves_no_live_pass(
             with fails_with(jdag.errors.RemoteError, "conformance.no_way_back"):
                 ctx.backward(loss, retain_graph=True)
             assert [passes for _, passes, _ in held(cluster).values()] == [0] * 4
-
-
-def test_zeros_take_no_bytes_and_what_they_would_have_taken_is_counted(
-    driver: Any, cluster: Any
-):
-    """Two matrices go to c by one transfer, and the loss is computed from one alone.
-
-    In FAST the other's zero goes back from c to b, and from b on to a, its leaf. A
-    third is an argument of the loss that it does not use: its zero goes back to d.
-    """
-    w, rows = cluster.put("a", ONES), cluster.put("a", jnp.ones((500, 200)))
-    unused = cluster.put("d", jnp.ones((500, 200)))
-    with cluster.context() as ctx:
-        h, large = ctx.call("b", three_times, w), ctx.call("b", three_times, rows)
-        ctx.call("c", argmax_of_both, h, large)
-        loss = ctx.call("c", first_alone, h, unused)
-        driver.settle(cluster)
-        before = cluster.info()
-        ctx.backward(loss, mode="fast")
-        after = cluster.info()
-        np.testing.assert_array_equal(ctx.gradient(w).fetch(), 3 * ONES)
-        for leaf in (rows, unused):
-            np.testing.assert_array_equal(ctx.gradient(leaf).fetch(), 0 * ONES[0, 0])
-            assert ctx.gradient(leaf).shape == (500, 200)
-
-    def grown(count: str) -> list[int]:
-        return [after[worker][count] - before[worker][count] for worker in "abcd"]
-
-    matrix_bytes = 500 * 200 * 8
-    assert grown("zero_bytes_saved") == [0, matrix_bytes, 2 * matrix_bytes, 0]
-    assert sum(grown("payload_bytes_sent")) == 2 * 3 * 3 * 8
-    assert sum(grown("bytes_sent")) < 10_000
 
 
 def test_roots_may_be_on_any_worker_and_of_any_shape(cluster: Any):

@@ -12,7 +12,7 @@ import jdag
 from jdag.errors import JdagError, RemoteError
 from tests.conformance.drivers import held
 from tests.conformance.functions import total
-from tests.conformance.stateful import (
+from tests.conformance.trainers import (
     carries,
     cell,
     fails_as_python,

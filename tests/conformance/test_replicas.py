@@ -1,6 +1,6 @@
 """Replicas over workers: gradients and sums in one order, on every driver."""
 
-from functools import partial, reduce
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -19,6 +19,7 @@ from tests.tools.replica_cases import (
     expected,
     factors,
     one_part,
+    total,
     weighed,
 )
 
@@ -27,7 +28,6 @@ WORKERS = ("a", "b", "c", "d")
 
 
 def gradient_of(cluster: Any, how: str) -> bytes:
-    """That of parameters on b, of which each worker has a replica."""
     params = {name: jnp.zeros(shape, jnp.float32) for name, shape in SHAPES.items()}
     leaves = cluster.put("b", params)
     with cluster.context() as ctx:
@@ -115,7 +115,6 @@ def test_shares_are_gathered_summed_and_exchanged_in_the_order_of_workers(
 
 
 def exchanging(how: str, ctx: Any, params: Any) -> Any:
-    """Each result is used on its worker, with weights of its own."""
     shares = {
         w: [ctx.call(w, jnp.sin, one) for one in few] for w, few in params.items()
     }
@@ -125,15 +124,11 @@ def exchanging(how: str, ctx: Any, params: Any) -> Any:
     for number, worker in enumerate(WORKERS):
         given = (*gathered[worker], sums[worker], *sent[worker])
         losses.append(ctx.call(worker, weigh_all, number + 1.0, *given))
-    return ctx.call("a", total_of, *losses)
+    return ctx.call("a", total, *losses)
 
 
 def weigh_all(weight: Any, *arrays: Any) -> Any:
     return sum([weight * jnp.sum(one**2) / (1 + at) for at, one in enumerate(arrays)])
-
-
-def total_of(*losses: Any) -> Any:
-    return reduce(jnp.add, losses)
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -155,15 +150,3 @@ def test_gradients_of_exchanges_are_those_of_the_oracle(cluster: Any, how: str):
         np.testing.assert_allclose(one, other, rtol=1e-12)
     del step
     cluster.drop(params)
-
-
-def test_unequal_replicas_are_refused_on_every_driver(cluster: Any):
-    trees = {
-        "a": cluster.put("a", np.ones(3, np.float32)),
-        "c": cluster.put("c", np.ones(4, np.float32)),
-    }
-    with cluster.context() as ctx:
-        why = r"of 'a' is float32\[3\], of 'c' float32\[4\]"
-        with pytest.raises(jdag.JdagError, match=why):
-            ctx.all_reduce(trees, "ring")
-    cluster.drop(trees)

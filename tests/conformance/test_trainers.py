@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import jdag
-from tests.conformance.functions import FRAGILE
+from tests.conformance.functions import FRAGILE, sum_of_product
 from tests.conformance.trainers import (
     curved,
     drops,
@@ -20,7 +20,6 @@ from tests.conformance.trainers import (
     steps,
     steps_by,
     steps_until_lost,
-    weighed,
 )
 from tests.tools.error_texts import fails_with
 
@@ -36,7 +35,7 @@ def bits(tree: Any) -> list[bytes]:
 def test_steps_of_trainers_at_once_all_count(driver: Any, cluster: Any, trainers: str):
     params = {"p": cluster.put("d", jnp.zeros(3)), "q": cluster.put("b", jnp.ones(3))}
     optimizer = jdag.Optimizer(optax.sgd(0.5), params)
-    train = partial(steps, weighed, params)
+    train = partial(steps, sum_of_product, params)
     programs = {
         name: partial(train, ROWS * 2.0**n, optimizer)
         for n, name in enumerate(trainers)
@@ -72,7 +71,6 @@ TRANSFORMATIONS = {
 
 
 def trained(cluster: Any, name: str, clip_norm: float | None, trainers: str) -> Any:
-    """The bits of leaves and states after a step by each trainer, in this order."""
     params = {
         key: cluster.put(owner, jnp.linspace(0.3, 1.0 + n, 3).astype(dtype))
         for n, (key, owner, dtype) in enumerate(
@@ -117,7 +115,7 @@ def test_a_trainer_gives_gradients_of_its_own(cluster: Any):
 def test_what_goes_by_name_is_stepped_by_name(cluster: Any):
     params = {"p": cluster.put("d", jnp.ones(3)), "q": cluster.put("c", jnp.ones(3))}
     optimizer = jdag.Optimizer(FRAGILE, params)
-    cluster.run({"b": partial(steps, weighed, params, [1.0, -0.125], optimizer)})
+    cluster.run({"b": partial(steps, sum_of_product, params, [1.0, -0.125], optimizer)})
     np.testing.assert_array_equal(params["q"].fetch(), 1 - 0.5 * (1.25 + 0.125))
     said = r"failed on 'd'(.|\n)*stepping \['p'\](.|\n)*a gradient below zero"
     with pytest.raises(jdag.errors.RemoteError, match=said):
@@ -153,7 +151,7 @@ def test_states_that_were_dropped_are_an_error_for_all_who_have_them(cluster: An
     params = {"p": cluster.put("d", jnp.ones(3))}
     optimizer = jdag.Optimizer(optax.adam(0.1), params)
     cluster.run({"b": partial(drops, optimizer)})
-    train = partial(steps, weighed, params, ROWS, optimizer)
+    train = partial(steps, sum_of_product, params, ROWS, optimizer)
     with fails_with(jdag.errors.ContextError, "conformance.dropped"):
         train(cluster)
         params["p"].fetch()
@@ -165,7 +163,7 @@ def test_states_that_were_dropped_are_an_error_for_all_who_have_them(cluster: An
 def test_where_no_optimizer_can_go_is_one_error_that_says_so(cluster: Any):
     params = {"p": cluster.put("d", jnp.ones(3))}
     optimizer = jdag.Optimizer(optax.adam(0.1), params)
-    inside = partial(steps, weighed, params, ROWS, partial(drops, optimizer))
+    inside = partial(steps, sum_of_product, params, ROWS, partial(drops, optimizer))
     with cluster.context() as ctx:
         for use, begins, ends in (
             (
@@ -180,7 +178,7 @@ def test_where_no_optimizer_can_go_is_one_error_that_says_so(cluster: Any):
                 OWN,
             ),
         ):
-            said = f"^{begins}.*programs of cluster.run.* may be handed it.*$"
+            said = f"^{begins}.*programs of cluster.run.* take it as an argument.*$"
             with pytest.raises(jdag.errors.JdagError, match=said) as caught:
                 use()
             assert caught.type is jdag.errors.JdagError and ends in str(caught.value)

@@ -1,14 +1,11 @@
-"""Programs of `cluster.run` that are handed an optimizer, known by their names."""
+"""Programs with optimizers, functions as Python and kept values, known by name."""
 
 import jax.numpy as jnp
+import numpy as np
 
-from jdag import program
+from jdag import program, unjitted
 from jdag.errors import WorkerLost
 from tests.conformance.functions import dies_forward, total
-
-
-def weighed(w, x):
-    return jnp.sum(w * x)
 
 
 def curved(w, x):
@@ -28,7 +25,6 @@ def steps(loss, params, rows, optimizer, cluster):
 
 
 def steps_by(gradients, params, optimizer, cluster):
-    """A step by gradients that a function computes where the leaves are."""
     with cluster.context() as ctx:
         given = {
             key: ctx.call(leaf.worker, gradients, leaf) for key, leaf in params.items()
@@ -37,7 +33,6 @@ def steps_by(gradients, params, optimizer, cluster):
 
 
 def steps_until_lost(victim, params, optimizer, cluster):
-    """Step, see the victim die, step again."""
     with cluster.context() as ctx:
         ctx.backward(ctx.call("d", total, *params), retain_graph=True)
         optimizer.step(ctx)
@@ -58,3 +53,39 @@ def in_a_context(ctx, optimizer):
 
 def saves(folder, optimizer, cluster):
     cluster.save(folder, optimizer=optimizer)
+
+
+# ------------------------------------------------------------------ functions as Python
+
+
+@unjitted
+def largest(x, at_least):
+    """The positive numbers in order, or so many of the largest; and how many."""
+    numbers = np.asarray(x).ravel()
+    count = max(int((numbers > 0).sum()), at_least)
+    return {"best": np.sort(numbers)[-count:], "count": count}
+
+
+@unjitted(shapes=lambda x, by: x)
+def in_order(x, by):
+    return np.asarray(x)[sorted(range(len(x)), key=lambda row: float(x[row, int(by)]))]
+
+
+@unjitted
+def fails_as_python(x):
+    raise KeyError(f"nothing at {int(x)}")
+
+
+# ------------------------------------------------------------- values that are kept
+
+
+def cell(w, h, x):
+    return jnp.tanh(h * w + x)
+
+
+def carries(w, xs, cluster):
+    h = xs[0]
+    for x in xs:
+        with cluster.context() as ctx:
+            h = cluster.keep(ctx.call("d", cell, w, h, x))
+    return h

@@ -50,7 +50,6 @@ def lowered(leaf: Any, momentum: Any) -> Any:
 
 @jdag.program
 def three_parts(ctx: Any, w: Any) -> Any:
-    """Here, three calls on the leaf there, which goes there and back."""
     there = "b" if ctx.here == "c" else "c"
     return [
         ctx.call(there, hidden, ctx.call(there, scaled, w, k), X)
@@ -63,7 +62,6 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def program(cluster: Any) -> list[bytes]:
-    """Forward, backward, an optimizer's step: the bits of all that comes of it."""
     held: list[Any] = []
     try:
         w, v = cluster.put("b", W), cluster.put("c", V)
@@ -83,15 +81,12 @@ def program(cluster: Any) -> list[bytes]:
 
 
 def planned(cluster: Any) -> list[bytes]:
-    """Two steps of a plan: the bits of losses, leaves and an optimizer's states."""
     params = plan_cases.put(cluster, "bc")
     held: list[Any] = [params]
     try:
         optimizer = jdag.Optimizer(optax.adam(0.1), params)
         held.append(optimizer.states)
-        step = jdag.compile(
-            plan_cases.network, cluster, optimizer=optimizer, exact=True
-        )
+        step = jdag.compile(plan_cases.network, cluster, optimizer, exact=True)
         losses = [step(params, *plan_cases.batch(number)) for number in range(2)]
         return plan_cases.bits([losses, params, optimizer.states])
     finally:
@@ -110,7 +105,6 @@ def held(cluster: Any, *but: str) -> dict[str, tuple[int, ...]]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is cut off dials again at once."""
     monkeypatch.setattr(peers, "REDIAL_S", 0.002)
 
 
@@ -127,16 +121,10 @@ def wanted(run: Callable[[Any], list[bytes]]) -> list[bytes]:
 
 
 def counts(nodes: Breaking) -> tuple[int, int]:
-    """Messages said and heard, of all nodes: each was heard once."""
-    every = [
-        peer
-        for node in nodes.nodes.values()
-        for peer in node.peers.connections.values()
-    ]
-    return (
-        sum(peer.sent.messages for peer in every),
-        sum(peer.reader.assembler.messages for peer in every),
-    )
+    connections = [node.peers.connections for node in nodes.nodes.values()]
+    every = [peer for peers_of in connections for peer in peers_of.values()]
+    heard = sum(peer.reader.assembler.messages for peer in every)
+    return sum(peer.sent.messages for peer in every), heard
 
 
 ANEW = pytest.mark.filterwarnings("ignore:.*was recorded 32 times")
@@ -209,10 +197,8 @@ def test_main_may_die_at_any_frame_and_who_worked_for_it_is_free(
             nodes.wait_until_over(worker)
             node = nodes.nodes[worker]
             node.close()
-            assert (
-                not node._host.machine.values.held
-                and not node._host.machine.values.bytes_held
-            )
+            values = node._host.machine.values
+            assert not values.held and not values.bytes_held
 
 
 def test_what_a_former_incarnation_says_is_not_heard(

@@ -39,8 +39,6 @@ LARGE = np.ones(4 << 20)  # 32 MiB.
 
 
 class Field:
-    """Processes b and c that come back after they were killed or stopped."""
-
     def __init__(self, here: Path, **settings: Any) -> None:
         self.here = here
         self.env = {cases.HERE: str(here)}
@@ -52,7 +50,6 @@ class Field:
         self.launches: list[Launch] = []
 
     def revive(self, name: str, number: int) -> None:
-        """Have the worker's process go on, or start another one at its address."""
         for file in self.here.iterdir():
             file.unlink()
         if number == signal.SIGSTOP:
@@ -65,7 +62,6 @@ class Field:
         self.pids[name] = started.pids[name]
 
     def heal(self) -> None:
-        """Have all be there and go on, also where the test before has failed."""
         for name, pid in self.pids.items():
             try:
                 os.kill(pid, signal.SIGCONT)
@@ -129,8 +125,6 @@ class Clock(threading.Thread):
 
 
 class Blow(threading.Thread):
-    """Sends a signal to a worker as soon as it waits, or at once."""
-
     def __init__(
         self, field: Field, victim: str, number: int, clock: Clock, *, at_once: bool
     ) -> None:
@@ -349,10 +343,11 @@ def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) ->
         usual, path = path.read_text(), path.with_name("patient.toml")
         path.write_text(usual.replace(f"deadline_s = {DEADLINE_S}", "deadline_s = 900"))
     run = f"from tests.tools.failing_cases import main; main({str(path)!r})"
-    arguments = [sys.executable, "-c", run]
-    main = subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, cwd=ROOT, env=environment()
-    )
+    # It computes as the workers do.
+    x64 = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+    env = {**os.environ, "JAX_ENABLE_X64": x64}
+    command = [sys.executable, "-c", run]
+    main = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=env)
     try:
         assert main.stdout is not None and main.stdout.readline() == b"begun\n"
         soon((field.here / str(field.pids["b"])).exists)
@@ -370,9 +365,3 @@ def test_workers_whose_main_is_gone_are_idle_again(number: int, field: Field) ->
         main.stdout.close()
     with field.workers.connect() as cluster:
         assert [held["values_held"] for held in cluster.info().values()] == [0] * 3
-
-
-def environment() -> dict[str, str]:
-    """What a main of its own has to have to compute as the workers do."""
-    x64 = str(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
-    return {**os.environ, "JAX_ENABLE_X64": x64}

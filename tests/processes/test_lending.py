@@ -7,22 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 from jdag.wire.frames import FrameKind
-from tests.tools.connection_cases import (
-    TWO,
-    Side,
-    Sides,
-    assert_same,
-    primal,
-)
+from tests.tools.connection_cases import TWO, Side, Sides, assert_same, primal
 
 
 def lent(side: Side) -> int:
-    """How many arrays have come in shared memory, and live."""
     return len(side.connection._borrowed._out)
 
 
 def send_one(sides: Sides, number: int) -> None:
-    """Send the array of this number, counted from 1, and look at what has come."""
     value = jnp.arange(500_000.0) * number
     sides.a.connection.send(primal(number), [value])
     sides.run(lambda: len(sides.b.messages) == number)
@@ -30,7 +22,6 @@ def send_one(sides: Sides, number: int) -> None:
 
 
 def make_one(sides: Sides) -> None:
-    """Send two arrays, and wait for the memory that is made where two were missed."""
     for number in (1, 2):
         send_one(sides, number)
     sides.run(lambda: bool(sides.a.connection._pool._free))
@@ -94,20 +85,16 @@ def test_a_small_message_overtakes_one_that_is_copied_to_shared_memory(
     assert order == [primal(4, TWO), primal(3)]
 
 
+LOANS = ((1, 7, 8_000_000), (9, 1, 8))
+
+
 @pytest.mark.parametrize(
-    "said",
-    [
-        (b"l", (1, 7, 8_000_000)),
-        (b"l", (9, 1, 8)),
-        (b"x", (1,)),
-        (b"f", (1, 2)),
-        (b"", ()),
-    ],
+    ("what", "numbers"),
+    [*[(b"l", loan) for loan in LOANS], (b"x", (1,)), (b"f", (1, 2)), (b"", ())],
 )
 def test_nonsense_about_shared_memory_loses_the_peer(
-    said: tuple[bytes, tuple[int, ...]], sides: Sides
+    what: bytes, numbers: tuple[int, ...], sides: Sides
 ) -> None:
-    what, numbers = said
     data = what + struct.pack(f"<{len(numbers)}Q", *numbers)
     sides.a.connection._add(FrameKind.SEGMENT, (data,), len(data))
     sides.a.connection.send(primal(1), [jnp.ones(3)])

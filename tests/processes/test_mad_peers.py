@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.engine.protocol import (
-    ContextId,
-    Release,
-    Settle,
-    check_owner,
-    incarnated,
-)
+from jdag.engine.protocol import ContextId, Release, Settle, check_owner, incarnated
 from jdag.errors import ProtocolError
 from jdag.processes.net.streams import SocketStream
 from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
@@ -47,7 +41,6 @@ def recorded() -> list[Recorded]:
 
 
 def small_program(cluster: Any) -> list[bytes]:
-    """On a and b: three parts of which each has a transfer, and a step."""
     w, v = cluster.put("b", W), cluster.put("a", V)
     with cluster.context() as ctx:
         parts = [
@@ -73,7 +66,6 @@ class Mad:
         self.frames = self.refused = 0
 
     def come(self) -> None:
-        """One incarnation, until it is refused or has said enough."""
         self.incarnation += 1
         self.node.joined("c", self.incarnation)
         ours, theirs = socket.socketpair()
@@ -93,7 +85,7 @@ class Mad:
                 while theirs.recv(1 << 16):
                     pass
         now = incarnated("c", self.incarnation)
-        self.refused += now in self.node.peers.gone
+        self.refused += now in self.node.peers.losses
         self.node.lost("c", "it has said enough")
 
 
@@ -108,7 +100,6 @@ def held(nodes: Breaking, worker: str) -> list[Any]:
 
 
 def session(recorded: list[Recorded], seed: int, frames: int) -> Mad:
-    """Frames of a peer that is mad, while the others go on."""
     with breaking() as nodes:
         cluster = nodes.cluster
         for one in ("a", "b"):
@@ -195,7 +186,8 @@ def test_only_its_owner_ends_a_context() -> None:
     check_owner(Release(OF_A, (), abort=False), "a", names)
     check_owner(Release(ContextId(0, 7, 1), (), abort=False), "a#1", names)
     for sender in ("c", "a#1"):
-        with pytest.raises(ProtocolError, match=f"from '{sender}': its owner is 'a'"):
+        said = f"came from '{sender}', but only 'a' may send it"
+        with pytest.raises(ProtocolError, match=said):
             check_owner(Release(OF_A, (), abort=False), sender, names)
 
 
@@ -216,7 +208,7 @@ def test_who_says_what_it_may_not_is_lost_by_name_and_the_others_go_on(
         with liar._loop:
             liar.peers.connections["b"].send(lie, ())
         for node in (told, nodes.nodes["a"]):
-            soon(partial(node.peers.gone.__contains__, "c"))
-        assert "it broke the protocol: " in told.peers.gone["c"]
-        assert told.peers.gone["c"] == nodes.nodes["a"].peers.gone["c"]
+            soon(partial(node.peers.losses.__contains__, "c"))
+        assert "it broke the protocol: " in told.peers.losses["c"]
+        assert told.peers.losses["c"] == nodes.nodes["a"].peers.losses["c"]
         assert small_program(nodes.cluster) == before

@@ -21,8 +21,6 @@ soon = partial(stream_cases.soon, every_ms=10)
 
 
 class Places(dict[str, Address]):
-    """Where workers are, as those who place them say."""
-
     lost = ""
 
     def __init__(self, worker: Seated) -> None:
@@ -37,7 +35,6 @@ class Places(dict[str, Address]):
 
 @pytest.fixture
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
-    """The place of a worker `b`, which the test is to lose."""
     monkeypatch.setattr(module, "POLL_S", 0.05)
     with seated("b") as worker:
         yield Places(worker)
@@ -75,10 +72,10 @@ def test_who_waits_for_a_lost_worker_in_vain_is_told_why_it_has_not_joined_again
 def test_a_session_that_ends_while_a_worker_is_attached_leaves_it_free(
     places, monkeypatch
 ):
-    learn = ControlClient.learn
+    ask = ControlClient.ask
 
     def closing_meanwhile(client: ControlClient, asked: Any, *rest: Any, **named: Any):
-        answer = learn(client, asked, *rest, **named)
+        answer = ask(client, asked, *rest, **named)
         if isinstance(asked, AttachWorker):
             ending.start()
             soon(lambda: session._closing)
@@ -90,7 +87,7 @@ def test_a_session_that_ends_while_a_worker_is_attached_leaves_it_free(
         places.die()
         soon(lambda: "b" in session.members.lost)
         with seated("b") as again:
-            monkeypatch.setattr(ControlClient, "learn", closing_meanwhile)
+            monkeypatch.setattr(ControlClient, "ask", closing_meanwhile)
             with fails_with(JoinError, "processes.b_cannot_join_the_session"):
                 session.join("b", again.server.address)
             ending.join()

@@ -1,6 +1,5 @@
 """Programs that ask their caller, between engines: order, losses, and ends."""
 
-import random
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from jdag.engine.protocol import (
     Return,
     Tell,
 )
-from tests.tools.engine_net import Net
+from tests.tools.engine_cases import leaves_nothing, net_of
 from tests.tools.engine_values import IDENTITY
 
 SEEDS = range(40)
-
-
-def net_of(seed):
-    return Net(("a", "b", "c", "d"), random.Random(seed))
 
 
 def asks(scope, data):
@@ -33,7 +28,6 @@ def asks(scope, data):
 
 
 def started(scope, worker, body, *given):
-    """Start a program; its path."""
     scope.count += 1
     path = (*scope.path, scope.count)
     scope.net.tell(
@@ -59,7 +53,6 @@ def answer(scope, path, data):
 
 
 def counts(scope, name, times):
-    """Ask so many times; return what was answered."""
     got = []
     for number in range(times):
         got.append((yield asks(scope, (name, number))))
@@ -72,7 +65,7 @@ def ends_in(one):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_each_program_gets_the_answers_to_its_own_asks_in_their_order(seed):
-    net = net_of(seed)
+    net = net_of(4, seed)
     scope = net.open("a")
     where = {started(scope, name, counts, name, 4): name for name in "abcd"}
     seen, ended = dict.fromkeys("abcd", 0), list[Any]()
@@ -92,14 +85,12 @@ def test_each_program_gets_the_answers_to_its_own_asks_in_their_order(seed):
             answer(scope, one.path, [*one.data])
     right = [[(([name, n]), None) for n in range(4)] for name in "abcd"]
     assert sorted(result for result, _ in ended) == right
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_caller_may_use_what_a_program_had_issued_before_it_asked(seed):
-    net = net_of(seed)
+    net = net_of(4, seed)
 
     def body(scope):
         (one,) = scope.call("c", IDENTITY, 7)
@@ -115,14 +106,12 @@ def test_a_caller_may_use_what_a_program_had_issued_before_it_asked(seed):
     answer(scope, path, (two.key, two.owner))
     (end,) = news(scope)
     assert ends_in(end) == (7, None)
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_loss_of_a_worker_that_asks_is_its_end_and_others_are_answered(seed):
-    net = net_of(seed)
+    net = net_of(4, seed)
     scope = net.open("a")
     paths = {name: started(scope, name, counts, name, 1) for name in "bcd"}
     asked: list[Any] = []
@@ -139,15 +128,13 @@ def test_the_loss_of_a_worker_that_asks_is_its_end_and_others_are_answered(seed)
     while len(ended) < 2:
         ended += map(ends_in, news(scope))
     assert sorted(ended, key=str) == [([("b", None)], None), ([("d", None)], None)]
-    scope.leave()
-    net.drain()
-    assert net.leftovers() == []
+    leaves_nothing(scope)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("ends", ["leave", "crash"])
 def test_who_asks_is_told_that_its_context_is_released(seed, ends):
-    net, told = net_of(seed), []
+    net, told = net_of(4, seed), []
     scope = net.open("b")
 
     def body(scope):

@@ -14,25 +14,11 @@ from tests.unit.cli.test_commands import refused
 place = test_cli.place
 
 
-def test_a_report_is_made_again_the_same(place: Path):
-    assert jdag("run", written(place.parent), "--json")[0] == 0
-    folder = place / "runs" / "mine"
-    before = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
-    for name in ("index.html", "timeline.png", "graph.png", "graph.dot"):
-        (folder / name).unlink()
-    code, out, _ = jdag("report", folder)
-    assert code == 0
-    assert "gradient_difference" in out
-    after = {path.name: path.read_bytes() for path in folder.glob("[!.]*")}
-    assert sorted(after) == sorted(before)
-    assert [name for name in after if after[name] != before[name]] == []
-
-
 def test_a_report_of_no_run_is_one_line_and_2(place: Path):
-    assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
+    assert "expected a folder that `jdag run` wrote" in refused(place, "report", ".")
     (place / "result.json").write_text("{}")
     (place / "trace.jsonl").write_text("")
-    assert "allowed is a folder that `jdag run` wrote" in refused(place, "report", ".")
+    assert "expected a folder that `jdag run` wrote" in refused(place, "report", ".")
 
 
 def test_a_report_of_what_somebody_changed_is_one_line_and_2(place: Path):
@@ -70,15 +56,17 @@ def test_a_report_of_files_without_end_and_of_endless_times_is_one_line(place: P
     text = result.read_text()
     window = json.dumps({**json.loads(text), "window_ns": [0, 1]})
     result.write_text(window.replace("[0, 1]", f"[0, 1{'0' * 400}]"))
-    assert "allowed is a folder that `jdag run` wrote; O" in refused(
+    assert "expected a folder that `jdag run` wrote; O" in refused(
         place, "report", "run"
     )
     result.write_text(text)
     graph.unlink()
     graph.symlink_to("/dev/zero")
-    assert "graph.json: this is no regular" in refused(place, "report", "run")
+    assert "graph.json: this is not a regular" in refused(place, "report", "run")
     os.truncate(result, 1 << 33)
-    assert "result.json: this has more than 268,435" in refused(place, "report", "run")
+    assert "result.json: this file has more than 268,435" in refused(
+        place, "report", "run"
+    )
 
 
 @pytest.mark.parametrize("name", ["result.json", "graph.json", "trace.jsonl"])
@@ -88,7 +76,7 @@ def test_a_report_of_deeply_nested_files_is_one_line_and_2(place: Path, name: st
     for depth in (400, 100_000):
         path.write_text("[" * depth + "]" * depth)
         said = refused(place, "report", "run")
-        assert "allowed is a folder that `jdag run` wrote; " in said
+        assert "expected a folder that `jdag run` wrote; " in said
     assert jdag("run", written(place.parent), "--out", "run")[0] == 0
 
 
@@ -107,10 +95,10 @@ def test_a_report_writes_the_trace_for_other_tools(place: Path):
     made = {path.name for path in folder.glob("[!.]*")}
     assert made == before | files | {"trace.pftrace", "trace.goal"}
     assert all([f"trace: {folder / name}\n" in said for name in made - before])
-    allowed = "allowed is one of perfetto, chakra, goal"
+    allowed = "expected one of perfetto, chakra, goal"
     assert allowed in refused(place, "report", folder, "--trace-format", "vcd")
     said = refused(place, "report", folder, "--trace-format", "torch")
-    why = "jdag: trace format 'torch': a run without actions of a schedule has no orde"
+    why = "jdag: trace format 'torch': expected a run with a schedule, but this run"
     assert said.startswith(why)
     assert made == {path.name for path in folder.glob("[!.]*")}
     (folder / "trace.goal").unlink()

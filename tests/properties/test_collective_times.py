@@ -53,7 +53,6 @@ def test_a_ring_all_reduce_takes_2_n_minus_1_steps_of_an_nth(count):
 
 
 def shares(refs: dict[str, Any]) -> dict[str, Any]:
-    """Each array stands for all shares of its worker."""
     return {name: [ref] * len(refs) for name, ref in refs.items()}
 
 

@@ -14,14 +14,12 @@ import pytest
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.pairs import ANEW_MAX, Pair, PairCache
-from jdag.compute.pytrees import split, static
-from jdag.compute.sums import add, filled, fold
+from jdag.compute.pytrees import split
+from jdag.compute.sums import add, fold
 from jdag.errors import JdagError
 from jdag.sim.digest import fingerprint
 from tests.tools.compute_cases import Call, Leaf, array, setting, summed
 from tests.tools.error_texts import fails_with
-
-# The cache
 
 
 def pair_of(fn: Any, *args: Any, **kwargs: Any) -> Pair:
@@ -39,24 +37,6 @@ def test_the_same_call_gets_the_same_pair() -> None:
     assert pair_of(fn, Leaf(array(3)), 2) is not first
     assert pair_of(fn, Leaf(array(3)), np.float64(2.0)) is not first
     assert pair_of(fn, Leaf(array(3)), n=2.0) is not first
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [(True, 1), (0.0, -0.0), (1, 1.0), ((0, 0.0), (0, -0.0))]
-)
-def test_statics_that_are_equal_but_not_the_same_have_pairs_of_their_own(
-    one: Any, other: Any
-) -> None:
-    seen_here = []
-
-    def fn(x: Any, kind: Any) -> Any:
-        seen_here.append(repr(kind))
-        return x
-
-    assert pair_of(fn, array(3), static(one)) is not pair_of(
-        fn, array(3), static(other)
-    )
-    assert seen_here == [repr(one), repr(other)]
 
 
 @pytest.mark.parametrize(
@@ -156,9 +136,6 @@ def test_a_pair_that_was_dropped_is_freed_with_its_function() -> None:
     assert held_fn() is None
 
 
-# Sums
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, jnp.bfloat16, np.complex64])
 def test_a_sum_has_the_bits_of_a_tree_of_eight_neighbours(dtype: Any) -> None:
     scale = 10.0 ** np.random.default_rng(0).integers(-3, 4, 70)
@@ -189,17 +166,6 @@ def test_the_sum_inside_a_vjp_has_the_bits_of_the_tree() -> None:
         total = summed(addends[:count])
         (gradient,) = call.vjp(addends[:count])
         assert np.asarray(gradient).tobytes() == np.asarray(total).tobytes()
-
-
-def test_zeros_and_ones_have_the_shape_and_dtype_asked_for() -> None:
-    aval = Aval((2, 3), np.dtype(jnp.bfloat16), weak=True)
-    for value in (0, 1):
-        made = filled(aval, value)
-        assert aval_of(made) == aval.strong
-        assert (made == value).all()
-
-
-# Abstract values
 
 
 @pytest.mark.parametrize(
@@ -242,9 +208,6 @@ def test_keys_have_shapes_and_bytes_but_are_not_inexact() -> None:
 def test_what_is_no_array_has_no_abstract_value(value: Any) -> None:
     with fails_with(JdagError, "properties.is_no_array_arrays_are"):
         aval_of(value)
-
-
-# Fingerprints
 
 
 def test_each_flipped_bit_changes_the_fingerprint() -> None:

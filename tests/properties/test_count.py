@@ -4,13 +4,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.protocol import (
-    Argument,
-    Cotangent,
-    Mark,
-    Mode,
-    Outcome,
-)
+from jdag.engine.protocol import Argument, Cotangent, Mark, Mode, Outcome
 from tests.tools.engine_cases import (
     SEEDS,
     begun,
@@ -21,8 +15,6 @@ from tests.tools.engine_cases import (
 )
 from tests.tools.engine_net import Net, Scope
 from tests.tools.engine_values import ADD, DOUBLE, SAME, TRIPLE, Fuse, Linear
-
-# ------------------------------------------------------------------ what is spent
 
 
 def test_a_failed_pass_that_does_not_retain_spends_the_whole_context():
@@ -39,11 +31,7 @@ def test_a_failed_pass_that_does_not_retain_spends_the_whole_context():
     assert again.failure is not None and again.failure.error == "GraphError"
 
 
-# -------------------------------------------------------------------- SMART: marks
-
-
 def marks(net: Net) -> list[tuple[str, str, list[tuple[Any, ...]]]]:
-    """Each mark message: from, to, and its (path, slots)."""
     return [
         (a, b, [(one.path, one.slots) for one in m.transfers])
         for a, b, m in net.sent
@@ -63,7 +51,6 @@ def test_marks_for_one_worker_from_one_event_travel_in_one_message():
 
 
 def two_slots(net: Net) -> tuple[Scope, list[Argument], list[Argument]]:
-    """Two values go to c in one transfer; two losses there use one each."""
     x, y = net.put("b", 3, "a"), net.put("b", 4, "a")
     scope = net.open("a")
     (p,) = scope.call("b", DOUBLE, x)

@@ -1,7 +1,7 @@
 """Recovery wherever workers crash: points, victims, orders and programs are drawn."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 from hypothesis import Phase, given, settings
@@ -11,7 +11,7 @@ import jdag
 from jdag import testing
 from jdag.sim import Crash, LinkModel
 from jdag.testing.drawn import Program
-from tests.tools.recovery_cases import WORKERS, Patient, bits, train
+from tests.tools.recovery_cases import Patient, bits
 from tests.tools.tiers import sized
 
 Play = Callable[[Any, Patient, str | None], Any]
@@ -31,7 +31,6 @@ def crashes(workers: Sequence[str]) -> Any:
 def played(
     play: Play, workers: Sequence[str], seed: int = 0, crashed: Any = (), records=0
 ) -> tuple[Any, int]:
-    """The bits that a program ends with, and the number of records of its trace."""
     faults = [
         Crash(victim, detect_ns, at_index=int(place * records), restart_ns=restart_ns)
         for place, victim, detect_ns, restart_ns in crashed
@@ -45,27 +44,9 @@ def played(
         return found, len(cluster.trace)
 
 
-def trained(cluster: Any, patient: Patient, to: str | None) -> Any:
-    return train(cluster, patient, to=to)
-
-
-quiet_training = cache(partial(played, trained, WORKERS))
-
-
-@drawn_from(max_examples=sized(15, 400))
-@given(st.integers(0, 99), crashes(WORKERS))
-def test_a_training_goes_on_with_the_same_bits_wherever_workers_crash(
-    seed: int, crashed: Any
-):
-    quiet, records = quiet_training()
-    found, _ = played(trained, WORKERS, seed, crashed, records)
-    assert found == quiet
-
-
 def differentiated(
     program: Program, cluster: Any, patient: Patient, to: str | None
 ) -> Any:
-    """The bits of the gradients of a drawn program."""
     case = program.case()
     patient(cluster.replicate_leaves, to=to)
     refs = {

@@ -5,15 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jdag.engine.protocol import (
-    Arrived,
-    Compute,
-    Computed,
-    Left,
-    Lost,
-    Resume,
-    Send,
-)
+from jdag.engine.protocol import Arrived, Compute, Computed, Left, Lost, Resume, Send
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
@@ -58,7 +50,6 @@ def asked(monkeypatch: pytest.MonkeyPatch, log: list[str], *crashes: Crash) -> P
 
 
 def crashed(monkeypatch: pytest.MonkeyPatch, log: list[str], crash: Crash) -> Played:
-    """The moment when home has been told that b is gone."""
     played = asked(monkeypatch, log, crash)
     played.port.wait(1)
     return played

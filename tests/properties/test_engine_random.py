@@ -3,16 +3,14 @@
 import os
 import random
 from collections import Counter
-from itertools import repeat
 
 import pytest
 
 from jdag.engine.protocol import Mode, Outcome
 from tests.tools.engine_beside import now_and_then
 from tests.tools.engine_faults import FAULTS, happen
-from tests.tools.engine_hooks import with_hooks
 from tests.tools.engine_net import Net
-from tests.tools.engine_programs import Run, draw, in_modes
+from tests.tools.engine_programs import Run, drawn
 from tests.tools.tiers import sized
 
 PROGRAMS = sized(30, 300)
@@ -21,16 +19,11 @@ ALONE = sized(6, 17)  # So many of them with nothing beside it.
 LARGE = (0.0, 0.5, 1.0)  # How probable it is that values come after their message.
 FAULTY = sized(20, 150)  # Programs for each kind of fault.
 CHUNKS = 10  # For tests to run side by side.
-MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass as it was drawn.
+MODES = (None, Mode.SMART, Mode.FAST)  # None: each pass has its own.
 
 
 def run_program(seed: int) -> list[Outcome]:
-    """Run a program in several orders of events, each held against the oracle.
-
-    The oracle gives one integer, one expression and one list of owed sends, so all
-    orders agree with each other as well.
-    """
-    plan = with_hooks(draw(random.Random(seed)), random.Random(f"hooks {seed}"))
+    plan = drawn(seed)
     outcomes: list[Outcome] = []
     for order in range(ORDERS):
         rng = random.Random(f"{seed} {order}")
@@ -38,7 +31,7 @@ def run_program(seed: int) -> list[Outcome]:
         if order >= ALONE:
             now_and_then(net, random.Random(f"beside {seed} {order}"), 0.02)
         mode = MODES[order % len(MODES)]
-        run = Run(plan if mode is None else in_modes(plan, repeat(mode).__next__), net)
+        run = Run(plan, net, mode)
         run.all()
         run.scope.tell_discarded()
         net.before_step = None
@@ -71,8 +64,8 @@ def test_programs_end_in_every_way_and_use_what_they_are_meant_to():
     workers: Counter[int] = Counter()
     passes: Counter[int] = Counter()
     for seed in range(PROGRAMS):
-        plan = in_modes(draw(random.Random(seed)), lambda: Mode.FAST)
-        run = Run(plan, Net(plan.workers, random.Random(seed)))
+        plan = drawn(seed)
+        run = Run(plan, Net(plan.workers, random.Random(seed)), Mode.FAST)
         run.all()
         outcomes.update(result.outcome for result in run.passes)
         workers[len(plan.workers)] += 1

@@ -10,7 +10,15 @@ import pytest
 
 import jdag
 from jdag import schedules
-from tests.tools.pipeline_cases import batches, layer, simulated, square, weights
+from tests.tools.pipeline_cases import (
+    batches,
+    layer,
+    put,
+    simulated,
+    square,
+    through,
+    weights,
+)
 from tests.tools.tiers import FIRST, sized
 
 STAGES, COUNT = 4, 4
@@ -38,16 +46,7 @@ def program(ctx: Any, params: Any, xs: Any) -> Any:
     return PIPE(ctx, params, xs, xs)
 
 
-def put(cluster: Any, schedule: Any, frozen: Any) -> list[Any]:
-    return [
-        cluster.put(schedule.worker(stage), w, tracked=not off)
-        for stage, (w, off) in enumerate(zip(weights(STAGES), frozen, strict=True))
-    ]
-
-
 def of_jax() -> tuple[Any, Any]:
-    """The losses and all gradients."""
-
     def losses(params: Any) -> Any:
         return [square(reduce(through, params, x), x) for x in batches(COUNT)]
 
@@ -57,12 +56,7 @@ def of_jax() -> tuple[Any, Any]:
     return losses(weights(STAGES)), jax.grad(total)(weights(STAGES))
 
 
-def through(x: Any, w: Any) -> Any:
-    return layer(w, x)
-
-
 def eager(cluster: Any, params: Any, frozen: Any) -> list[Any]:
-    """The gradients of the stages that are not frozen, or the losses if all are."""
     with cluster.context() as ctx:
         losses = program(ctx, params, batches(COUNT))
         if all(frozen):

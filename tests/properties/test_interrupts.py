@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests import ROOT
+from tests.tools.face_cases import squares
 from tests.tools.rpc_nodes import cluster
 from tests.tools.stream_cases import soon
 
@@ -46,22 +47,16 @@ def _wait() -> None:
 
 
 def waits(x: Any) -> Any:
-    """The identity, during which its worker computes for long."""
     jax.debug.callback(_wait)
     return 1.0 * x
 
 
 @jax.custom_vjp
 def backward_waits(x: Any) -> Any:
-    """The identity, whose vjp takes long."""
     return x
 
 
 backward_waits.defvjp(lambda x: (x, None), lambda _, given: (waits(given),))
-
-
-def total(*parts: Any) -> Any:
-    return sum(jnp.sum(part * part) for part in parts)
 
 
 @pytest.fixture
@@ -79,8 +74,6 @@ def nodes() -> Iterator[Any]:
 
 
 def press(*whens: Callable[[], object]) -> threading.Thread:
-    """Press Ctrl-C after each of these."""
-
     def run() -> None:
         for when in whens:
             when()
@@ -92,14 +85,13 @@ def press(*whens: Callable[[], object]) -> threading.Thread:
 
 
 def goes_on(made: Any, leaf: Any) -> None:
-    """The cluster computes what is right, and holds nothing of what was."""
     with made.context() as ctx:
-        ctx.backward(ctx.call("c", total, ctx.call("b", jnp.sin, leaf)))
+        ctx.backward(ctx.call("c", squares, ctx.call("b", jnp.sin, leaf)))
         found = ctx.gradient(leaf).fetch()
     np.testing.assert_allclose(found, 2 * np.sin(W) * np.cos(W))
     made.driver.settle()
     waiters = made.nodes["a"]._waiters
-    assert (waiters.asked, waiters.given, waiters.alarms) == ({}, {}, {})
+    assert (waiters.events, waiters.results, waiters.alarms) == ({}, {}, {})
     held = made.info().values()
     assert [(one["live_contexts"], one["live_passes"]) for one in held] == [(0, 0)] * 3
 
@@ -110,7 +102,7 @@ def test_ctrl_c_during_a_pass_ends_it_and_the_cluster_goes_on(nodes: Any) -> Non
     with pytest.raises(KeyboardInterrupt), nodes.context() as ctx:
         h = ctx.call("b", backward_waits, leaf)
         try:
-            ctx.backward(ctx.call("c", total, h, h, h))
+            ctx.backward(ctx.call("c", squares, h, h, h))
         finally:  # Leaving waits until b is quiet.
             assert not MAY_GO_ON.is_set()
             MAY_GO_ON.set()
@@ -131,7 +123,7 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
     holder = threading.Thread(target=hold, daemon=True)
 
     def waits_for(what: str) -> None:
-        asked = nodes.nodes["a"]._waiters.asked
+        asked = nodes.nodes["a"]._waiters.events
         soon(lambda: any(what in one for one in tuple(asked.values())))
 
     with pytest.raises(KeyboardInterrupt) as caught, nodes.context() as ctx:
@@ -140,7 +132,7 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
         holder.start()
         assert held.wait(LONG_S)
         thread = press(*[partial(waits_for, one) for one in ("Differentiated", "Left")])
-        ctx.backward(ctx.call("b", total, h, h, h))
+        ctx.backward(ctx.call("b", squares, h, h, h))
     assert isinstance(caught.value.__context__, KeyboardInterrupt)
     thread.join()
     left.set()
@@ -150,7 +142,6 @@ def test_a_second_ctrl_c_ends_the_leaving_that_the_first_began(nodes: Any) -> No
 
 
 def test_while_a_worker_computes_for_long_its_loop_is_free(nodes: Any) -> None:
-    """It sends, takes and reads meanwhile, also large values."""
     large = np.arange(1_000_000.0)
     small, much = nodes.put("b", W), nodes.put("b", large)
     with nodes.context() as ctx:

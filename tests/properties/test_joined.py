@@ -5,15 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdag.engine.protocol import (
-    Argument,
-    Call,
-    Failure,
-    Joined,
-    Lost,
-    Primal,
-    Release,
-)
+from jdag.engine.protocol import Argument, Call, Failure, Joined, Lost, Primal, Release
 from jdag.errors import WorkerLost
 from tests.tools.engine_cases import (
     SEEDS,
@@ -31,13 +23,11 @@ from tests.tools.error_texts import fails_with
 
 
 def told(net: Net, worker: str, *losses: Lost | Joined) -> None:
-    """Have one worker hear of these at once."""
     for loss in losses:
         hear(net, worker, loss)
 
 
 def again(net: Net, name: str) -> str:
-    """Crash a worker and have it join again; nobody was told of either."""
     net.crash(name)
     worker = net.rejoin(name)
     net.unnoticed.clear()
@@ -59,7 +49,7 @@ def test_why_a_worker_was_lost_comes_after_who_noticed_and_who_is_back(seed: int
     net.tell("a", Joined("b", 1))
     (failed,) = net.fetch("a", x)
     assert failed.message == (
-        "worker 'b' is lost; 'b#1', which joined since, has nothing of what it held "
+        "worker 'b' is lost; 'b#1', which joined later, does not have its values "
         "(noticed by 'a'): its mains were cut; its last words:\n  help"
     )
 
@@ -73,15 +63,15 @@ def test_what_lived_on_the_former_one_stays_lost_and_says_so(seed: int):
     told(net, "a", *BACK)
     (failed,) = net.fetch("a", x)
     assert failed.error == "WorkerLost" and failed.message == (
-        "worker 'b' is lost; 'b#1', which joined since, has nothing of what it held "
+        "worker 'b' is lost; 'b#1', which joined later, does not have its values "
         "(noticed by 'a')"
     )
     scope = net.open("a")
     with pytest.raises(WorkerLost) as caught:
         scope.call("b", SAME, x)
     assert str(caught.value) == (
-        "same cannot be called on 'b#1': leaf 1 on b is gone, worker 'b' is lost; "
-        "'b#1', which joined since, has nothing of what it held"
+        "same cannot be called on 'b#1': leaf 1 on b is lost, worker 'b' is lost; "
+        "'b#1', which joined later, does not have its values"
     )
     with fails_with(WorkerLost, "properties.leaf_1_on_b_cannot"):
         net.update("a", x, DOUBLE, x)
@@ -141,13 +131,12 @@ def test_who_was_told_of_none_between_has_lost_them_all(seed: int):
     net.unnoticed.clear()
     told(net, "a", Joined("b", 2))
     (failed,) = net.fetch("a", x)
-    assert failed.message.startswith("worker 'b#1' is lost; 'b#2', which joined since")
+    assert failed.message.startswith("worker 'b#1' is lost; 'b#2', which joined later")
     told(net, "c", Joined("b", 2))
     nothing_left(net)
 
 
 def calls_c(scope: Scope, x: Argument) -> Generator[int, Any, None]:
-    """On d: a call on c, in a context of b."""
     scope.call("c", DOUBLE, x)
     yield scope.net.waiter()  # For ever.
 
@@ -188,7 +177,6 @@ def test_what_the_former_one_said_is_not_heard_after_the_next_one(seed: int):
 
 
 def uses_b(scope: Scope) -> Generator[int, Any, None]:
-    """On c: it calls b, whichever that is by then."""
     yield scope.net.waiter()
     scope.call("b", SAME, 1)
     yield scope.net.waiter()

@@ -33,13 +33,11 @@ from tests.tools.error_texts import fails_with
 
 
 def inner(scope: Scope, y: Argument) -> Generator[int, Any, None]:
-    """On c: a call on b, of a value on d that d never hears is wanted."""
     scope.call("b", SAME, y)
     yield scope.net.waiter()  # For ever.
 
 
 def outer(scope: Scope, y: Argument) -> Generator[int, Any, str]:
-    """On d: it calls c, and does not mind that c is lost."""
     _, failure = yield scope.launch("c", inner, y)
     return str(failure.error)
 
@@ -104,9 +102,6 @@ def test_a_loss_noticed_while_leaving_waits_for_calls_ends_the_context_once(seed
     nothing_left(net)
 
 
-# --------------------------------------------------- two lose each other and both live
-
-
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_pass_whose_way_is_cut_fails_and_names_who_lost_whom(before: bool, seed: int):
@@ -155,7 +150,6 @@ def test_a_worker_that_lost_who_told_it_of_a_pass_tells_the_owner_itself(mode: M
 
 
 def uses(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
-    """On c: two calls on b, the second of a value that comes from c itself."""
     (one,) = scope.call("c", DOUBLE, x)
     (two,) = scope.call("b", TRIPLE, one)
     (back,) = scope.call("c", ADD, two, one)
@@ -165,20 +159,7 @@ def uses(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
     return back
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_who_calls_a_worker_that_has_lost_the_owner_is_answered(seed: int):
-    net, scope, x = begun(3, "c", seed)
-    net.drain()
-    net.part("a", "b")
-    net.drain()
-    result, failure = net.until("a", scope.launch("c", uses, x))
-    assert result is None
-    assert failure.message == "worker 'a' is lost (noticed by 'b')"
-    leaves_nothing(scope)
-
-
 def returns_far(scope: Scope) -> Generator[int, Any, Argument]:
-    """On b: a call on c, whose ref is returned although c may never have heard."""
     (far,) = scope.call("c", SAME, 1)
     yield scope.net.asked(scope.worker)
     return far
@@ -227,18 +208,19 @@ def test_a_cut_that_nobody_needs_is_not_missed():
 
 
 def swallows(scope: Scope, worker: str, body: Any) -> Generator[int, Any, str]:
-    """It calls a program there, and does not mind that it fails."""
     _, failure = yield scope.launch(worker, body)
     return str(failure.message)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_program_called_on_a_worker_that_has_lost_the_owner_is_answered(seed: int):
-    net = net_of(3, seed)
-    scope = net.open("a")
+@pytest.mark.parametrize("body", [uses, swallows])
+def test_who_calls_a_worker_that_has_lost_the_owner_is_answered(body: Any, seed: int):
+    net, scope, x = begun(3, "c", seed)
+    net.drain()
     net.part("a", "b")
     net.drain()
-    result, failure = net.until("a", scope.launch("c", swallows, "b", returns_far))
+    arguments = (x,) if body is uses else ("b", returns_far)
+    result, failure = net.until("a", scope.launch("c", body, *arguments))
     assert result is None
     assert failure.message == "worker 'a' is lost (noticed by 'b')"
     leaves_nothing(scope)
@@ -260,7 +242,6 @@ def test_a_loss_that_an_inner_program_returned_cannot_be_swallowed(seed: int):
 
 
 def for_ever(scope: Scope) -> Generator[int, Any, None]:
-    """It waits for what never comes."""
     yield scope.net.waiter()
 
 

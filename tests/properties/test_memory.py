@@ -1,6 +1,7 @@
 """What users see of how long values live: bytes held, peaks, and nothing that stays."""
 
 import gc
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from jdag.api.cluster import Cluster
 from jdag.api.drivers import simulate
 from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program
+from paper import many_uses
+from paper.figures import RESULTS
 
 WIDTH = 1000
 LAYER = 8 * WIDTH  # Bytes of what one layer gives.
@@ -39,9 +42,6 @@ def held(cluster: Cluster, what: str = "bytes_held") -> dict[str, Any]:
 
 def in_layers(cluster: Cluster, what: str = "bytes_held") -> list[float]:
     return [number / LAYER for number in held(cluster, what).values()]
-
-
-# ------------------------------------------------------------------------- forward
 
 
 @KINDS
@@ -99,15 +99,11 @@ def test_what_residuals_and_a_ref_hold_counts_once(values: str):
             assert held(cluster)["b"] == 3 * LAYER + 8  # The leaf, y, a gradient.
 
 
-# --------------------------------------------------------------- who holds a value
-
-
 def stored(cluster: Cluster, worker: str = "b") -> float:
     return held(cluster)[worker] / LAYER
 
 
 def flush(ctx: Any) -> None:
-    """Wait for something, as programs do now and then."""
     ctx.call("a", jnp.add, 1.0, 2.0).fetch()
 
 
@@ -210,9 +206,6 @@ def test_the_last_ref_counts_while_another_thread_looks_for_cycles(cluster):
         gc.enable()
 
 
-# -------------------------------------------------------------------------- programs
-
-
 @program
 def two_layers(ctx: Any, h: Any) -> Any:
     h = ctx.call("c", layer, h)
@@ -296,3 +289,34 @@ def test_a_ref_that_got_out_of_its_program_names_its_value_all_the_same(cluster)
             assert (ctx.call("d", layer, kept.pop()).fetch() > 1).all()
         assert stored(cluster) == 2  # Nobody counts such refs.
     assert in_layers(cluster) == [0, 0, 0, 0]
+
+
+COMMITTED = json.loads((RESULTS / "many_uses.json").read_text())["rows"]
+
+
+def shifted(w: Any, x: Any) -> Any:
+    return x + jnp.sum(w)
+
+
+@pytest.mark.parametrize("values", ["real", "abstract"])
+@pytest.mark.parametrize("home", ["a", "b"])
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_of_the_cotangents_of_a_leaf_with_many_uses_few_are_held(
+    values: str, home: str, mode: Any
+):
+    with simulate(("a", "b"), seed=0, values=values) as cluster:
+        w = cluster.put(home, jnp.ones(WIDTH))
+        with cluster.context() as ctx:
+            x = ctx.call("a", jnp.sum, w)
+            for _ in range(599):
+                x = ctx.call("a", shifted, w, x)
+            ctx.backward(x, mode=mode)
+            assert cluster.info()["a"]["bytes_peak"] < 30 * 8 * WIDTH
+            if values == "real":
+                np.testing.assert_array_equal(ctx.gradient(w).fetch(), [600] * WIDTH)
+
+
+def test_what_is_committed_is_what_comes_out():
+    uses = many_uses.USES[0]
+    assert many_uses.measured(uses)[1] == COMMITTED[str(uses)]["waiting"] == 25
+    assert [COMMITTED[str(uses)]["waiting"] for uses in many_uses.USES[1:]] == [30, 36]

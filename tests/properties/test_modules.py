@@ -23,8 +23,6 @@ X = array(4, 3)
 
 
 class Affine(eqx.Module):
-    """A module: two arrays, and a function that is part of what it is."""
-
     w: jax.Array
     b: Any
     act: Any = jnp.tanh
@@ -39,9 +37,6 @@ class Affine(eqx.Module):
 
 def affine(**fields: Any) -> Affine:
     return Affine(array(3, 2, seed=1), array(2, seed=2), **fields)
-
-
-# ---- modules: callable pytrees
 
 
 def test_a_module_is_called_as_it_is_and_its_arrays_are_arguments(cluster):
@@ -126,9 +121,6 @@ def test_what_a_module_holds_that_no_call_takes_is_named(cluster):
             ctx.call("b", Affine(X, {"n": 2**70}), X)
 
 
-# ---- Python numbers inside of pytrees
-
-
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Numbers have been warned of in this process; empty it to have it once more."""
@@ -138,8 +130,6 @@ def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Dropped(eqx.Module):
-    """A layer, a rate that is no parameter, and a temperature that is one."""
-
     inner: Affine
     rate: Any
     shift: Any
@@ -157,7 +147,6 @@ def dropped_loss(ctx: Any, module: Any, x: Any) -> Any:
 
 
 def trained(module: Dropped) -> Any:
-    """The parameters as JAX has them: without the numbers."""
     return eqx.filter(module, eqx.is_array)
 
 
@@ -260,11 +249,7 @@ def test_the_first_number_inside_a_pytree_warns(
     cluster.put("b", [X, 1.0])
 
 
-# ---- sparse arrays
-
-
 def bag() -> sparse.BCOO:
-    """Three bags of an embedding table of six rows; two entries share a row."""
     places = np.array([[0, 1], [0, 4], [1, 1], [2, 5], [2, 1]])
     return sparse.BCOO((array(5, seed=3), jnp.asarray(places)), shape=(3, 6))
 
@@ -321,9 +306,6 @@ def test_sparse_constants_and_results_are_sparse(cluster):
         assert_same(dense.fetch(), 3 * bag().todense())
 
 
-# ---- containers
-
-
 class Pair(NamedTuple):
     first: Any
     second: Any
@@ -337,8 +319,6 @@ class Held:
 
 
 class Own:
-    """A node that a user registered by hand."""
-
     def __init__(self, parts: Any, name: str) -> None:
         self.parts, self.name = parts, name
 

@@ -28,6 +28,7 @@ from jdag.engine.protocol import (
     Message,
     Notice,
     ObjectId,
+    Prepare,
     Reading,
     Return,
     Run,
@@ -49,7 +50,7 @@ FEW = 4_000
 MANY = 100_000
 WORKERS = tuple("abcdef")
 CODEC = Codec(WORKERS)
-FUNCTIONS = FunctionDecoder()
+FUNCTIONS = FunctionDecoder(["tests"])
 KINDS = get_args(Message)
 EXTREMES = (0, 1, 0x7F, 0x80, 0xFF)
 WIDE = (0, 1, 0xFFFF, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 1)
@@ -61,7 +62,6 @@ KEPT_BYTES = 16 << 20
 
 @pytest.fixture(scope="module")
 def real() -> list[bytes]:
-    """What programs drawn at random send, one after the other, each once."""
     found: dict[bytes, None] = {}
 
     def noted(message: Message, values: tuple[Any, ...]) -> tuple[int, int]:
@@ -141,7 +141,6 @@ CHANGES: tuple[Callable[[bytearray, Random], None], ...] = (
 
 
 def changed(real: list[bytes], rng: Random) -> bytes:
-    """One of the messages with one to three changes, or the halves of two of them."""
     data = bytearray(rng.choice(real))
     if rng.random() < 0.1:
         other = rng.choice(real)
@@ -153,13 +152,11 @@ def changed(real: list[bytes], rng: Random) -> bytes:
 
 
 def opened(message: Any) -> None:
-    """Read the nested data of a message."""
-    if isinstance(message, Run | Return | Tell | Attach):
+    if isinstance(message, Run | Return | Tell | Attach | Prepare):
         FUNCTIONS.bind(message, "a", CODEC)
 
 
 def read_or_refused(data: bytes, seed: int) -> str:
-    """What the bytes are; any error but a refusal names the seed."""
     try:
         message, kinds, offset = CODEC.decode(data)
         opened(message)
@@ -202,7 +199,6 @@ def test_many_mutated_messages_are_refused_or_read_in_bounded_memory(real: list[
 
 
 def taken(data: bytes) -> tuple[int, str]:
-    """The memory that reading takes at its most, and what was said."""
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -217,7 +213,6 @@ def taken(data: bytes) -> tuple[int, str]:
 
 
 def framed(data: bytes) -> bytes:
-    """An envelope without values; `data` are those of a message."""
     return (len(data) + 2).to_bytes(4, "little") + b"\x92" + data + b"\x90"
 
 
@@ -226,7 +221,6 @@ def array(number: int) -> bytes:
 
 
 def data(items: bytes) -> bytes:
-    """A field of nested data."""
     return b"\xc6" + (len(items) + 4).to_bytes(4, "big") + inner(items)
 
 

@@ -128,7 +128,6 @@ REFUSED = {
 
 
 def functions() -> dict[str, Any]:
-    """What makes transformations in the installed optax, by name."""
     found = {}
     for module, before in ((optax, ""), (contrib, "contrib.")):
         for name, value in vars(module).items():

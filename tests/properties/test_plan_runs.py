@@ -1,6 +1,5 @@
 """Whole plans in virtual time: random programs, optimizers, and what runs beside."""
 
-import re
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 import jdag
 from jdag import simulate
 from jdag.api.oracle import pullback
-from jdag.errors import ContextError
+from jdag.errors import RemoteError
 from tests.tools import random_plans, random_runs
 from tests.tools.error_texts import fails_with
 from tests.tools.plan_cases import (
@@ -25,9 +24,8 @@ from tests.tools.plan_cases import (
     put,
     stepping,
 )
-from tests.tools.random_features import all_steps
+from tests.tools.random_functions import FUSE, fused
 from tests.tools.random_hooks import numbered
-from tests.tools.random_programs import Branch, Fetch, Invoke
 from tests.tools.random_source import source_of
 from tests.tools.tiers import sized
 
@@ -40,7 +38,6 @@ SEEDS = sized(1, 20)
 
 
 def as_plan(number: int, exact: bool | None, **options: Any) -> Any:
-    """The value and the gradients of a program, by a plan or a context."""
     plan = numbered(number)
     program = random_plans.loss_of(plan, source_of(plan))
     with simulate(plan.workers, home=plan.home, **options) as cluster:
@@ -81,33 +78,6 @@ def test_random_programs_that_are_fused_are_the_oracles(chunk: int):
         assert bits(as_plan(number, False, **options)) == bits((values, found)), number
 
 
-def test_random_programs_that_fetch_hook_or_call_programs_are_refused_at_their_line():
-    refused = 0
-    for number in range(PROGRAMS):
-        plan = numbered(number)
-        source = source_of(plan)
-        program = random_plans.loss_of(plan, source, flat=False)
-        kinds = {type(step) for _, step in all_steps(plan.steps)}
-        hooks = "hook(" in source.text
-        with simulate(plan.workers, home=plan.home, seed=0) as cluster:
-            params = random_plans.put(cluster, plan)
-            step = jdag.compile(program, cluster)
-            if not hooks and not kinds & {Fetch, Branch, Invoke}:
-                jdag.compile(program, cluster, exact=True).value_and_grad(params)
-                continue
-            with fails_with(ContextError, "properties.is_recorded_by") as error:
-                step.value_and_grad(params)
-            line = re.search(r"at plan.py:(\d+) in", str(error.value))
-            if line is None:
-                assert hooks and "ctx.on_" in str(error.value)
-            else:
-                text = source.lines[int(line[1]) - 1]
-                assert "fetch(" in text or "ctx.start(" in text or "ctx.call(" in text
-            random_runs.clean(cluster, params)
-        refused += 1
-    assert refused > PROGRAMS // 2
-
-
 TX = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.05)}
 
 
@@ -135,7 +105,6 @@ def reads(ctx, params):
 
 @pytest.mark.parametrize("exact", [None, True, False])
 def test_a_context_beside_a_step_reads_what_it_reads_beside_an_eager_one(exact: Any):
-    """Its program's own step is what renews its versions; all of them, at once."""
     with simulate(WORKERS, **ROUGH) as cluster:
         params = put(cluster, "bcd", np.float32)
         optimizer = jdag.Optimizer(optax.sgd(0.5), params)
@@ -157,7 +126,6 @@ def stack(ctx, worker, params, x, y):
 
 
 def replicated(ctx, params, xs, ys):
-    """Data-parallel replicas, two micro-batches each; the losses are several roots."""
     losses = []
     for worker, own in zip("bcd", ctx.replicate(["b", "c", "d"], params), strict=True):
         for x, y in zip(xs[worker], ys[worker], strict=True):
@@ -166,7 +134,6 @@ def replicated(ctx, params, xs, ys):
 
 
 def summed(ctx, trees, x):
-    """A sum over replicas, and what each makes of it."""
     trees = {t.worker: ctx.call(t.worker, jnp.multiply, t, x) for t in trees}
     sums = ctx.all_reduce(trees, "ring")
     return [ctx.call(w, jnp.vdot, s, s) for w, s in sums.items()]
@@ -188,3 +155,53 @@ def test_replicas_micro_batches_and_several_roots_are_eagers(exact: bool):
             close(found, wanted)
             if exact:
                 assert bits(found) == bits(wanted)
+
+
+def quiet(cluster: Any) -> list[tuple[int, ...]]:
+    cluster.driver.settle()
+    names = ("live_contexts", "live_passes", "values_held")
+    return [tuple(held[name] for name in names) for held in cluster.info().values()]
+
+
+def breaks(ctx, params, x, y):
+    for p in params:
+        x = ctx.call(p["w"].worker, layer, p, x)
+        x = ctx.call("c", fused, "forward", fused, "vjp", jnp.sin, x)
+    return ctx.call("a", mse, x, y)
+
+
+def broken(seed: int, when: str, exact: bool, *, breaks_at: int) -> list[Any]:
+    found: list[Any] = []
+    with simulate(WORKERS[:3], **random_runs.settings(seed, WORKERS[:3])) as cluster:
+        params = put(cluster, "bcb")
+        optimizer = jdag.Optimizer(optax.sgd(0.1, momentum=0.9), params)
+        step = jdag.compile(breaks, cluster, optimizer=optimizer, exact=exact)
+        for number in range(3):
+            if number == breaks_at:
+                before = bits([params, optimizer.states])
+                FUSE.light(when, 1)
+                with fails_with(RemoteError, "properties.the_fuse_for") as error:
+                    step(params, *batch(7))
+                text = str(error.value)
+                assert "fused" in text and "test_plan_runs.py:" in text
+                assert " failed on 'c'" in text and "no leaf of" in text
+                of = "the backward of " if when == "vjp" else ""
+                assert not exact or text.startswith(
+                    f"{of}tests.tools.random_functions:fused"
+                )
+                assert FUSE.burnt[when] == 1
+                assert bits([params, optimizer.states]) == before
+            found.append(bits([step(params, *batch(number)), params]))
+        found.append([bits(optimizer.states), quiet(cluster)])
+    return found
+
+
+@pytest.mark.parametrize("seed", range(sized(1, 20)))
+@pytest.mark.parametrize("when", ["forward", "vjp"])
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_segment_that_raises_names_its_calls_and_changes_no_other_step(
+    when: str, exact: bool, seed: int
+):
+    wanted = broken(seed, when, exact, breaks_at=-1)
+    for number in range(3):
+        assert broken(seed, when, exact, breaks_at=number) == wanted

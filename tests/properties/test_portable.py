@@ -101,7 +101,6 @@ SECOND = pytest.mark.second
 
 
 def kinds(name: str) -> Any:
-    """The functions in a module of this name, which no other process has."""
     space: dict[str, Any] = {"__name__": name}
     exec(KINDS, space)
     space["MESH"] = jax.sharding.AbstractMesh((2,), ("rows",))
@@ -109,7 +108,6 @@ def kinds(name: str) -> Any:
 
 
 def simulated(use: Any) -> None:
-    """Without values, and so without devices."""
     made = jdag.simulate(["a", "b"], seed=0, values="abstract")
     with made as cluster, cluster.context() as ctx:
         use(cluster, ctx)
@@ -149,7 +147,7 @@ def test_simulate_warns_of_what_launch_would_not_take(
 ):
     space = kinds("nowhere")
     monkeypatch.setattr(function_encoder, "_warned", [])
-    said = rf"it {WHY[kind]}.*, nor can it by name: .*nowhere:{kind}"
+    said = rf"it {WHY[kind]}.* by name: .*nowhere:{kind}"
     with pytest.warns(PortabilityWarning, match=said):
         simulated(use(space[kind], space["mse"]))
 
@@ -188,14 +186,13 @@ def test_simulate_warns_of_a_second_derivative_of_what_has_no_name(
 def test_launch_refuses_it_by_the_users_name_and_a_true_remedy(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Refused as it is; in a module that `allow` names it runs."""
     (tmp_path / "kinds_of.py").write_text(KINDS)
     monkeypatch.syspath_prepend(tmp_path)
     module, space = importlib.import_module("kinds_of"), kinds("nowhere")
     with jdag.launch(["a", "b"], allow=["kinds_of"]) as cluster:
         for use in (called, piped):
             with cluster.context() as ctx:
-                said = rf"By name: .*nowhere:{kind}.* As StableHLO: .* {WHY[kind]}"
+                said = rf"by name: .*nowhere:{kind}.* as StableHLO: .* {WHY[kind]}"
                 with pytest.raises(JdagError, match=said):
                     use(space[kind], space["mse"])(cluster, ctx)
                 found = use(getattr(module, kind), module.mse)(cluster, ctx)

@@ -24,12 +24,10 @@ README = ROOT / "README.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The README's blocks of code in a language."""
     return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
 
 
 def block(language: str, *words: str) -> str:
-    """The one block of code in a language that has these words in it."""
     (found,) = [
         block for block in blocks(language) if all(word in block for word in words)
     ]
@@ -70,7 +68,6 @@ def test_the_examples_run_as_printed(
 
 
 def printed_by(text: str, folder: Path) -> str:
-    """What a script prints, in a process of its own; it has no complaint."""
     script = folder / "script.py"
     script.write_text(text)
     command = [sys.executable, "-X", "dev", "-W", "error::UserWarning", str(script)]
@@ -159,9 +156,8 @@ def test_two_hosts_work_as_printed(tmp_path: Path):
 
 
 def trained(hosts: Hosts, up: str) -> list[float]:
-    """What the trainer on the one host prints, with the workers on the other."""
     with hosts.running(1, up) as workers:
-        said_by(workers, "Ctrl-C stops them")
+        said_by(workers, "press Ctrl-C to stop the workers")
         with hosts.running(0, "python train.py") as trainer:
             said, _ = trainer.communicate(timeout=200)
             assert trainer.returncode == 0, said
@@ -171,7 +167,6 @@ def trained(hosts: Hosts, up: str) -> list[float]:
 
 
 def said_by(process: subprocess.Popen[str], wanted: str) -> None:
-    """Read what a process prints until it says this."""
     assert process.stdout is not None
     heard = []
     for line in process.stdout:
@@ -216,8 +211,6 @@ def test_what_it_links_to_is_there():
         assert (README.parent / target).exists(), target
 
 
-# ----------------------------------------------------------- the table of names
-
 # What the README's short names are.
 KNOWN: dict[str, Any] = {
     "jdag": jdag,
@@ -229,7 +222,6 @@ KNOWN: dict[str, Any] = {
 
 
 def rows() -> list[list[str]]:
-    """The rows of the table of PyTorch's names: theirs, ours, what differs."""
     section = README.read_text().partition("## Coming from PyTorch")[2]
     section = section.partition("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("|")]
@@ -241,7 +233,6 @@ def code(text: str) -> list[str]:
 
 
 def missing(text: str) -> list[str]:
-    """The names of ours, and the keywords of calls, that are not there."""
     lacking = []
     for span in code(text):
         for name, given in re.findall(r"((?<![\w.])\w+(?:\.\w+)+)(?=(\(.*\))?)", span):

@@ -8,11 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jdag import program, sim, simulate
 from jdag.api.cluster import Cluster
 from jdag.runtime.trace import Trace, TraceRecord
+from jdag.scenario import load
+from jdag.scenario.run_scenario import run_scenario
+from tests import ROOT
 from tests.tools.compute_cases import no_new_arrays
+from tests.tools.face_cases import total
 
 WORKERS = ("a", "b", "c", "d")
 DEVICES = sim.DeviceModel(forward_ns=1_000, backward_ns=2_000, sum_ns=100)
@@ -36,13 +41,8 @@ def layer(w, x):
     return jnp.tanh(w * x)
 
 
-def total(*arrays):
-    return sum(jnp.sum(array) for array in arrays)
-
-
 @program
 def branch(ctx, w, x):
-    """Three calls here and a program call to c and back, by what is fetched."""
     parts = [ctx.call("b", layer, w, x * (n + 1.0)) for n in range(3)]
     whole = ctx.call("d", total, *parts)
     if np.asarray(whole.fetch()) > 0 and ctx.here == "b":
@@ -51,7 +51,6 @@ def branch(ctx, w, x):
 
 
 def train(cluster: Cluster, x: Any) -> list[Any]:
-    """Two passes over leaves on two workers; losses and gradients."""
     w, v = cluster.put("b", jnp.ones(4)), cluster.put("c", jnp.full(4, 0.5))
     seen = []
     for step in range(2):
@@ -121,7 +120,6 @@ def test_one_bit_of_one_payload_changes_the_digest():
 
 
 def arrives_ns(trace: Trace, record: TraceRecord, left_ns: dict[int, int]) -> int:
-    """When a frame is in: after those before it on its link, its bytes, its flight."""
     peer, size = record.named["destination"], record.named["wire_bytes"]
     model = NETWORK.model(record.worker, peer)
     before = [left_ns.get(cause, 0) for cause in record.causes]
@@ -130,7 +128,6 @@ def arrives_ns(trace: Trace, record: TraceRecord, left_ns: dict[int, int]) -> in
 
 
 def test_the_time_of_every_record_follows_from_those_of_its_causes():
-    """So that nothing is missing: a run can be timed anew by its trace alone."""
     trace, _ = run(3, network=NETWORK, devices=DEVICES)
     ready_ns: dict[int, int] = {}  # When others may begin because of this record.
     left_ns: dict[int, int] = {}
@@ -186,15 +183,6 @@ def test_what_a_job_reads_is_among_its_causes():
             assert start.named["job"] == "vjp" or start.named["path"] in primals
 
 
-def test_records_are_kept_of_no_value_that_is_not_held():
-    with simulate(WORKERS, seed=1, **ROUGH) as cluster:
-        train(cluster, X)
-        cluster.driver.settle()
-        made = cluster.driver._env.recorder._made
-        for worker, host in cluster.driver._env.hosts.items():
-            assert all(key in host.machine.values for key in made[worker])
-
-
 def test_abstract_runs_make_no_arrays_and_send_the_same_messages():
     def summed(cluster: Cluster, x: Any) -> list[tuple[Any, ...]]:
         w = cluster.put("b", x)
@@ -215,3 +203,39 @@ def test_abstract_runs_make_no_arrays_and_send_the_same_messages():
         with no_new_arrays():
             assert summed(cluster, jax.ShapeDtypeStruct(X.shape, X.dtype)) == real
         assert peaks["c"] <= cluster.info()["c"]["bytes_peak"] <= 2 * peaks["c"]
+
+
+FOLDER = ROOT / "scenarios"
+# `data_parallel_digits` needs several devices; `digits` is 264 steps of one program.
+LONG = ("data_parallel_digits", "digits")
+NAMES = [path.stem for path in sorted(FOLDER.glob("*.toml")) if path.stem not in LONG]
+
+
+def digest(name: str) -> str:
+    answer = run_scenario(load(FOLDER / f"{name}.toml"), lambda *_: None)
+    answer.cluster.close()
+    return str(answer.figures.get("digest") or answer.cluster.trace.digest)
+
+
+@pytest.mark.second
+def test_each_scenario_has_one_digest_whatever_ran_before_it():
+    """Here each runs after those before it, and elsewhere after those behind it."""
+    backwards = [
+        sys.executable,
+        "-m",
+        "tests.properties.test_repeatable",
+        *reversed(NAMES),
+    ]
+    environment = {**os.environ, "JAX_ENABLE_X64": "1"}
+    with subprocess.Popen(
+        backwards, stdout=subprocess.PIPE, text=True, env=environment
+    ) as other:
+        digests = [digest(name) for name in NAMES]
+        said, _ = other.communicate(timeout=300)
+    assert len(NAMES) == 24 and len(dict.fromkeys(digests)) == 24
+    assert said.split()[::-1] == digests
+
+
+if __name__ == "__main__":
+    for scenario in sys.argv[1:]:
+        print(digest(scenario), flush=True)

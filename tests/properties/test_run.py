@@ -1,4 +1,4 @@
-"""Programs on several workers at once: what each has, reads and leaves behind."""
+"""Programs on several workers at once: what each has, how they end, what is left."""
 
 from functools import partial
 from typing import Any
@@ -11,17 +11,14 @@ import pytest
 from jdag import Optimizer, program
 from jdag.api.drivers import simulate
 from jdag.context.refs import fetch
-from jdag.errors import ContextError, JdagError
-from jdag.sim import LinkModel
+from jdag.errors import ContextError, JdagError, RemoteError, WorkerLost
+from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.tools.error_texts import fails_with
-from tests.tools.face_cases import ONES, nothing_is_left, total
+from tests.tools.face_cases import ONES, nothing_is_left, raises_at_run_time, total
+from tests.tools.plan_cases import weigh
 
 WORKERS = ("main", "ps", "t0", "t1", "t2")
 TRAINERS = WORKERS[2:]
-
-
-def weighed(w, x):
-    return jnp.sum(w * x)
 
 
 def counted(leaf, place):
@@ -40,9 +37,6 @@ def where(cluster):
 def made():
     with simulate(WORKERS, seed=0, network=LinkModel(latency_ns=1_000)) as cluster:
         yield cluster
-
-
-# ------------------------------------------------------------------ what each one has
 
 
 def test_each_program_has_a_cluster_on_its_worker_and_results_are_in_their_order(made):
@@ -85,7 +79,7 @@ def test_what_a_partial_holds_is_handed_on_and_leaves_come_back(made):
 
     def uses(tree, cluster, *, scale):
         with cluster.context() as ctx:
-            loss = ctx.call("ps", weighed, tree["w"], scale)
+            loss = ctx.call("ps", weigh, tree["w"], scale)
             return {
                 "loss": loss.fetch(),
                 "leaf": tree["w"],
@@ -96,9 +90,6 @@ def test_what_a_partial_holds_is_handed_on_and_leaves_come_back(made):
     assert found["loss"] == 18 and found["leaf"] == w
     assert found["new"].worker == "t1" and found["new"].fetch() == 4
     assert str(found["new"].leaf) == "leaf 2.0 on t1"
-
-
-# -------------------------------------------------------------------- leaves of all
 
 
 def test_a_program_reads_a_captured_leaf_from_its_own_worker(made):
@@ -114,19 +105,16 @@ def test_a_program_reads_a_captured_leaf_from_its_own_worker(made):
     np.testing.assert_array_equal(made.run({"t2": reads})["t2"], ONES)
 
 
-# ------------------------------------------------------------------------- refusals
-
-
 @pytest.mark.parametrize(
     ("programs", "text"),
     [
-        ({}, "with at least one; this is {}"),
+        ({}, "with at least one, not {}"),
         (None, "takes a mapping from names of workers"),
         ([where], "takes a mapping from names of workers"),
         ({"t0": where, "t7": where}, "no worker 't7'; the workers are 'main', 'ps'"),
         ({3: where}, "takes the name of a worker first, not 3"),
-        ({"t0": where, "t1": 4}, "to run on 't1' is 4; it takes a function"),
-        ({"t0": None}, "to run on 't0' is None; it takes a function"),
+        ({"t0": where, "t1": 4}, "for 't1' is 4; expected a function"),
+        ({"t0": None}, "for 't0' is None; expected a function"),
         ({"t0": program(lambda ctx: 1)}, "marked by jdag.program, so it takes a cont"),
     ],
 )
@@ -165,7 +153,7 @@ def test_a_program_uses_what_it_is_handed_and_nothing_of_others(made):
     with made.context() as open_one:
         unopened = made.context()
         uses: dict[str, list[Any]] = {
-            "of a program on 'main'": [
+            "to a program on 'main'": [
                 lambda cluster: made.put("ps", 1.0),
                 lambda cluster: made.make("ps", lambda: ONES),
                 lambda cluster: made.update(minus, w, ONES),
@@ -176,9 +164,9 @@ def test_a_program_uses_what_it_is_handed_and_nothing_of_others(made):
                 lambda cluster: open_one.call("ps", total, w),
                 lambda cluster: unopened.__enter__(),
             ],
-            "of a program on 't0'": [partial(in_context, nested)],
+            "to a program on 't0'": [partial(in_context, nested)],
             "has no cluster": [partial(in_context, steps)],
-            "only the main program runs programs": [lambda c: c.run({"t1": where})],
+            "only the main program may call it": [lambda c: c.run({"t1": where})],
             "the main program closes it": [lambda c: c.close()],
         }
         for text, refused in uses.items():
@@ -243,13 +231,124 @@ def test_an_optimizer_of_another_cluster_is_refused(cluster):
             cluster.run({"c": partial(with_its_own, theirs)})
 
 
-def test_an_abstract_trainer_sends_what_a_real_one_does():
-    counts = []
-    for values in ("real", "abstract"):
-        with simulate(["a", "b", "c"], seed=0, values=values) as cluster:
-            w = cluster.put("b", 2.0)
-            optimizer = Optimizer(optax.adam(0.25), w, clip_norm=1.0)
-            cluster.run({"c": partial(with_an_optimizer, w, optimizer)})
-            info = cluster.info().values()
-            counts.append([(one["messages_sent"], one["bytes_sent"]) for one in info])
-    assert counts[0] == counts[1]
+def raises(cluster, text="boom"):
+    raise ValueError(text)
+
+
+def test_the_first_that_raised_is_raised_when_all_others_have_ended(made):
+    ended = []
+    w = made.put("ps", ONES)
+
+    def long(cluster):
+        with cluster.context() as ctx:
+            for _ in range(20):
+                ctx.call("ps", total, w).fetch()
+        ended.append(cluster.here)
+
+    programs = {"t0": long, "t2": partial(raises, text="late"), "t1": raises}
+    with pytest.raises(RemoteError) as caught:
+        made.run(programs)
+    said = str(caught.value)
+    assert "test_run:raises failed on 't2', called at test_run.py" in said
+    assert "ValueError: late" in said and "in raises" in said
+    (note,) = caught.value.__notes__
+    assert "raises on 't1' also failed" in note and "ValueError: boom" in note
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert ended == ["t0"]
+    nothing_is_left(made)
+
+
+def test_contexts_that_a_program_left_open_are_left(made):
+    w = made.put("ps", ONES)
+
+    def opens(cluster):
+        for _ in range(3):
+            ctx = cluster.context().__enter__()
+            ctx.backward(ctx.call("ps", total, w))
+        return 1
+
+    def opens_and_raises(cluster):
+        opens(cluster)
+        raise ValueError("after all")
+
+    assert made.run({"t0": opens}) == {"t0": 1}
+    nothing_is_left(made)
+    with fails_with(RemoteError, "properties.after_all"):
+        made.run({"t0": opens_and_raises, "t1": opens})
+    nothing_is_left(made)
+    assert made.info()["ps"]["values_held"] == 1
+
+
+def test_an_error_that_nobody_saw_is_raised_when_a_context_is_left_for_its_program(
+    made,
+):
+    def opens(cluster):
+        ctx = cluster.context().__enter__()
+        ctx.call("t1", raises_at_run_time, 1.0)
+
+    with pytest.raises(RemoteError, match=r"opens failed on 't0'(.|\n)*at run time"):
+        made.run({"t0": opens})
+    nothing_is_left(made)
+
+
+def crashing(at_ns, worker="t1"):
+    return simulate(
+        WORKERS,
+        seed=0,
+        network=LinkModel(latency_ns=1_000),
+        devices=DeviceModel(forward_ns=500, backward_ns=500),
+        faults=[Crash(worker, 3_000, at_ns=at_ns)],
+    )
+
+
+@pytest.mark.parametrize("at_ns", range(3_000, 54_000, 4_700))
+def test_a_worker_that_crashes_under_its_program_is_named_and_its_contexts_expire(
+    at_ns,
+):
+    with crashing(at_ns) as cluster:
+        w = cluster.put("ps", jnp.zeros(3))
+
+        @program
+        def nested(ctx, w):
+            return ctx.call("t2", total, ctx.call(ctx.here, jnp.add, w, 1.0))
+
+        def train(place, cluster):
+            done = 0
+            for _ in range(3):
+                with cluster.context() as ctx:
+                    ctx.backward(ctx.call("ps", nested, w))
+                    cluster.update(counted, w, place)
+                    done += ctx.gradient(w).fetch()[0]
+            return float(done)
+
+        programs: dict[str, Any] = {
+            name: partial(train, n) for n, name in enumerate(TRAINERS)
+        }
+        ended = []
+        programs["main"] = lambda cluster: ended.append(train(0, cluster))
+        with fails_with(WorkerLost, "properties.worker_t1_is_lost") as caught:
+            cluster.run(programs)
+        assert not hasattr(caught.value, "__notes__"), caught.value.__notes__
+        assert ended == [3.0]
+        nothing_is_left(cluster)
+        held = {name: one["values_held"] for name, one in cluster.info().items()}
+        assert held == {"main": 0, "ps": 1, "t0": 0, "t1": 0, "t2": 0}
+        places = [int(one) for one in w.fetch()]
+        assert places[0] == 6 and places[2] == 3 and places[1] <= 3
+        with fails_with(WorkerLost, "properties.no_program_can_run_on"):
+            cluster.run({"t0": where, "t1": where})
+        assert cluster.run({"t0": where}) == {"t0": "t0"}
+
+
+def test_a_program_that_meets_the_loss_of_another_worker_raises_it():
+    with crashing(20_000, "ps") as cluster:
+        w = cluster.put("ps", ONES)
+
+        def uses(cluster):
+            for _ in range(30):
+                with cluster.context() as ctx:
+                    ctx.backward(ctx.call("ps", total, w))
+
+        with pytest.raises(WorkerLost, match=r"uses failed on 't0'(.|\n)*'ps' is lost"):
+            cluster.run({"t0": uses, "t1": where, "t2": uses})
+        nothing_is_left(cluster)

@@ -20,16 +20,17 @@ from jdag.compute.segments import _fused
 from jdag.errors import RemoteError, ScheduleError, WorkerLost
 from jdag.schedules.actions import Action
 from jdag.sim import Crash, DeviceModel, LinkModel, Network
-from tests.properties.test_pipelines import breaks, through, wave
 from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import (
-    ROWS,
-    WIDTH,
     batches,
+    breaks,
     layer,
+    put,
     simulated,
     square,
     step,
+    through,
+    wave,
     weights,
 )
 from tests.tools.plan_cases import bits, close
@@ -60,11 +61,6 @@ def built(name: str, p: int, m: int) -> schedules.Schedule:
 ALL = [*ONE_STAGE, "interleaved", "zb_v", "dualpipe_v"]
 
 
-def put(cluster: Any, schedule: Any) -> list[Any]:
-    of = enumerate(weights(schedule.stages))
-    return [cluster.put(schedule.worker(number), w) for number, w in of]
-
-
 def piped(stages: int, stage: Any = layer) -> Any:
     pipe = jdag.pipeline([stage] * stages, square)
 
@@ -75,7 +71,6 @@ def piped(stages: int, stage: Any = layer) -> Any:
 
 
 def acted(records: Any, schedule: Any) -> list[list[str]]:
-    """The actions of each worker, in the order in which they began."""
     found: dict[str, list[str]] = {name: [] for name in schedule.workers}
     for record in records:
         if record.kind == "start" and record.named["action"]:
@@ -160,7 +155,7 @@ def test_processes_follow_the_lists_and_have_the_bits_of_a_context():
 
 
 @pytest.mark.parametrize("name", ONE_STAGE)
-def test_activations_at_the_peak_are_those_of_the_schedule_and_of_a_context(name):
+def test_activations_at_the_peak_are_those_of_a_context(name):
     schedule = built(name, 4, 9)
     peaks = []
     for exact in (None, True, False):
@@ -173,9 +168,6 @@ def test_activations_at_the_peak_are_those_of_the_schedule_and_of_a_context(name
             info = cluster.info()
             peaks.append([info[w]["activation_bytes_peak"] for w in schedule.workers])
     assert peaks[0] == peaks[1] == peaks[2]
-    if name in ("gpipe", "one_f_one_b"):
-        one, wanted = 2 * ROWS * WIDTH * 4, [*schedule.peak_activations().values()]
-        assert [peak / one for peak in peaks[1][1:-1]] == wanted[1:-1]
 
 
 def test_memory_grows_with_the_logarithm_of_micro_batches():
@@ -184,16 +176,12 @@ def test_memory_grows_with_the_logarithm_of_micro_batches():
         schedule = schedules.one_f_one_b(stages=1, micro_batches=micro_batches)
         with simulated(schedule, schedule.workers, values="abstract") as cluster:
             leaf = cluster.put("w0", np.zeros(1 << 16, "f4"))
-            pipe = jdag.pipeline([times], square)
+            pipe = jdag.pipeline([jnp.multiply], square)
             xs = [np.float32(0)] * micro_batches
             jdag.compile(pipe, cluster).value_and_grad([leaf], xs, xs)
             peaks.append(cluster.info()["w0"]["bytes_peak"] >> 18)
     # Less than eight gradients of each of two levels wait, or of three.
     assert peaks[0] <= peaks[1] <= 16 and peaks[2] <= 24
-
-
-def times(w, x):
-    return w * x
 
 
 def test_each_action_is_one_segment_and_micro_batches_share_executables():
@@ -202,7 +190,9 @@ def test_each_action_is_one_segment_and_micro_batches_share_executables():
         schedule = schedules.zb_h1(stages=3, micro_batches=micro_batches)
         with simulated(schedule, schedule.workers) as cluster:
             before = _fused.cache_info().misses
-            compiled = jdag.compile(piped(3, through_twice), cluster)
+            compiled = jdag.compile(
+                piped(3, lambda w, x: layer(w, layer(w, x))), cluster
+            )
             compiled.value_and_grad(put(cluster, schedule), batches(micro_batches))
             made.append(_fused.cache_info().misses - before)
             pieces = [piece.segment for piece in compiled.plan.cut.pieces]
@@ -214,10 +204,6 @@ def test_each_action_is_one_segment_and_micro_batches_share_executables():
         assert sorted(acts) == sorted(chain(*listed(schedule)))
         assert "2I0 fill, I of last_stage" in str(compiled.plan)
     assert made[1] <= 1 < made[0]  # The sum of so many.
-
-
-def through_twice(w, x):
-    return layer(w, layer(w, x))
 
 
 def test_steps_of_an_optimizer_have_the_bits_of_contexts():
@@ -246,7 +232,6 @@ def stepped(cluster: Any, optimizer: Any, params: Any, xs: Any) -> Any:
 
 
 def tied(ctx: Any, params: Any, xs: Any) -> Any:
-    """Work that is in no list, before, between and after; one leaf on two workers."""
     losses = []
     for m, x in enumerate(xs):
         h = ctx.call("w0", jnp.sin, x)
@@ -289,11 +274,7 @@ def test_a_step_without_gradients_leaves_backward_actions_out():
             assert bits(train.value_and_grad(params, given)[0]) == bits(found)
 
 
-# ------------------------------------------------------------------- what goes wrong
-
-
 def two_stages(ctx: Any, params: Any, xs: Any, second: Any) -> Any:
-    """`second`: what is called in stage 1 of a micro-batch, before its weights."""
     losses = []
     for m, x in enumerate(xs):
         with ctx.tag(stage=0, micro_batch=m):
@@ -341,7 +322,6 @@ def test_a_worker_that_is_lost_in_a_step_holds_no_list_up():
 
 
 def backwards(ctx: Any, params: Any, xs: Any) -> Any:
-    """A later micro-batch is what an earlier one takes."""
     made: Any = xs[2]
     for m in (2, 1, 0):
         with ctx.tag(stage=0, micro_batch=m):
@@ -353,18 +333,14 @@ def backwards(ctx: Any, params: Any, xs: Any) -> Any:
 
 def summed(ctx: Any, params: Any, xs: Any) -> Any:
     losses = piped(2)(ctx, params, xs)
-    return ctx.call("w1", add_up, *losses)
-
-
-def add_up(*losses: Any) -> Any:
-    return reduce(jnp.add, losses)
+    return ctx.call("w1", lambda *of: reduce(jnp.add, of), *losses)
 
 
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        (backwards, "cannot follow the schedule: 0F1 waits for 0F0 waits for 1F1 wa"),
-        (summed, "the schedule: 1F1 waits for 1B0, by .* return the losses instead"),
+        (backwards, "cannot follow the schedule: .*0F1 waits for 0F0 waits for 1F1 wa"),
+        (summed, "the schedule: .*, 1F1 waits for 1B0; .* return the losses instead"),
     ],
 )
 def test_a_plan_that_a_list_would_hold_up_is_refused_before_it_runs(program, said):
@@ -402,7 +378,7 @@ def held_up(ctx: Any, params: Any, xs: Any, path: Any) -> Any:
 @pytest.mark.second
 def test_the_action_that_a_step_waits_for_is_told_meanwhile(tmp_path: Path):
     path, said = tmp_path / "go", ""
-    wanted = "worker w0 waits for 0B0, which is next in its list; ready behind it: 0F2"
+    wanted = "0B0, which is next in its list; ready later in the list: 0F2"
     with jdag.launch(SMALL.workers, schedule=SMALL, allow=["tests"]) as cluster:
 
         def look() -> None:
@@ -418,4 +394,4 @@ def test_the_action_that_a_step_waits_for_is_told_meanwhile(tmp_path: Path):
         compiled = jdag.compile(held_up, cluster, exact=True)
         compiled.value_and_grad(put(cluster, SMALL), batches(3), jdag.static(str(path)))
         thread.join()
-    assert said == wanted
+    assert said == f"worker w0 waits for {wanted}"

@@ -74,7 +74,6 @@ def made(library: str) -> tuple[Any, Any, Any, Any, Any]:
 
 
 def plain_of(fn: Any, fixed: Any) -> Any:
-    """The loss by JAX alone; what nnx changes has to be made where it is traced."""
     fixed = fixed.value if isinstance(fixed, type(jdag.static(1))) else fixed
 
     def plain(params: Any, state: Any) -> Any:
@@ -125,34 +124,3 @@ def test_dropout_and_running_statistics_are_those_of_plain_jax(cluster, library)
         assert again.fetch() == loss.fetch()
         trained, _ = ctx.call("b", fn, fixed, there, held, X, Y)
         assert trained.fetch() != loss.fetch()
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("way", ["masked", "untracked"])
-def test_frozen_parameters_stand_still_and_the_others_move(cluster, library, way):
-    fn, fixed, _, params, state = made(library)
-    is_outer = jax.tree_util.tree_map_with_path(
-        lambda path, _: "outer" in jax.tree_util.keystr(path), params
-    )
-    held = cluster.put("b", state, tracked=False)
-    if way == "masked":
-        moving = there = cluster.put("b", params)
-        frozen = jax.tree.map(lambda outer: not outer, is_outer)
-        still = optax.masked(optax.set_to_zero(), frozen)
-        tx = optax.chain(optax.sgd(0.1), still)
-    else:
-        moving, frozen = eqx.partition(params, is_outer)
-        moving = cluster.put("b", moving)
-        there = eqx.combine(moving, cluster.put("b", frozen, tracked=False))
-        tx = optax.sgd(0.1)
-    optimizer = jdag.Optimizer(tx, moving)
-    wanted, _ = jax.grad(plain_of(fn, fixed), has_aux=True)(params, state)
-    with cluster.context() as ctx:
-        loss, _ = ctx.call("b", fn, fixed, there, held, X, Y)
-        ctx.backward(loss)
-        optimizer.step(ctx)
-        assert (len(ctx.gradients()) == 2) is (way == "untracked")
-    stepped = jax.tree.map(
-        lambda outer, p, g: p - 0.1 * g if outer else p, is_outer, params, wanted
-    )
-    close(jdag.fetch(there), stepped)

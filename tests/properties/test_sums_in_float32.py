@@ -28,7 +28,6 @@ def wide() -> Iterator[None]:
 
 
 def in_float32(addends: list[Any]) -> Any:
-    """The sum of a tree of eight, each sum of which is made in float32 and rounded."""
     while len(addends) > 1:
         groups = [addends[start : start + 8] for start in range(0, len(addends), 8)]
         sums = [summed([jnp.asarray(one, jnp.float32) for one in g]) for g in groups]

@@ -45,7 +45,6 @@ PERFETTO = {
 
 
 def schema(messages: dict[str, str]) -> dict[str, Any]:
-    """Classes of protobuf's library for a schema."""
     file = pb.FileDescriptorProto(name="one.proto", package="one", syntax="proto2")
     for name, fields in messages.items():
         message = file.message_type.add(name=name)
@@ -65,7 +64,6 @@ def schema(messages: dict[str, str]) -> dict[str, Any]:
 
 
 def delimited(data: bytes) -> Iterator[bytes]:
-    """The messages of a file, each after its length."""
     at = 0
     while at < len(data):
         length = shift = 0
@@ -82,7 +80,6 @@ def delimited(data: bytes) -> Iterator[bytes]:
 
 
 def held(attributes: Any) -> dict[str, Any]:
-    """The values of attributes or annotations by name."""
     found = {}
     for one in attributes:
         (value,) = [v for f, v in one.ListFields() if f.name != "name"]
@@ -91,7 +88,6 @@ def held(attributes: Any) -> dict[str, Any]:
 
 
 def spans(trace: Any):
-    """What must be read back: jobs, then messages, sorted."""
     read = spans_of(trace)
     jobs = [(j.worker, j.name, j.kind, j.start_ns, j.end_ns) for j in read.jobs]
     sent = [
@@ -100,9 +96,6 @@ def spans(trace: Any):
     ]
     assert len(jobs) >= 3 and len(sent) >= 3
     return sorted(jobs), sorted(sent)
-
-
-# ------------------------------------------------------------------------- operations
 
 
 def test_an_operation_needs_what_the_programs_before_it_waited_for():
@@ -126,9 +119,6 @@ def test_an_operation_needs_what_the_programs_before_it_waited_for():
         (6, "forward", 30, (5,)),
         (8, "send", -1, (0,)),
     ]
-
-
-# ------------------------------------------------------------------------------ Chakra
 
 
 def test_chakra_has_every_job_and_both_ends_of_every_message_to_the_nanosecond(slow):
@@ -163,9 +153,6 @@ def test_chakra_has_every_job_and_both_ends_of_every_message_to_the_nanosecond(s
     assert came == {tag: (*said, at) for tag, *said, _, at in ends[5]}
 
 
-# -------------------------------------------------------------------------------- GOAL
-
-
 class GoalOperation(NamedTuple):
     """A line of GOAL: `size` is nanoseconds of a calc, bytes of a message."""
 
@@ -185,7 +172,6 @@ _RANK = re.compile(r"rank (\d+) \{")
 
 
 def read_goal(text: str) -> dict[int, GoalOperation]:
-    """The operations of a GOAL text by the number of their label."""
     found: dict[int, GoalOperation] = {}
     rank = -1
     for line in text.splitlines():
@@ -233,9 +219,6 @@ def test_a_message_that_did_not_arrive_is_not_in_goal_which_would_wait_for_it():
         "num_ranks 2\n\nrank 0 {\nl0: send 48b to 1 tag 0\n}\n\n"
         "rank 1 {\nl2: recv 48b from 0 tag 0\n}\n"
     )
-
-
-# ---------------------------------------------------------------------------- Perfetto
 
 
 def read_back(data: bytes):

@@ -9,6 +9,7 @@ import pytest
 
 import jdag
 from jdag.errors import ContextError, GraphError, JdagError
+from tests.conformance.trainers import cell
 from tests.tools.compute_cases import array, assert_same
 from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import nothing_is_left, squares
@@ -22,7 +23,6 @@ def scaled(w: Any, stats: Any, x: Any) -> Any:
 
 
 def loss(ctx: Any, params: Any, x: Any) -> Any:
-    """The statistics are read on their owner and, once moved, on another worker."""
     w, stats = params["w"], params["stats"]
     parts = [ctx.call(worker, scaled, w, stats, x) for worker in ("b", "c", "d")]
     return ctx.call("c", squares, *parts)
@@ -35,9 +35,6 @@ def plain(w: Any, stats: Any) -> Any:
 def placed(cluster: Any) -> dict[str, Any]:
     stats = cluster.put("b", STATS, tracked=False)
     return {"w": cluster.put("b", W), "stats": stats}
-
-
-# ---- untracked leaves
 
 
 def test_an_untracked_leaf_is_a_constant_to_what_is_differentiated(cluster):
@@ -67,7 +64,7 @@ def test_what_wants_a_gradient_of_an_untracked_leaf_says_that_it_has_none(cluste
         jdag.Optimizer(optax.sgd(0.1), params)
     with cluster.context() as ctx:
         ctx.backward(loss(ctx, params, X))
-        said = r"leaf 0 on b is untracked, as it was put with tracked=False or kept, so"
+        said = r"leaf 0 on b is untracked, since it was made by tracked=False or clus"
         with pytest.raises(GraphError, match=said):
             ctx.gradient(params)
         for hook in (ctx.on_gradient, ctx.on_cotangent):
@@ -105,36 +102,6 @@ def test_programs_are_handed_an_untracked_leaf_as_one(cluster):
         assert not same["stats"].tracked
         ctx.backward(value)
         assert list(ctx.gradients()) == [params["w"]]
-
-
-# ---- values that are kept
-
-
-def cell(w: Any, h: Any, x: Any) -> Any:
-    return jnp.tanh(h * w + x)
-
-
-def unrolled(w: Any, h: Any, xs: Any) -> tuple[Any, Any]:
-    """Truncated back-propagation: the gradient of each step, and the last state."""
-    found = []
-    for x in xs:
-        found.append(jax.grad(lambda w, h=h, x=x: squares(cell(w, h, x)))(w))
-        h = cell(w, h, x)
-    return found, h
-
-
-@pytest.mark.parametrize("place", ["b", "b/cpu:0"])
-def test_a_hidden_state_goes_from_context_to_context_where_it_is(cluster, place):
-    w, found = cluster.put("b", W), []
-    h: Any = X[0]
-    for x in X:
-        with cluster.context() as ctx:
-            now = ctx.call(place, cell, w, h, x)
-            ctx.backward(ctx.call("c", squares, now))
-            found.append(ctx.gradient(w).fetch())
-            h = cluster.keep(now)
-            assert now.tracked and not h.tracked and h.place == place
-    assert_same((found, h.fetch()), unrolled(W, X[0], X))
 
 
 def test_what_is_kept_in_a_loop_is_held_once(cluster):

@@ -54,7 +54,6 @@ TWO_CALLS = {
 
 
 def seen_of(steps: Iterable[PossibleStep]) -> Any:
-    """The class of a prefix: the steps of each worker, and those everywhere between."""
     seen: dict[str, list[tuple[int, PossibleStep]]] = {}
     everywhere = 0
     for step in steps:
@@ -64,7 +63,6 @@ def seen_of(steps: Iterable[PossibleStep]) -> Any:
 
 
 def searched(subject: Subject) -> dict[Any, bytes]:
-    """The classes of all runs that end, and what `order_of` makes of them."""
     enabled: dict[Any, frozenset[PossibleStep]] = {}
     ended: dict[Any, bytes] = {}
     left: list[list[PossibleStep]] = [[]]  # Prefixes to go on from.
@@ -92,7 +90,6 @@ class Run:
         self._prefix, self._enabled, self._is_over = prefix, enabled, False
 
     def pick(self, steps: tuple[PossibleStep, ...]) -> int:
-        """See `Strategy.begin`."""
         step = steps[0]
         if len(self.taken) < len(self._prefix):
             step = self._prefix[len(self.taken)]

@@ -22,23 +22,16 @@ _SIGNS = x509.KeyUsage(
     encipher_only=False,
     decipher_only=False,
 )
-PRIVATE = (
-    serialization.Encoding.PEM,
-    serialization.PrivateFormat.PKCS8,
-)
+PRIVATE = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
 
 
 class Files(NamedTuple):
-    """The three files of a node."""
-
     ca: Path
     certificate: Path
     key: Path
 
 
 class Issuer:
-    """A certificate authority in a folder."""
-
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name = folder, name
         self.key = ec.generate_private_key(ec.SECP256R1())

@@ -23,8 +23,6 @@ LEAVES, LEAF_BYTES = 8, 1 << 24
 
 
 def save(path: Path, number: int, step=lambda: None) -> None:
-    """Write a checkpoint of several arrays that hold a number; tell each step."""
-
     def array():
         step()
         return np.full(30_000, number, np.int64)
@@ -39,7 +37,6 @@ def save(path: Path, number: int, step=lambda: None) -> None:
 
 
 def numbers(path: Path) -> set[int]:
-    """The numbers in a checkpoint: one, if it is whole; none, if it is not there."""
     if not path.exists():
         return set()
     with safe_open(path, framework="numpy") as file:
@@ -67,7 +64,6 @@ def dies_at(last: int, path: Path) -> int:
 
 
 def killed(top: Path) -> None:
-    """Die at each step; the checkpoint is the old or the new, and can be replaced."""
     for old in (set(), {1}):
         seen = []
         for last in range(1, 100):
@@ -89,7 +85,6 @@ def killed(top: Path) -> None:
 
 
 def raced(top: Path) -> None:
-    """Save by two processes at once, while a third reads."""
     path = top / "x.safetensors"
     save(path, 0)
     children = []
@@ -107,7 +102,6 @@ def raced(top: Path) -> None:
 
 
 def left(top: Path) -> None:
-    """Take a file that a killed saver has left, and none that another renames."""
     path, beside = top / "x.safetensors", top / ".x.safetensors.0"
     beside.write_bytes(bytes(10_000_000))
     save(path, 1)
@@ -128,13 +122,10 @@ def left(top: Path) -> None:
 
 
 def big(number: float) -> jax.Array:
-    """A leaf that is made where it is."""
     return jnp.full(LEAF_BYTES // 4, number, jnp.float32)
 
 
 def peak(top: Path) -> None:
-    """Print by how many leaves' bytes the memory of this process grows in a save."""
-
     def high() -> int:
         status = Path("/proc/self/status").read_text().split()
         return int(status[status.index("VmHWM:") + 1]) << 10

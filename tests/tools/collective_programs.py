@@ -15,7 +15,6 @@ HOW = ("owner", "tree", "ring")
 
 
 def bits(tree):
-    """Bytes of a pytree, as a text that a program may return."""
     return replica_cases.bits(tree).hex()
 
 
@@ -27,12 +26,10 @@ def number_of(cluster):
 
 
 def own(cluster):
-    """What does not add up the same in any other order."""
     return factors(number_of(cluster), SHAPES)
 
 
 def all_kinds(among, cluster):
-    """What each collective gives, as bytes."""
     tree, root = own(cluster), among[1]
     found: dict[str, Any] = {}
     for how in HOW:
@@ -47,7 +44,6 @@ def all_kinds(among, cluster):
 
 
 def exchanges(among, cluster):
-    """Sums and lists of shares, which are the own tree times powers of two."""
     tree, found = own(cluster), {}
     shares = [jax.tree.map(lambda x, n=n: x * 2.0**n, tree) for n in range(len(among))]
     for how in HOW:
@@ -57,7 +53,6 @@ def exchanges(among, cluster):
 
 
 def trains(steps, how, cluster):
-    """A replica in a loop of its own, as with DDP: its bits after each step."""
     first = {"w": jnp.asarray(own(cluster)["w"]), "b": jnp.zeros(5, jnp.float32)}
     params = cluster.broadcast(first, root=cluster.workers[1], how=how)
     rows = np.random.default_rng(number_of(cluster))
@@ -73,7 +68,6 @@ def trains(steps, how, cluster):
 
 
 def said(call, *args, **options):
-    """The text of the error of a collective."""
     try:
         return f"no error: {call(*args, **options)}"
     except CollectiveError as error:
@@ -98,12 +92,10 @@ def dies(cluster):
 
 
 def adds_of_length(length, cluster):
-    """An error of lengths that differ, and then a sum that is right."""
     text = said(cluster.all_reduce, {"w": jnp.ones(length)})
     return text, float(cluster.all_reduce(1.0))
 
 
 def in_order(groups, cluster):
-    """Errors of crossed groups, and then a sum of all that is right."""
     texts = [said(cluster.all_reduce, 1.0, group) for group in groups]
     return texts, float(cluster.all_reduce(1.0))

@@ -20,7 +20,6 @@ def system(name: str, how: str = "apart") -> dict[str, Any]:
 
 
 def in_full(name: str) -> dict[str, Any]:
-    """The same of both ways to pin, as `run` puts them together."""
     one, other = (system(name, how) for how in pinning.WAYS)
     return {kind: {**part, **other[kind]} for kind, part in one.items()}
 
@@ -38,7 +37,6 @@ def one_round(peer: float, mine: float) -> dict[str, Any]:
 
 
 def made_up_costs() -> dict[str, Any]:
-    """As `costs` prints them: of all that rows are made of."""
     shares = {**dict.fromkeys(costs.PARTS, 0.1), "engine": 0.3, "the rest": 0.1}
     one = {**dict.fromkeys(costs.COLUMNS, 1234.0), "shares": shares}
     names = ["add", "retained pass", "pass, both ways"]

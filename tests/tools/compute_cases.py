@@ -15,8 +15,6 @@ from jdag.compute.tracing import Residuals
 
 
 class Leaf:
-    """Stands for a ref: an argument that is tracked."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -62,7 +60,6 @@ def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
 
 
 def summed(addends: Sequence[Any]) -> Any:
-    """Their sum, eight neighbours at a time."""
     while len(addends) > 8:
         groups = [addends[start : start + 8] for start in range(0, len(addends), 8)]
         addends = list(map(summed, groups))
@@ -73,7 +70,6 @@ def summed(addends: Sequence[Any]) -> Any:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """All leaves have equal shape and dtype, and values within 1e-12."""
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     for one, other in pairs:
         assert one.dtype == other.dtype

@@ -11,12 +11,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.protocol import (
-    ContextId,
-    Message,
-    Primal,
-    landing,
-)
+from jdag.engine.protocol import ContextId, Message, Primal, landing
 from jdag.processes.net import connection, loop, receiving
 from jdag.processes.net import large_values as bulk
 from jdag.processes.net.connection import Connection
@@ -40,8 +35,6 @@ ONE, TWO = ContextId(0, 1, 0), ContextId(0, 2, 0)
 
 
 class Clock:
-    """Time that leaps ahead when it is told."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ahead_ns = 0
         for module in (bulk, connection, loop, receiving):
@@ -49,8 +42,6 @@ class Clock:
 
 
 class Side:
-    """One end, and the events that it gave."""
-
     def __init__(self, loop: Loop, name: str, other: str, deadline_s: float) -> None:
         self.loop = loop
         self.messages: list[tuple[Message, list[Any]]] = []
@@ -72,7 +63,6 @@ class Side:
         self.name = name
 
     def stop(self) -> None:
-        """Do what a process does that is stopped: nothing more."""
         assert self.socket is not None
         self.loop.unregister(self.socket.fileno())
         self.loop.register(self.socket.fileno(), lambda mask: None)
@@ -101,8 +91,6 @@ class Side:
 
 
 class Sides:
-    """Both ends, on one loop."""
-
     def __init__(
         self,
         deadline_s: float = 60.0,
@@ -137,13 +125,11 @@ class Sides:
             side.connection.adopt(streams[at], received[1 - at])
 
     def run(self, done: Any) -> None:
-        """Drive until `done()`, for so long at most."""
         due_ns = clock_ns() + PATIENCE_NS
         self.loop.drive(lambda: done() or clock_ns() > due_ns)
         assert done(), (self.a.ends, self.b.ends, len(self.b.messages))
 
     def turn(self) -> None:
-        """Let whatever is ready happen."""
         left = [True]
         self.loop.post(left.clear)
         self.loop.drive(lambda: not left)
@@ -156,7 +142,6 @@ class Sides:
 
 
 def secured(tls: Tls, near: SocketStream, far: SocketStream) -> list[TlsStream]:
-    """Put TLS on both ends of a connection, after they have shaken hands."""
     ends = [tls.dial(near, "a"), tls.serve(far)]
     for end in ends * 3:
         with suppress(BlockingIOError):
@@ -236,7 +221,6 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 
 @pytest.fixture(params=["plain", "tls"])
 def either(request: Any, make: Callable[..., Sides], tls: Tls) -> Sides:
-    """Ends that are connected, plainly and through TLS."""
     return make(tls=tls if request.param == "tls" else None)
 
 

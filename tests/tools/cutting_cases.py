@@ -22,43 +22,30 @@ from jdag.engine.functions import transferred
 from jdag.engine.names import ContextId, LeafId
 from jdag.engine.segments import NodeKind
 from tests.tools import random_functions
-from tests.tools.random_programs import Call, Constant, Draft, Leaf, Move, Step, Use
+from tests.tools.random_programs import (
+    Call,
+    Constant,
+    Draft,
+    Move,
+    Pass,
+    Plan,
+    Step,
+    Use,
+)
 
 PLAN = ContextId(0, 7, 0)
 Values = dict[int, Any]
 
 
 def bits(array: Any) -> bytes:
-    """The bytes of an array."""
     return np.asarray(array).tobytes()
 
 
-@dataclass(frozen=True)
-class Program:
-    """Calls and moves, and their roots, which are scalars."""
-
-    workers: tuple[str, ...]
-    leaves: tuple[Leaf, ...]
-    steps: tuple[Step, ...]
-    roots: tuple[int, ...]
-
-    @property
-    def home(self) -> str:
-        """The worker whose program it is."""
-        return self.workers[0]
-
-
-def draw(rng: Random, few: int = 8) -> Program:
-    """A random program on one to four workers, of `few` steps or so."""
+def draw(rng: Random, few: int = 8) -> Plan:
+    """A random program of calls and moves; the roots of its one pass are scalars."""
     workers = tuple("abcd"[: rng.randint(1, 4)])
     draft = Draft(rng, workers, tidy=rng.random() < 0.5)
-    leaves = []
-    for place in range(rng.randint(1, 4)):
-        inexact = place == 0 or rng.random() < 0.85
-        variable = draft.variable("float" if inexact else "int", inexact, -1)
-        values: Any = tuple(rng.uniform(-1, 1) for _ in range(3))
-        values = values if inexact else (2, 0, 1)
-        leaves.append(Leaf(variable, draft.worker(), values))
+    leaves = draft.leaves(rng.randint(1, 4))
     scope = [leaf.variable for leaf in leaves]
     steps: list[Step] = []
     while len(steps) < few:
@@ -72,19 +59,17 @@ def draw(rng: Random, few: int = 8) -> Program:
         roots.append(scope[-1])
     if rng.random() < 0.2:
         roots.append(roots[0])
-    return Program(workers, tuple(leaves), tuple(steps), tuple(roots))
+    steps.append(Pass(tuple(roots), (None,) * len(roots), retain=False))
+    return Plan(workers, workers[0], tuple(leaves), tuple(steps))
 
 
 @dataclass(frozen=True)
 class Var:
-    """A value of a graph, as an argument."""
-
     number: int
     tracked: bool
 
 
 def one_by_one(graph: DataflowGraph, given: Values) -> Values:
-    """The value of each number: all nodes of a graph run in order."""
     values = dict(given)
     residuals: dict[int, Any] = {}
     for place, node in enumerate(graph.nodes):
@@ -117,7 +102,6 @@ class Recorded:
         self.gradients: dict[LeafId, int] = {}
 
     def leaf(self, worker: str, array: Any, *, tracked: bool | None = None) -> Var:
-        """A leaf of this worker."""
         id, aval = LeafId(worker, len(self.leaves)), aval_of(array)
         self.leaves.append(id)
         on = aval.inexact if tracked is None else tracked
@@ -126,7 +110,6 @@ class Recorded:
         return Var(number, on)
 
     def sent(self, array: Any) -> Var:
-        """A constant or an input, in turn."""
         kind = ("input", "constant")[len(self.given) % 2]
         number = self.graph.source(kind, self.home, aval_of(array))
         self.given[number] = array
@@ -135,7 +118,6 @@ class Recorded:
     def call(
         self, worker: str, fn: Callable[..., Any], *args: Any, update: bool = False
     ) -> Any:
-        """Call a function of variables, constants and statics."""
         parts = split(args, {}, lambda leaf: isinstance(leaf, Var))
         by_place = dict(parts.refs)
         by_place.update({place: self.sent(value) for place, value in parts.constants})
@@ -153,7 +135,6 @@ class Recorded:
         return unflatten(found.out_tree, variables)
 
     def move(self, worker: str, tree: Sequence[Var]) -> list[Var]:
-        """Move variables, as `ctx.move` does."""
         there: dict[int, Var] = {}
         for kind in (True, False):
             places = [at for at, one in enumerate(tree) if one.tracked is kind]
@@ -166,11 +147,9 @@ class Recorded:
         self.gradients = self.graph.differentiate([root.number for root in roots])
 
     def one_by_one(self) -> Values:
-        """The value of each number: all nodes run in order."""
         return one_by_one(self.graph, self.given)
 
     def cut(self, results: Sequence[int], **options: Any) -> CutPlan:
-        """Cut the graph; nothing is staged unless told."""
         exact: dict[str, Any] = {"exact": True, "stages": ()}
         exact.update(options)
         return cut_graph(
@@ -178,13 +157,16 @@ class Recorded:
         )
 
 
-def recorded(program: Program) -> Recorded:
+def recorded(program: Plan) -> Recorded:
     """A random program in a graph, differentiated."""
     made = Recorded(program.home)
     values: Values = {
         leaf.variable: made.leaf(leaf.worker, leaf.array) for leaf in program.leaves
     }
     for step in program.steps:
+        if isinstance(step, Pass):
+            made.differentiate(*[values[root] for root in step.roots])
+            continue
         assert isinstance(step, Call | Move), step
         given: list[Any] = []
         for one in step.arguments:
@@ -203,14 +185,11 @@ def recorded(program: Program) -> Recorded:
             fn = getattr(random_functions, step.function)
             found = made.call(step.worker, fn, *given)
         values.update(zip(step.outputs, jax.tree.leaves(found), strict=True))
-    made.differentiate(*[values[root] for root in program.roots])
     return made
 
 
 @dataclass
 class Worker:
-    """What one worker holds in a step."""
-
     values: Values = field(default_factory=dict)
     left: list[Any] = field(default_factory=list)  # Segments that have not run.
 

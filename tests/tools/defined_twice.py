@@ -44,7 +44,6 @@ def _names(source: str) -> set[str]:
 
 
 def defined_twice(root: Path) -> dict[str, list[str]]:
-    """Return each public name that several modules below a folder define, and these."""
     homes = defaultdict(list)
     for path in sorted(root.rglob("*.py")):
         for name in _names(path.read_text(encoding="utf-8")):

@@ -9,15 +9,13 @@ import random
 from jdag.engine.protocol import Argument
 from tests.tools.engine_cases import assign_newest, finished, newest
 from tests.tools.engine_net import Net, Scope
-from tests.tools.engine_programs import Run, draw
+from tests.tools.engine_programs import Run, drawn
 from tests.tools.engine_values import ADD, DOUBLE, TRIPLE
 
 DEPTH_MAX = 2
 
 
 def now_and_then(net: Net, rng: random.Random, chance: float, depth: int = 0) -> None:
-    """Before some steps of a net run something beside; nested, but not too deep."""
-
     def before(net: Net) -> None:
         if rng.random() >= chance:
             return
@@ -34,9 +32,8 @@ def now_and_then(net: Net, rng: random.Random, chance: float, depth: int = 0) ->
 
 
 def program(net: Net, rng: random.Random) -> None:
-    """Another random program is right."""
     workers = rng.sample(net.workers, rng.randint(1, len(net.workers)))
-    run = Run(draw(random.Random(rng.random()), tuple(workers)), net)
+    run = Run(drawn(rng.random(), tuple(workers)), net)
     run.all()
     assert run.scope.leave() == ()
 
@@ -77,6 +74,5 @@ def train(net: Net, rng: random.Random) -> None:
 
 
 def close(net: Net, scope: Scope, out: Argument, wanted: int) -> None:
-    """What a context computed is what it has to be; it ends well."""
     assert net.fetch(scope.worker, out)[0][0] == wanted
     assert scope.leave() == ()

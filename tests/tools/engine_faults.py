@@ -1,24 +1,15 @@
 """Random programs that something happens to, and what must hold afterwards."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import replace
 
 from jdag.errors import JdagError
-from tests.tools.engine_hooks import with_hooks
 from tests.tools.engine_net import Net
 from tests.tools.engine_outages import newest
-from tests.tools.engine_programs import (
-    Broken,
-    CallStep,
-    HookStep,
-    ProgramStep,
-    RaiseStep,
-    Run,
-    Step,
-    draw,
-)
+from tests.tools.engine_programs import Broken, Run, drawn
 from tests.tools.engine_values import Fuse
+from tests.tools.random_features import all_steps
+from tests.tools.random_functions import Hook
+from tests.tools.random_programs import Call, Invoke, Move, Plan
 
 STEPS_MAX = 600  # Beyond most runs: some faults come too late to be noticed.
 
@@ -27,9 +18,7 @@ FAULTS = (
     "restart", "two restarts", "partition",
 )  # fmt: skip
 
-
 _RESTARTS = ("restart", "two restarts")
-_CALLS = ("forward", "vjp")  # Happen in functions that are called.
 
 
 class Abandoned(Exception):
@@ -43,16 +32,14 @@ def happen(fault: str, seed: int) -> str:
     left, or the good program's gradients are not the oracle's.
     """
     rng = random.Random(f"{fault} {seed}")
-    plan = with_hooks(draw(random.Random(seed)), random.Random(f"hooks {seed}"))
-    if fault in ("forward", "vjp", "hook", "program"):
-        plan = replace(plan, steps=_sabotaged(plan.steps, fault, rng))
-    net = Net(plan.workers, rng)
-    home = plan.workers[0]
-    _arm(net, fault, rng)
+    plan = drawn(seed)
+    fuses, raises = _sabotage(plan, fault, rng)
+    net, home = Net(plan.workers, rng), plan.home
+    _arm(net, home, fault, rng)
     run: Run | None = None
     outcome = "untouched"
     try:
-        run = Run(plan, net)
+        run = Run(plan, net, None, fuses, raises)
         run.timeout_ns = 1 if fault == "expired" else None
         run.all()
     except (Abandoned, Broken, JdagError) as error:
@@ -73,17 +60,14 @@ def happen(fault: str, seed: int) -> str:
 
 
 def _good(net: Net, seed: int) -> None:
-    """The next program, on who is left, is right."""
     apart = [max(pair) for pair in net.parted]
     alive = tuple(name for name in net.alive if name not in apart)
-    run = Run(draw(random.Random(seed), alive), net)
+    run = Run(drawn(seed, alive), net)
     run.all()
     assert run.scope.leave() == ()
 
 
-def _arm(net: Net, fault: str, rng: random.Random) -> None:
-    """Have a fault happen before some step."""
-    home = net.workers[0]
+def _arm(net: Net, home: str, fault: str, rng: random.Random) -> None:
     at = int(rng.random() ** 2 * STEPS_MAX)
     victims = [rng.choice(net.workers), rng.choice(net.workers)]
     del victims[2 if fault.startswith("two") else 1 :]
@@ -103,7 +87,6 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
                 raise Abandoned
 
     def restart(net: Net) -> None:
-        """Crash; some time later join again, and be used at once, whoever knows."""
         if net.steps < at or not victims or rng.random() < 0.9:
             return
         last = newest(net, victims[-1])
@@ -140,22 +123,19 @@ def _arm(net: Net, fault: str, rng: random.Random) -> None:
         net.before_step = restart
 
 
-def _sabotaged(
-    steps: Sequence[Step], fault: str, rng: random.Random
-) -> tuple[Step, ...]:
-    """The same steps, some of whose functions or programs raise."""
-    return tuple(_sabotage(step, fault, rng) for step in steps)
-
-
-def _sabotage(step: Step, fault: str, rng: random.Random) -> Step:
-    if isinstance(step, HookStep) and fault == "hook" and rng.random() < 0.3:
-        return replace(step, fuse=Fuse(fault, rng.choice((1, 1_000_000))))
-    if isinstance(step, CallStep) and fault in _CALLS and rng.random() < 0.15:
-        fuse = Fuse(fault, rng.choice((1, 1_000_000)))
-        return replace(step, function=replace(step.function, fuse=fuse))
-    if isinstance(step, ProgramStep):
-        inner = _sabotaged(step.body, fault, rng)
-        if fault == "program" and rng.random() < 0.5:
-            inner = (*inner[: rng.randint(0, len(inner))], RaiseStep())
-        return replace(step, body=inner)
-    return step
+def _sabotage(
+    plan: Plan, fault: str, rng: random.Random
+) -> tuple[dict[int, Fuse], dict[int, int]]:
+    fuses: dict[int, Fuse] = {}
+    raises: dict[int, int] = {}
+    for _, step in all_steps(plan.steps):
+        match step:
+            case Call() | Move() if fault in ("forward", "vjp") and rng.random() < 0.15:
+                fuses[step.id] = Fuse(fault, rng.choice((1, 1_000_000)))
+            case Hook() if fault == "hook" and rng.random() < 0.3:
+                fuses[step.id] = Fuse(fault, rng.choice((1, 1_000_000)))
+            case Invoke() if fault == "program" and rng.random() < 0.5:
+                raises[step.id] = rng.randint(0, len(step.body.steps))
+            case _:
+                pass
+    return fuses, raises

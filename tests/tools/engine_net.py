@@ -56,9 +56,7 @@ from jdag.engine.protocol import (
     named,
 )
 from tests.tools import engine_outages as outages
-from tests.tools.engine_left import leftovers, taken
-from tests.tools.engine_links import Links, Pair, Parcel
-from tests.tools.engine_place import Body, Place
+from tests.tools.engine_parts import Body, Links, Pair, Parcel, Place, leftovers, taken
 from tests.tools.engine_values import Linear, compute
 
 STEPS_MAX = 200_000
@@ -93,10 +91,7 @@ class Net:
         self._assignment = 0
         self._contexts: dict[str, int] = {}
 
-    # -------------------------------------------------------------------- running
-
     def tell(self, worker: str, event: Event) -> None:
-        """Have an engine handle an event and carry out what it asks for."""
         place = self.places[worker]
         for effect in place.engine.handle(event):
             self._carry_out(worker, place, effect)
@@ -144,7 +139,6 @@ class Net:
         return found
 
     def ring(self, worker: str) -> None:
-        """The time of a pass of this worker is over, if it has one under way."""
         alarms = self.places[worker].alarms
         if alarms:
             self.tell(worker, alarms.pop(min(alarms)))
@@ -184,7 +178,6 @@ class Net:
         return True
 
     def _hear(self, pair: Pair, parcels: Sequence[Parcel]) -> None:
-        """A worker is told of messages; their values are here."""
         sender, worker = pair
         for parcel in parcels:
             landed = zip(landing(parcel.message), parcel.carried, strict=True)
@@ -203,7 +196,6 @@ class Net:
         self.tell(name, Computed(job.id, failure))
 
     def _resume(self, scope: "Scope", body: Body, result: Any) -> None:
-        """Let a program run until it waits again or ends."""
         name = scope.worker
         failure, returned = None, None
         try:
@@ -218,7 +210,6 @@ class Net:
         self.tell(name, Returned(scope.context, scope.path, returned, failure, left))
 
     def until(self, worker: str, waiter: int) -> Any:
-        """Run until a waiter is resumed."""
         resumed = self.places[worker].resumed
         while waiter not in resumed:
             if not self.step():  # Before which anything may have happened.
@@ -226,48 +217,37 @@ class Net:
         return resumed.pop(waiter)
 
     def drain(self) -> None:
-        """Run until nothing can happen."""
         while self.step():
             pass
 
     def some(self) -> None:
-        """Let a few things happen, or none."""
         while self.rng.random() < 0.7 and self.step():
             pass
 
     def crash(self, worker: str) -> None:
-        """A worker stops; what it sent may still come; others notice in their time."""
         outages.crash(self, worker)
 
     def rejoin(self, name: str) -> str:
-        """A worker that crashed takes part again, as the one that is returned."""
         return outages.rejoin(self, name)
 
     def part(self, one: str, other: str) -> None:
-        """Two workers lose each other; what lies between them is gone."""
         outages.part(self, one, other)
 
     @property
     def alive(self) -> tuple[str, ...]:
-        """Those who have not crashed, in the order in which they were started."""
         return tuple(name for name in self.places if name not in self.dead)
 
     def messages(self, kind: type) -> list[tuple[str, str]]:
-        """Who sent a message of this kind to whom, in order."""
         return [(a, b) for a, b, message in self.sent if type(message) is kind]
 
     def let_go(self) -> None:
-        """Hold nothing back any more."""
         self.holds: Callable[[str, str, Any], bool] = lambda *_: False
         self.pauses: Callable[[str, Job], bool] = lambda *_: False
         self.links.stalls = False
 
     def leftovers(self) -> list[str]:
-        """What living workers hold although nothing is going on; leaves may stay."""
         living = {name: self.places[name] for name in self.alive}
         return leftovers(living, self.dropped)
-
-    # ------------------------------------------------------------------ what users do
 
     def waiter(self) -> int:
         self._waiter += 1
@@ -289,7 +269,6 @@ class Net:
         inputs: Sequence[Argument],
         output: Key,
     ) -> Argument:
-        """Make a version of a leaf by a function of values on its worker."""
         self._assignment += 1
         keys = tuple(argument.key for argument in inputs)
         path = (self._assignment,)
@@ -300,7 +279,6 @@ class Net:
     def update(
         self, home: str, leaf: Argument, function: Linear, *inputs: Argument
     ) -> Argument:
-        """The next version of a leaf."""
         key = LeafKey(None, leaf.key.name, leaf.key.index + 1)
         return self.assign(home, leaf.owner, function, inputs, key)
 
@@ -329,8 +307,6 @@ class Net:
 
 
 class Scope:
-    """One activation: what a context offers a program."""
-
     def __init__(
         self, net: Net, worker: str, context: ContextId, path: tuple[int, ...]
     ):
@@ -340,16 +316,13 @@ class Scope:
         self._discarded: list[tuple[Key, Worker]] = []
 
     def discard(self, *values: Argument) -> None:
-        """Name these no more."""
         self._discarded += [(value.key, value.owner) for value in values]
 
     def noted(self) -> tuple[tuple[Key, Worker], ...]:
-        """What is discarded and was not told."""
         noted, self._discarded = tuple(self._discarded), []
         return noted
 
     def tell_discarded(self) -> None:
-        """Before the program waits: tell what is discarded."""
         event = Discarded(self.context, self.path, self.noted())
         self.net.tell(self.worker, event)
 
@@ -395,7 +368,6 @@ class Scope:
         ]
 
     def _tell(self, event: Event, carried: Sequence[Key]) -> None:
-        """Tell the engine; if it refuses, the values that go with it are not wanted."""
         try:
             self.net.tell(self.worker, event)
         except Exception:
@@ -406,7 +378,6 @@ class Scope:
     def attach(
         self, value: Argument, function: Any, replaces: bool = True
     ) -> tuple[int, ...]:
-        """Hook a value; the path of the hook."""
         self.count += 1
         path = (*self.path, self.count)
         hook = Hook(path, function, replaces, "aval", f"hooked at {path}")
@@ -428,7 +399,6 @@ class Scope:
         return waiter
 
     def run(self, worker: str, body: Any, *arguments: Any) -> Any:
-        """Call a program and wait for (result, failure)."""
         return self.net.until(self.worker, self.launch(worker, body, *arguments))
 
     def start_backward(
@@ -470,7 +440,6 @@ class Scope:
         return Argument(key, leaf.owner, False)
 
     def gradients(self, *leaves: Argument) -> list[Any]:
-        """The gradients after the last pass, as integers."""
         refs = [self.gradient(leaf) for leaf in leaves]
         return [number for number, _ in self.net.fetch(self.worker, *refs)]
 
@@ -484,7 +453,6 @@ class Scope:
 
 
 def stopped(value: Argument) -> Argument:
-    """The same value, its gradient stopped."""
     return Argument(value.key, value.owner, False)
 
 

@@ -26,16 +26,9 @@ from typing import Any
 
 from jdag.engine.protocol import LeafId, Mode, Outcome, Owed
 from tests.tools.engine_values import Affine, Linear, Number, left_fold, tree_fold
+from tests.tools.random_programs import Use
 
 Path = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Use:
-    """A variable as an argument; tracked unless its gradient is stopped."""
-
-    variable: int
-    stopped: bool = False
 
 
 @dataclass(eq=False)
@@ -55,7 +48,6 @@ class Vertex:
     used: list[int] = field(default_factory=list)  # Of a send: its spent slots.
 
     def unused(self) -> list[int]:
-        """The tracked slots of a send that no pass has spent."""
         return [
             slot
             for slot, edge in enumerate(self.inputs)
@@ -65,8 +57,6 @@ class Vertex:
 
 @dataclass
 class Variable:
-    """A value of the program: where it is and what made it."""
-
     worker: str
     number: int
     made: tuple[Vertex, int] | None  # None: not tracked.
@@ -92,8 +82,6 @@ class Contributions:
 
 
 class Oracle:
-    """One context's program, told call by call in program order."""
-
     def __init__(self) -> None:
         self.variables: dict[int, Variable] = {}
         self.vertices: list[Vertex] = []
@@ -103,8 +91,6 @@ class Oracle:
         self.moved: dict[tuple[Path, int, str, bool], tuple[Vertex, int]] = {}
         # In order of path: (path, the hook, whether it replaces).
         self.hooks: dict[tuple[Vertex, int], list[tuple[Path, Affine, bool]]] = {}
-
-    # ---------------------------------------------------------------------- forward
 
     def leaf(self, variable: int, leaf: LeafId, number: int) -> None:
         vertex = Vertex("leaf", leaf.worker, leaf=leaf)
@@ -149,7 +135,6 @@ class Oracle:
         self.calls.append((used, tracked, list(outputs)))
 
     def attach(self, path: Path, variable: int, hook: Affine, replaces: bool) -> None:
-        """A hook of a variable, which is tracked."""
         made = self.variables[variable].made
         assert made is not None, variable
         attached = [*self.hooks.get(made, []), (path, hook, replaces)]
@@ -161,7 +146,6 @@ class Oracle:
     def _transfers(
         self, path: Path, worker: str, name: str, uses: Sequence[Use]
     ) -> dict[Use, tuple[Vertex, int]]:
-        """Where each argument is on the worker; new sends and recvs where it is not."""
         slots: dict[str, list[Use]] = {}
         found: dict[Use, tuple[Vertex, int]] = {}
         for use in uses:
@@ -200,8 +184,6 @@ class Oracle:
         if any(tracked for _, tracked in kinds):
             self.vertices += [send, recv]
 
-    # --------------------------------------------------------------------- backward
-
     def differentiate(
         self,
         roots: Sequence[int],
@@ -209,7 +191,6 @@ class Oracle:
         retain: bool,
         mode: Mode = Mode.FAST,
     ) -> Expected:
-        """One pass by its mode's rule; the state afterwards is that of its outcome."""
         if not retain:  # Its transfers are spent; a leaf never is, and moves again.
             self.moved = {
                 key: place
@@ -247,7 +228,6 @@ class Oracle:
         expected: Expected,
         reached: Container[Vertex],
     ) -> None:
-        """Hold the fixpoint's gradients against the adjoint of the plain program."""
         adjoint: dict[int, int] = {}
         for root, seed in zip(roots, seeds, strict=True):
             adjoint[root] = adjoint.get(root, 0) + (1 if seed is None else seed)
@@ -275,7 +255,6 @@ class Oracle:
     def _hook_adjoint(
         self, adjoint: dict[int, int], variable: int, reached: Container[Vertex]
     ) -> None:
-        """The hooks of a variable, if a pass comes by what made it."""
         made = self.variables[variable].made
         if made is not None and made[0] in reached:
             for _, hook, replaces in self.hooks.get(made, []):
@@ -284,8 +263,6 @@ class Oracle:
 
 
 class Fixpoint:
-    """One pass, as a fixpoint: nothing here depends on any order of events."""
-
     def __init__(
         self,
         vertices: Sequence[Vertex],
@@ -354,7 +331,6 @@ class Fixpoint:
             ]
 
     def _owe(self, send: Vertex, slots: Sequence[int]) -> list[tuple[Vertex, int]]:
-        """Count slots of a send; the edges behind them."""
         if slots:
             self.owed[send] = None
             self.slots.setdefault(send, []).extend(slots)
@@ -362,7 +338,6 @@ class Fixpoint:
         return [edge for edge in edges if edge is not None]
 
     def _count(self, edges: list[tuple[Vertex, int]]) -> list[tuple[Vertex, int]]:
-        """Count edges and all behind them on their worker; the recvs' slots reached."""
         received: list[tuple[Vertex, int]] = []
         while edges:
             vertex, index = edges.pop()
@@ -423,7 +398,6 @@ class Fixpoint:
         index: int,
         slot: list[tuple[tuple[float, ...], int, Number | None]],
     ) -> Number | None:
-        """What came to one place, after its hooks; None where nothing came."""
         slot.sort(key=lambda addend: addend[:2])
         places = [number for _, _, number in slot]
         if vertex.kind == "node":  # A vjp is given what came.

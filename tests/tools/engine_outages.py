@@ -4,21 +4,19 @@ from typing import TYPE_CHECKING
 
 from jdag.engine import Engine
 from jdag.engine.protocol import Joined, Lost, incarnated, incarnation_of, named
-from tests.tools.engine_place import Place
+from tests.tools.engine_parts import Place
 
 if TYPE_CHECKING:
     from tests.tools.engine_net import Net
 
 
 def start(net: "Net", name: str, incarnation: int) -> str:
-    """A worker takes part."""
     worker = incarnated(name, incarnation)
     net.places[worker] = Place(Engine(name, net.workers, incarnation))
     return worker
 
 
 def crash(net: "Net", worker: str) -> None:
-    """A worker stops; what it sent may still come; others notice in their time."""
     net.dead[worker] = None
     place = net.places[worker]
     for pair, queue in net.queues.items():
@@ -37,7 +35,6 @@ def crash(net: "Net", worker: str) -> None:
 
 
 def hear(net: "Net", worker: str, notice: Lost | Joined) -> None:
-    """A worker is told of a loss, or of who joined; it hears no more of who is lost."""
     joined = net.places[worker].joined
     if isinstance(notice, Joined):
         joined[notice.name] = max(notice.incarnation, joined.get(notice.name, 0))
@@ -59,29 +56,22 @@ def rejoin(net: "Net", name: str) -> str:
     worker = start(net, name, number)
     for other in net.places:
         if named(other) != name and incarnation_of(other):
-            net.tell(worker, joined_of(other))
+            net.tell(worker, Joined(named(other), incarnation_of(other)))
     for other in net.dead:
         net.tell(worker, Lost(other))
     return worker
 
 
 def newest(net: "Net", name: str) -> str:
-    """The incarnation of a worker that was started last."""
     return max((w for w in net.places if named(w) == name), key=incarnation_of)
 
 
 def part(net: "Net", one: str, other: str) -> None:
-    """Two workers lose each other; what lies between them is gone."""
     for here, there in ((one, other), (other, one)):
         net.parted[here, there] = None
         net.queues.pop((here, there), None)
         net.links.forget((here, there))
         net.unnoticed.append((here, Lost(there)))
-
-
-def joined_of(worker: str) -> Joined:
-    """What others are told of an incarnation."""
-    return Joined(named(worker), incarnation_of(worker))
 
 
 def known(net: "Net", worker: str, name: str) -> str:

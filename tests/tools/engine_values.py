@@ -43,7 +43,6 @@ class Linear:
 
     @property
     def avals(self) -> tuple[str, ...]:
-        """What its inputs are, which nobody here looks at."""
         return ("aval",) * len(self.credits[0])
 
     @property
@@ -96,7 +95,6 @@ class Affine:
         return self.of(number)
 
     def of(self, number: Number) -> Number:
-        """What it makes of a number."""
         value, expression = number
         return value * self.scale + self.shift, short(f"{self.name}({expression})")
 
@@ -112,7 +110,6 @@ def short(expression: str) -> str:
 
 
 def left_fold(addends: Sequence[Number]) -> Number:
-    """Sum left to right, and say so."""
     total, expression = addends[0]
     for value, added in addends[1:]:
         total, expression = total + value, short(f"({expression}+{added})")
@@ -129,7 +126,6 @@ def tree_fold(places: Sequence[Number | None]) -> Number | None:
 
 
 def compute(store: dict[Key, Any], job: Job) -> None:
-    """Carry out a job on pairs of integer and expression."""
     match job:
         case Forward(function=function, inputs=inputs, outputs=outputs, residuals=kept):
             results = function.forward([store[key] for key in inputs])

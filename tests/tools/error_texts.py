@@ -20,12 +20,10 @@ E = TypeVar("E", bound=BaseException)
 
 @cache
 def texts(room: str) -> dict[str, str]:
-    """The pinned texts of a room by their keys."""
     return tomllib.loads((FOLDER / f"{room}.toml").read_text(encoding="utf-8"))
 
 
 def pattern(key: str) -> str:
-    """The regular expression of the text at `ROOM.KEY`."""
     room, _, name = key.partition(".")
     parts = texts(room)[name].split("*")
     return r"(?s)\A" + ".*".join(re.escape(part) for part in parts) + r"\Z"

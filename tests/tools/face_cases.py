@@ -23,7 +23,6 @@ def product(*arrays):
 
 
 def nothing_is_left(cluster):
-    """Hold that no worker has a context or a pass; leaves may stay."""
     cluster.driver.settle()
     for worker, held in cluster.info().items():
         assert not held["live_contexts"] and not held["live_passes"], (worker, held)

@@ -29,7 +29,6 @@ def _wait() -> None:
 
 
 def waits(x: Any) -> Any:
-    """The identity, during which its worker waits."""
     jax.debug.callback(_wait)
     return 1.0 * x
 
@@ -43,7 +42,6 @@ _backward_waits.defvjp(lambda x: (x, None), lambda _, given: (waits(given),))
 
 
 def backward_waits(x: Any) -> Any:
-    """The identity, during whose vjp its worker waits."""
     return 1.0 * _backward_waits(x)
 
 
@@ -52,7 +50,6 @@ def lowered_after_waiting(leaf: Any, gradient: Any) -> Any:
 
 
 def hook_waits(gradient: Any) -> None:
-    """A hook that sees a gradient: it runs while the pass ends."""
     del gradient
     _wait()
 
@@ -74,19 +71,16 @@ def waits_as_program(ctx: Any, x: Any) -> Any:
 
 @jdag.program
 def calls_c(ctx: Any, x: Any) -> Any:
-    """On b, it has c wait: who called this does not talk to c at all."""
     return ctx.call("b", scaled, ctx.call("c", waits, x), 2.0)
 
 
 def runs_alone(cluster: Any) -> float:
-    """What cluster.run runs."""
     w = cluster.put(cluster.here, jnp.ones(3))
     _wait()
     return float(jnp.sum(w.fetch()))
 
 
 def main(path: str) -> None:
-    """A main of its own, which is killed while b computes for it."""
     with jdag.connect(path, name="a") as cluster:
         w = cluster.put("b", jnp.ones(3))
         with cluster.context() as ctx:

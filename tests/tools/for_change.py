@@ -60,7 +60,6 @@ def module_of(file: Path) -> str:
 
 
 def imported_by(tree: Path, test: Path) -> frozenset[str]:
-    """Return the modules that a test file imports itself."""
     modules: list[str] = []
     for node in ast.walk(ast.parse((tree / test).read_text(), str(test))):
         if isinstance(node, ast.Import):
@@ -73,7 +72,6 @@ def imported_by(tree: Path, test: Path) -> frozenset[str]:
 
 
 def is_module(tree: Path, name: str) -> bool:
-    """Return whether the tree has a module or package of this name."""
     paths = [tree.joinpath(folder, *name.split(".")) for folder in FOLDERS]
     return any(
         path.with_suffix(".py").exists() or (path / "__init__.py").exists()
@@ -93,7 +91,6 @@ def argument_of(test: Path) -> str:
 
 
 def faults_of(tree: Path, files: Sequence[Path]) -> list[Mutant]:
-    """Return the faults of the list that are in these files and not retired."""
     names = [file.as_posix() for file in files]
     listed = mutants.listed(tree)
     return [each for each in listed if each.file in names and not each.retired]
@@ -137,7 +134,6 @@ def merged(reasons: Tests) -> Tests:
 
 
 def tested(tree: Path, tests: Sequence[str], tier: str) -> int:
-    """Run pytest; return its exit code."""
     # A second process costs seconds, and one file stays in one process.
     jobs = "2" if len({test.partition("::")[0] for test in tests}) > 2 else "0"
     command = [sys.executable, "-m", "pytest", "-q", "-n", jobs, *tests]
@@ -146,7 +142,6 @@ def tested(tree: Path, tests: Sequence[str], tier: str) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, tree: Path = ROOT) -> int:
-    """Print the tests of the files that are named, run them, return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.for_change")
     parser.add_argument("files", nargs="*", help="changed files, by path or module")
     parser.add_argument("--list", action="store_true", help="print, do not run")

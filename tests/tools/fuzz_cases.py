@@ -18,15 +18,12 @@ ODD = (0, 1, 2, 3, 7, 255, 256, 65_535, 1 << 31, (1 << 32) - 1, 1 << 47)
 
 
 class Recorded(NamedTuple):
-    """A frame as it was sent."""
-
     kind: FrameKind
     payload: bytes
 
 
 @contextmanager
 def recording() -> Iterator[list[Recorded]]:
-    """Keep all frames that nodes of this process send meanwhile."""
     kept: list[Recorded] = []
     put: Callable[..., int] = Connection._put
 
@@ -39,7 +36,6 @@ def recording() -> Iterator[list[Recorded]]:
 
 
 def changed(data: Any, rng: random.Random, chance: float) -> Any:
-    """Data like these, some of whose parts are others of their kind."""
     if isinstance(data, bool):
         return not data if rng.random() < chance else data
     if isinstance(data, Enum):
@@ -71,7 +67,6 @@ def changed(data: Any, rng: random.Random, chance: float) -> Any:
 
 
 def tampered(payload: bytes, others: Sequence[Recorded], rng: random.Random) -> bytes:
-    """These bytes with some changed, cut, added, or of another payload."""
     data = bytearray(payload)
     match rng.randrange(4):
         case 0 if data:
@@ -89,7 +84,6 @@ def tampered(payload: bytes, others: Sequence[Recorded], rng: random.Random) -> 
 
 
 def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
-    """A message that can be read, with other ids, slots, contexts and numbers."""
     message, kinds, offset = codec.decode(payload)
     told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
     try:
@@ -101,7 +95,6 @@ def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
 def attack(
     recorded: Sequence[Recorded], codec: Codec, rng: random.Random, sequence: int
 ) -> bytes:
-    """A frame that a peer which has gone mad could send as its next."""
     kind, payload = rng.choice(recorded)
     how = rng.randrange(10)
     if kind is FrameKind.MESSAGE and how < 6:

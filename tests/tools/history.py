@@ -17,8 +17,6 @@ RUNS_MAX = 10
 
 
 class Run(msgspec.Struct):
-    """One run: when it ended, what it ran, and the tests that did not simply pass."""
-
     when: str  # ISO 8601, UTC.
     commit: str
     python: str
@@ -28,7 +26,6 @@ class Run(msgspec.Struct):
 
 
 def default_path() -> Path:
-    """Return the path of the file."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache, "jdag-tests", "unstable.json")
 
@@ -67,7 +64,6 @@ def add(path: Path, run: Run) -> list[Run]:
 
 
 def summary(runs: list[Run], path: Path) -> str:
-    """Return the line that says how many tests were unstable in these runs."""
     count = len({failure.test for run in runs for failure in run.unstable})
     tests = "none" if count == 0 else f"{count} test{'s' * (count > 1)}, in {path}"
     return f"unstable in the last ten runs: {tests}"

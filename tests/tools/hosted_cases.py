@@ -66,8 +66,6 @@ class Counter:
 
 
 class Env:
-    """An environment that changes its state in place, and what it was given."""
-
     def __init__(self, state):
         self.state = np.array(state)
 
@@ -81,8 +79,6 @@ class Env:
 
 
 class Relay:
-    """An object that calls another one."""
-
     def __init__(self, other=None):
         self.other = other
 
@@ -97,7 +93,6 @@ class Relay:
 
 
 def counted(total):
-    """A factory that is a function."""
     return Counter(total)
 
 
@@ -107,7 +102,6 @@ def failing():
 
 @jdag.program
 def bump(ctx, counter, leaf):
-    """What `add_slowly` does, by a program that is handed the object."""
     before = counter.total
     counter.total = before + int(leaf.fetch())
     return ctx.here, type(counter).__name__
@@ -115,14 +109,12 @@ def bump(ctx, counter, leaf):
 
 @jdag.program
 def calls(ctx, env, count):
-    """Call the object by its handle, from another worker."""
     tasks = [env.start("add") for _ in range(count)]
     return type(env).__name__, jdag.wait(tasks)
 
 
 @jdag.program
 def makes_unread(ctx, env):
-    """Start a call that raises, and return without its result."""
     env.start("raises")
 
 
@@ -132,12 +124,10 @@ def handed(ctx, env):
 
 
 def trains(env, leaf, cluster):
-    """Add five times from a program with a cluster of its own."""
     found = [env.call("add_slowly", leaf) for _ in range(5)]
     assert found == sorted(found)
     return found
 
 
 def hosts(cluster):
-    """Make an object that outlives the program."""
     return cluster.host("d", Counter, 40)

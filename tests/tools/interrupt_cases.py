@@ -22,7 +22,6 @@ HANGS_S = 60
 
 
 def main(seed: int, count: int) -> None:
-    """Interrupt a program so often, and print how often it was."""
     jax.config.update("jax_enable_x64", True)
     rng = random.Random(seed)
     interrupted = 0
@@ -33,7 +32,6 @@ def main(seed: int, count: int) -> None:
         step = jdag.compile(network, cluster)
 
         def found() -> list[bytes]:
-            """What a context gives, and what a step of a plan does."""
             planned = step.value_and_grad(params, *batch(0))
             return [*small_program(cluster), *bits(planned)]
 

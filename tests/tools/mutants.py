@@ -63,8 +63,6 @@ NAMED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Mutant:
-    """One entry of the list."""
-
     number: int
     fact: str
     file: str
@@ -90,7 +88,6 @@ class Mutant:
 
 
 def listed(tree: Path) -> list[Mutant]:
-    """Return the mutants of a tree."""
     entries = tomllib.loads((tree / LIST).read_text())["mutant"]
     return [Mutant(number, **entry) for number, entry in enumerate(entries, 1)]
 
@@ -109,7 +106,6 @@ def copied(tree: Path, to: Path) -> Path:
 def tested(
     copy: Path, args: Sequence[str], limit_s: float | None, tier: str
 ) -> tuple[int, str]:
-    """Run pytest in a copy; return its exit code and output."""
     environ = {**os.environ, **COMPILED, "PYTHONPATH": str(copy), "JDAG_TIER": tier}
     environ.pop("PYTHONDONTWRITEBYTECODE", None)  # A copy is imported many times.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
@@ -136,7 +132,6 @@ def put(path: Path, text: str) -> None:
 
 
 def tried(mutant: Mutant, copy: Path, tests: Sequence[str], limit_s: float) -> Verdict:
-    """Apply one fault, run tests until one fails, undo it; return the verdict."""
     if mutant.retired:
         return "retired", mutant.retired
     path = copy / mutant.file
@@ -170,8 +165,6 @@ def judged(copy: Path, tests: Sequence[str], limit_s: float) -> Verdict:
 
 @dataclass(frozen=True)
 class Options:
-    """How faults are tried."""
-
     jobs: int = 1  # At a time.
     tests: tuple[str, ...] = ()  # In place of those of each fault.
     limit_s: float = 300  # For the tests of one fault in one tier.
@@ -196,7 +189,6 @@ def passes(copy: Path, mutants: Sequence[Mutant], options: Options) -> bool:
 def verdicts(
     copies: Sequence[Path], mutants: Sequence[Mutant], options: Options
 ) -> Iterator[tuple[Mutant, Verdict, float]]:
-    """Try the mutants, one at a time in each copy; yield each with its seconds."""
     free: SimpleQueue[Path] = SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -218,14 +210,7 @@ def verdicts(
 def summed_up(
     counts: Counter[str], seconds: float, whole: bool
 ) -> tuple[list[str], int]:
-    """Return the closing lines and the exit code.
-
-    Args:
-        counts: how many faults have each verdict
-        seconds: how long all took
-        whole: whether all faults of the list were tried, which the first tier must
-            kill nine in ten of
-    """
+    """Return the closing lines and the exit code; `whole`: all faults were tried."""
     lines = [", ".join(f"{number} {what}" for what, number in sorted(counts.items()))]
     total, first = counts.total() - counts["retired"], counts["killed"]
     code = 1 if first + counts["second"] < total else 0
@@ -242,7 +227,6 @@ def summed_up(
 
 
 def run(tree: Path, mutants: Sequence[Mutant], options: Options) -> int:
-    """Try the mutants, print the verdicts, and return the exit code."""
     if options.results:
         options.results.touch()  # Rather fail now than after the first fault.
     began_s = os.times().elapsed
@@ -268,7 +252,6 @@ def run(tree: Path, mutants: Sequence[Mutant], options: Options) -> int:
 
 
 def main(arguments: Sequence[str] | None = None, tree: Path = ROOT) -> int:
-    """Parse the options, run, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.mutants")
     parser.add_argument("--only", metavar="REGEX", default="", help="of file, fact")
     parser.add_argument("-n", dest="jobs", type=int, default=1, help="at a time")

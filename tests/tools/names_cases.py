@@ -75,8 +75,6 @@ class Frozen:
 
 
 class Effect:
-    """Making one does something."""
-
     def __init__(self, *args: Any) -> None:
         RAN.append("init")
 
@@ -92,8 +90,6 @@ class Effect:
 
 
 class Impostor:
-    """Says that it is what it is not."""
-
     __qualname__ = "system"
     __module__ = "tests.tools.names_cases"
 

@@ -18,39 +18,31 @@ CHARACTERS_MAX = 200
 
 
 class Failure(msgspec.Struct):
-    """A test that failed, and the line that says why."""
-
     test: str
     said: str
 
 
 class Writer:
-    """Appends the failures of a run to a file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.reported: set[str] = set()
         self.is_collected = True
 
     def write(self, **values: Any) -> None:
-        """Append one line."""
         with self.path.open("a") as file:
             file.write(f"{json.dumps(values)}\n")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Write down a file that cannot be collected."""
         if report.failed:
             self.is_collected = False
             self.write(test=report.nodeid, said=reason_of(report))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write down a failed setup, call or teardown, or a crash of the process."""
         self.reported.add(report.nodeid)
         if report.failed:
             self.write(test=report.nodeid, said=reason_of(report))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write down the end, also if it comes early."""
         is_whole = len(self.reported) == session.testscollected
         self.write(whole=self.is_collected and is_whole)
 
@@ -62,7 +54,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """Return the line of a failed report that says what failed."""
     crash = getattr(report.longrepr, "reprcrash", None)
     if crash is not None:
         lines = crash.message.splitlines()[:1]

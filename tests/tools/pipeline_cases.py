@@ -1,8 +1,11 @@
 """Pipelines for tests: stages, their parameters, and steps with and without plans."""
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from random import Random
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -20,6 +23,26 @@ def square(x, target):
     return jnp.mean((x - target) ** 2)
 
 
+def through(x, w):
+    return layer(w, x)
+
+
+def wave(w, x):
+    return jnp.sin(x) @ w
+
+
+def refuse(x):
+    raise ValueError("it is too large")
+
+
+@jax.custom_vjp
+def breaks(w, x):
+    return jax.pure_callback(refuse, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+breaks.defvjp(lambda w, x: (breaks(w, x), w), lambda w, ct: (w, ct))
+
+
 def weights(stages: int) -> list[Any]:
     rng = np.random.default_rng(stages)
     return [rng.normal(size=(WIDTH, WIDTH)).astype("f4") for _ in range(stages)]
@@ -30,16 +53,20 @@ def batches(count: int) -> list[Any]:
     return [rng.normal(size=(ROWS, WIDTH)).astype("f4") for _ in range(count)]
 
 
+def put(cluster: Any, schedule: Schedule, frozen: Sequence[bool] = ()) -> list[Any]:
+    stages = zip_longest(weights(schedule.stages), frozen)
+    return [
+        cluster.put(schedule.worker(stage), w, tracked=not is_frozen)
+        for stage, (w, is_frozen) in enumerate(stages)
+    ]
+
+
 def step(
     cluster: Any, schedule: Schedule, fetched: bool = True, stage: Any = layer
 ) -> list[Any]:
-    """One step of a pipeline on the workers of the schedule; return its gradients."""
     stages, count = schedule.stages, schedule.micro_batches
     pipe = jdag.pipeline([stage] * stages, square)
-    params = [
-        cluster.put(schedule.worker(number), w)
-        for number, w in enumerate(weights(stages))
-    ]
+    params = put(cluster, schedule)
     with cluster.context() as ctx:
         ctx.backward(*pipe(ctx, params, batches(count), batches(count)))
         found = ctx.gradient(params)
@@ -47,7 +74,6 @@ def step(
 
 
 def drawn(params: dict[str, Any], x: Any) -> Any:
-    """A random stage: as many layers as it has weights, each with its own function."""
     for name, w in zip(params["names"], params["weights"], strict=True):
         x = getattr(jnp, name)(x @ w)
     return x

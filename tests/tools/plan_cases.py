@@ -19,7 +19,6 @@ def mse(x, y):
 
 
 def network(ctx, params, x, y):
-    """Layers where their leaves are, the loss on a."""
     for p in params:
         x = ctx.call(p["w"].worker, layer, p, x)
     return ctx.call("a", mse, x, y)
@@ -30,19 +29,16 @@ def weigh(p, x):
 
 
 def paired(ctx, params, x):
-    """A root for each leaf, whose gradient is x."""
     return [ctx.call(p.worker, weigh, p, x) for p in params]
 
 
 def train(exact: bool, params: Any, optimizer: Any, nth: int, cluster: Any) -> None:
-    """Four steps of a plan: each takes a digit of its own off every leaf."""
     step = jdag.compile(paired, cluster, optimizer=optimizer, exact=exact)
     for number in range(4):
         step(params, np.float64(2.0 ** (nth + 2 * number)))
 
 
 def put(cluster: Any, owners: Sequence[str], dtype: Any = float) -> list[Any]:
-    """Leaves of layers on these workers."""
     rng = np.random.default_rng(len(owners))
     return [
         {
@@ -60,7 +56,6 @@ def batch(number: int, dtype: Any = float) -> tuple[Any, Any]:
 
 
 def bits(tree: Any) -> list[bytes]:
-    """Of arrays and what refs name."""
     leaves = [
         one.fetch() if isinstance(one, jdag.Ref) else one
         for one in jax.tree.leaves(tree)
@@ -69,7 +64,6 @@ def bits(tree: Any) -> list[bytes]:
 
 
 def close(found: Any, wanted: Any, dtype: Any = float, times: float = 1.0) -> None:
-    """Hold that trees are equal but for rounding, times so much."""
     relative = 1e-12 if np.dtype(dtype).itemsize == 8 else 1e-6
     both = [[np.asarray(one) for one in jax.tree.leaves(of)] for of in (found, wanted)]
     for one, other in zip(*both, strict=True):
@@ -79,8 +73,6 @@ def close(found: Any, wanted: Any, dtype: Any = float, times: float = 1.0) -> No
 
 
 def eagerly(cluster: Any, program: Any, optimizer: Any = None) -> Callable[..., Any]:
-    """What a step of a plan does, by a context."""
-
     def step(*args: Any) -> Any:
         with cluster.context() as ctx:
             value = program(ctx, *args)
@@ -95,7 +87,6 @@ def eagerly(cluster: Any, program: Any, optimizer: Any = None) -> Callable[..., 
 def stepping(
     cluster: Any, program: Any, optimizer: Any, exact: bool | None
 ) -> Callable[..., Any]:
-    """A plan, or for None what it does."""
     if exact is None:
         return eagerly(cluster, program, optimizer)
     return jdag.compile(program, cluster, optimizer=optimizer, exact=exact)

@@ -18,7 +18,6 @@ from tests.tools.random_programs import (
 
 
 def all_steps(steps: Sequence[Step], depth: int = 0) -> Iterator[tuple[int, Step]]:
-    """Every step with its depth: those of both ways, of programs where called."""
     for step in steps:
         yield depth, step
         if isinstance(step, Branch):
@@ -28,7 +27,6 @@ def all_steps(steps: Sequence[Step], depth: int = 0) -> Iterator[tuple[int, Step
 
 
 def features(plan: Plan) -> Counter[str]:
-    """Names of what is there; a plan counts once for each."""
     steps = list(all_steps(plan.steps))
     calls = [step for _, step in steps if isinstance(step, Call | Move)]
     backward = [step for _, step in steps if isinstance(step, Pass)]
@@ -70,7 +68,6 @@ def features(plan: Plan) -> Counter[str]:
 
 
 def _early(steps: Sequence[Step]) -> bool:
-    """Whether the top attaches a hook before the first pass."""
     kinds = [type(step) for step in steps if isinstance(step, Hook | Pass)]
     return kinds[0] is Hook
 
@@ -97,7 +94,6 @@ def _fan_out(steps: Sequence[tuple[int, Step]]) -> int:
 
 
 def _spread(plan: Plan, step: Pass, steps: Sequence[tuple[int, Step]]) -> bool:
-    """Whether the roots of a pass are made by calls on different workers."""
     makers = {
         output: made.worker
         for _, made in steps
@@ -108,5 +104,4 @@ def _spread(plan: Plan, step: Pass, steps: Sequence[tuple[int, Step]]) -> bool:
 
 
 def table(spread: Counter[str]) -> str:
-    """The counts, a line each."""
     return "\n".join(f"{name:32} {spread[name]:8}" for name in sorted(spread))

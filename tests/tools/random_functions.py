@@ -20,45 +20,37 @@ WEIGHTS = (0.83, 0.41, 1.07, 0.79, 0.53, 1.21, 0.31, 0.97, 0.57, 0.37, 0.61, 1.1
 
 
 def mix(*arrays):
-    """A weighted mean, bent a little; 1 to 12 arrays."""
     terms = [w * array for w, array in zip(WEIGHTS, arrays, strict=False)]
     return jnp.sin(sum(terms[1:], terms[0]) / len(terms) + 0.1)
 
 
 def product(a, b):
-    """Not linear in either."""
     return jnp.sin(a * b + 0.5 * a)
 
 
 def total(*arrays):
-    """A weighted sum, of shape ()."""
     terms = [w * jnp.sum(array) for w, array in zip(WEIGHTS, arrays, strict=False)]
     return sum(terms[1:], terms[0])
 
 
 def split(count, *arrays):
-    """`count` outputs."""
     whole = mix(*arrays)
     return tuple(jnp.sin((0.3 + 0.1 * k) * whole + 0.1 * k) for k in range(count))
 
 
 def ranks(a):
-    """Integers, 0 to 2."""
     return jnp.argsort(a)
 
 
 def gather(index, a):
-    """Elements by integers that were computed elsewhere."""
     return a[index] + 0.1 * a
 
 
 def scale(index, a):
-    """An integer multiplied in."""
     return a * (index + 1) / SIZE
 
 
 def both(a, b):
-    """A pytree with an integer and a float in it."""
     return {"ranks": jnp.argsort(b), "value": jnp.sin(a + 0.5 * b)}
 
 
@@ -74,21 +66,29 @@ INEXACT = {
 }
 
 
-# What hooks make of a cotangent. Zeros stay zeros, as FAST has some where SMART has
-# nothing.
+# Hooks. Zeros stay zeros, as FAST has some where SMART has nothing.
+
+
+def look(cotangent):
+    del cotangent
+
+
+def weigh(cotangent):
+    return 0.7 * cotangent
+
+
+def clip(cotangent):
+    return jnp.clip(cotangent, -0.5, 0.5)
+
+
+# "gradient" is by ctx.on_gradient, the others by on_cotangent.
 HOOKS: dict[str, Callable[[Any], Any]] = {
-    "look": lambda cotangent: None,
-    "weigh": lambda cotangent: 0.7 * cotangent,
-    "clip": lambda cotangent: jnp.clip(cotangent, -0.5, 0.5),
-    "bend": jnp.sin,
-    "gradient": lambda gradient: None,  # By ctx.on_gradient; the others on_cotangent.
-}
+    "look": look, "weigh": weigh, "clip": clip, "bend": jnp.sin, "gradient": look
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook on a variable, one of HOOKS."""
-
     id: int
     variable: int
     how: str
@@ -106,12 +106,10 @@ class Fuse:
         self.burnt = {"forward": 0, "vjp": 0}
 
     def light(self, when: str, times: int) -> None:
-        """From now on, so many times."""
         self.left[when] = times
         self.burnt[when] = 0
 
     def burn(self, when: str, array: Any) -> Any:
-        """Return the array, or raise."""
         if self.left[when] > 0:
             self.left[when] -= 1
             self.burnt[when] += 1
@@ -147,7 +145,6 @@ _fused_vjp.defvjp(lambda a: (a, None), _burnt)
 
 
 def fused(when, function, *arguments):
-    """`function`, one of whose outputs goes through the fuse."""
     outputs, tree = jax.tree.flatten(function(*arguments))
     through = _fused_forward if when == "forward" else _fused_vjp
     outputs[-1] = through(outputs[-1])

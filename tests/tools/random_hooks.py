@@ -24,23 +24,21 @@ HOWS = ("look", "weigh", "weigh", "clip", "bend", "gradient", "gradient")
 
 
 def numbered(number: int, workers: tuple[str, ...] = ()) -> Plan:
-    """The program of this number; of three two have hooks."""
     plan = draw(Random(number), workers)
     return with_hooks(plan, Random(f"hooks {number}")) if number % 3 else plan
 
 
-def with_hooks(plan: Plan, rng: Random) -> Plan:
+def with_hooks(plan: Plan, rng: Random, often: float = OFTEN) -> Plan:
     """The same program with hooks, by the top and by the programs that it calls.
 
     Some are there before the first pass, and some from a later one on.
     """
     leaves = [leaf.variable for leaf in plan.leaves if leaf.inexact]
-    hooking = Hooking(rng, leaves)
+    hooking = Hooking(rng, leaves, often)
     return replace(plan, steps=hooking.steps(plan.steps, list(leaves)))
 
 
 def renumbered(steps: Sequence[Step], by: int) -> tuple[Step, ...]:
-    """The same steps with other ids; what programs do stays as it is."""
     return tuple(_renumbered(step, by) for step in steps)
 
 
@@ -58,23 +56,21 @@ def _renumbered(step: Step, by: int) -> Step:
 class Hooking:
     """Puts hooks between steps, on what is visible there and tracked."""
 
-    def __init__(self, rng: Random, leaves: Sequence[int]) -> None:
-        self.rng = rng
+    def __init__(self, rng: Random, leaves: Sequence[int], often: float) -> None:
+        self.rng, self.often = rng, often
         self.leaves = dict.fromkeys(leaves)  # Or what names one in a program.
         self.tracked = dict.fromkeys(leaves)
         self.count = 0
 
     def steps(self, steps: Sequence[Step], visible: list[int]) -> tuple[Step, ...]:
-        """These steps with hooks between them; `visible`: variables, tracked ones."""
         hooked: list[Step] = []
         for step in steps:
-            while visible and self.rng.random() < OFTEN:
+            while visible and self.rng.random() < self.often:
                 hooked.append(self.hook(visible))
             hooked.append(self.step(step, visible))
         return tuple(hooked)
 
     def step(self, step: Step, visible: list[int]) -> Step:
-        """A step, with hooks in it if it has steps; what it makes is visible now."""
         match step:
             case Call(arguments=arguments):
                 inexact = INEXACT.get(step.function, (True,) * len(step.outputs))
@@ -104,7 +100,6 @@ class Hooking:
         visible.extend(variables)
 
     def invoke(self, step: Invoke, visible: list[int]) -> Invoke:
-        """The call of a program; some are of one of their own, with hooks."""
         body = step.body
         inner: list[int] = []
         for parameter, given in zip(body.parameters, step.arguments, strict=True):
@@ -129,7 +124,6 @@ class Hooking:
         return replace(step, body=replace(body, name=name, steps=steps))
 
     def hook(self, visible: Sequence[int]) -> Hook:
-        """A hook; several on one variable are likely."""
         rng = self.rng
         how = rng.choice(HOWS)
         leaves = [variable for variable in visible if variable in self.leaves]

@@ -32,8 +32,6 @@ class Flat:
 
 
 class Done:
-    """A task that has ended."""
-
     def __init__(self, value: Any) -> None:
         self.value = value
 
@@ -41,11 +39,11 @@ class Done:
         return self.value
 
 
-def loss_of(plan: Plan, source: Source, *, flat: bool = True) -> Callable[..., Any]:
+def loss_of(plan: Plan, source: Source) -> Callable[..., Any]:
     """A program of the leaves that are floats; its gradients are those of all passes.
 
-    If it is flat, programs are called as functions, what would be fetched is zeros,
-    and nothing is hooked.
+    Programs are called as functions, what would be fetched is zeros, and nothing is
+    hooked.
     """
     inexact = [leaf.inexact for leaf in plan.leaves]
     ints = [np.array(leaf.values) for leaf in plan.leaves if not leaf.inexact]
@@ -63,28 +61,26 @@ def loss_of(plan: Plan, source: Source, *, flat: bool = True) -> Callable[..., A
             bodies.append(fn)
             return fn
 
-        others = {"program": called, "fetch": lambda _: np.zeros(3)} if flat else None
-        main = main_of(source, Record(), backward, lambda: not flat, others)
+        others = {"program": called, "fetch": lambda _: np.zeros(3)}
+        main = main_of(source, Record(), backward, lambda: False, others)
         refs, others_of = iter(params), iter(ints)
         leaves = [
             next(refs) if of else ctx.call(leaf.worker, jnp.array, next(others_of))
             for of, leaf in zip(inexact, plan.leaves, strict=True)
         ]
-        main(Flat(ctx, bodies) if flat else ctx, *leaves)
+        main(Flat(ctx, bodies), *leaves)
         return losses
 
     return program
 
 
 def put(cluster: Any, plan: Plan) -> list[Any]:
-    """The leaves of a plan that are floats."""
     return [
         cluster.put(leaf.worker, leaf.array) for leaf in plan.leaves if leaf.inexact
     ]
 
 
 def eager(cluster: Any, program: Any, params: Any, *args: Any) -> Any:
-    """What `value_and_grad` of a plan gives, by a context; a list of gradients."""
     with cluster.context() as ctx:
         losses = program(ctx, params, *args)
         ctx.backward(*losses)

@@ -17,8 +17,6 @@ FAN_MAX = 12
 DEPTH_MAX = 2
 WORKERS_MAX = 6
 
-# --------------------------------------------------------------------------- programs
-
 
 @dataclass(frozen=True)
 class Use:
@@ -40,8 +38,6 @@ Argument = Use | Constant
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function."""
-
     id: int
     worker: str
     function: str
@@ -61,8 +57,6 @@ class Move:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Values are read."""
-
     variables: tuple[int, ...]
 
 
@@ -92,8 +86,6 @@ class Body:
 
 @dataclass(frozen=True)
 class Invoke:
-    """A call of a program."""
-
     id: int
     worker: str
     body: Body
@@ -132,21 +124,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole program."""
-
     workers: tuple[str, ...]
     home: str
     leaves: tuple[Leaf, ...]
     steps: tuple[Step, ...]
 
 
-# ---------------------------------------------------------------------------- drawing
-
-
 @dataclass
 class Known:
-    """A variable as the one who draws knows it."""
-
     kind: str  # "float", "int" or "scalar"
     tracked: bool
     call: int  # Which step made it; -1: a leaf.
@@ -164,8 +149,6 @@ def of_kind(scope: list[int], known: dict[int, Known], kind: str) -> list[int]:
 
 @dataclass
 class Draft:
-    """A plan that is being drawn."""
-
     rng: Random
     workers: tuple[str, ...]
     tidy: bool  # Everything tracked comes together in the roots.
@@ -185,8 +168,18 @@ class Draft:
     def worker(self) -> str:
         return self.rng.choice(self.workers)
 
+    def leaves(self, count: int) -> list[Leaf]:
+        rng, leaves = self.rng, []
+        for place in range(count):
+            inexact = place == 0 or rng.random() < 0.85
+            variable = self.variable("float" if inexact else "int", inexact, -1)
+            values: Any = tuple(rng.uniform(-1, 1) for _ in range(SIZE))
+            if not inexact:
+                values = tuple(rng.randrange(SIZE) for _ in range(SIZE))
+            leaves.append(Leaf(variable, self.worker(), values))
+        return leaves
+
     def use(self, variables: list[int], stop: float = 0.05) -> Use:
-        """An argument: mostly a late variable; an old one mostly with a stop."""
         rng = self.rng
         variable = variables[-1 - int(len(variables) * rng.random() ** 2)]
         known = self.known[variable]
@@ -223,7 +216,6 @@ class Draft:
         return arguments
 
     def index(self, scope: list[int]) -> Argument:
-        """An argument of ints."""
         ints = of_kind(scope, self.known, "int")
         if ints and self.rng.random() < 0.85:
             return Use(self.rng.choice(ints))
@@ -243,12 +235,7 @@ class Draft:
         scope.extend(outputs)
         return Call(step, self.worker(), function, tuple(arguments), tuple(outputs))
 
-    def fan_in(self) -> int:
-        wide = self.rng.random() < 0.15
-        return self.rng.randint(4, FAN_MAX) if wide else self.rng.randint(1, 3)
-
     def any_call(self, scope: list[int]) -> list[Step]:
-        """One call, or several that use one variable."""
         rng = self.rng
         floats = of_kind(scope, self.known, "float")
         kind = rng.random()
@@ -260,9 +247,7 @@ class Draft:
             count = rng.choice((2, 2, 3, rng.randint(2, FAN_MAX)))
             arguments = self.floats(scope, rng.randint(1, 2))
             return [self.call(scope, "split", arguments, count)]
-        if (
-            kind < 0.26
-        ):  # The reply is no float, so that FAST waits for ever if tracked.
+        if kind < 0.26:  # No float comes back: FAST waits for ever if it is tracked.
             return [self.call(scope, "ranks", [self.use(floats, stop=0.95)])]
         if kind < 0.32:
             arguments = self.floats(scope, 1) + self.floats(scope, 1)
@@ -275,7 +260,8 @@ class Draft:
             return [self.call(scope, "product", self.floats(scope, 2))]
         if kind < 0.57:
             return self.dropped(scope)
-        return [self.call(scope, "mix", self.floats(scope, self.fan_in()))]
+        bounds = (4, FAN_MAX) if rng.random() < 0.15 else (1, 3)
+        return [self.call(scope, "mix", self.floats(scope, rng.randint(*bounds)))]
 
     def dropped(self, scope: list[int]) -> list[Step]:
         """A call that comes to nothing; one of what was sent for it is used again.
@@ -305,7 +291,6 @@ class Draft:
         return Move(step, self.worker(), tuple(uses), made)
 
     def branch(self, scope: list[int]) -> Branch:
-        """Two ways to the same outputs, the second with one call more."""
         rng = self.rng
         vectors = [v for v in scope if self.known[v].kind != "scalar"]
         looked = rng.choice(vectors)
@@ -328,7 +313,6 @@ class Draft:
         return tuple((self.known[u.variable].kind, self.tracked(u)) for u in uses)
 
     def fitting(self, scope: list[int], signature: Signature) -> list[Use]:
-        """Arguments for a program that is there already: each has been there before."""
         uses = []
         for kind, tracked in signature:
             variables = of_kind(scope, self.known, kind)
@@ -341,7 +325,6 @@ class Draft:
         return uses
 
     def invoke(self, depth: int, scope: list[int]) -> Invoke:
-        """A program on a worker: a new one, or one that is there already."""
         rng = self.rng
         if depth == 0 and self.bodies and rng.random() < 0.4:
             body, signature = rng.choice(self.bodies)
@@ -404,7 +387,6 @@ class Draft:
         return steps
 
     def loose(self, scope: list[int]) -> list[int]:
-        """Tracked and used by nobody; some outputs of a used call may stay so."""
         used = [known.call for known in self.known.values() if known.used]
         return [
             variable
@@ -415,7 +397,6 @@ class Draft:
         ]
 
     def last_pass(self, scope: list[int]) -> list[Step]:
-        """The calls that bring loose ends together, and the pass."""
         rng = self.rng
         steps: list[Step] = []
         made = [v for v in scope if self.known[v].tracked and self.known[v].call != -1]
@@ -453,7 +434,6 @@ class Draft:
         return tuple(rng.uniform(-2, 2) for _ in range(SIZE))
 
     def between(self, scope: list[int], last: Pass) -> None:
-        """What a pass makes of the variables."""
         for variable in scope:
             known = self.known[variable]
             known.old = not last.retain and known.call != -1
@@ -464,14 +444,7 @@ def draw(rng: Random, workers: tuple[str, ...] = ()) -> Plan:
     """A random program, its passes included, on these workers or on one to six."""
     workers = workers or tuple("abcdef"[: rng.randint(1, WORKERS_MAX)])
     draft = Draft(rng, workers, tidy=rng.random() < 0.7)
-    leaves = []
-    for place in range(rng.randint(1, 5)):
-        inexact = place == 0 or rng.random() < 0.85
-        variable = draft.variable("float" if inexact else "int", inexact, -1)
-        values: Any = tuple(rng.uniform(-1, 1) for _ in range(SIZE))
-        if not inexact:
-            values = tuple(rng.randrange(SIZE) for _ in range(SIZE))
-        leaves.append(Leaf(variable, draft.worker(), values))
+    leaves = draft.leaves(rng.randint(1, 5))
     scope = [leaf.variable for leaf in leaves]
     steps: list[Step] = []
     for _ in range(rng.choice((1, 1, 2, 3))):

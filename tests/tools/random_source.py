@@ -42,8 +42,6 @@ FUNCTIONS = ("mix", "product", "total", "split", "ranks", "gather", "scale", "bo
 
 @dataclass
 class Source:
-    """A plan's source: its text, its code and its passes."""
-
     rng: Random  # Of what is deleted.
     lines: list[str] = field(default_factory=list)
     passes: list[Pass] = field(default_factory=list)
@@ -60,7 +58,6 @@ class Source:
         self.lines.append("    " * depth + text)
 
     def bodies(self, steps: Sequence[Step]) -> None:
-        """The programs that these steps call, and those that those call, once each."""
         for step in steps:
             if isinstance(step, Branch):
                 self.bodies((*step.above, *step.below))
@@ -85,7 +82,6 @@ class Source:
         known: Sequence[int] = (),
         kept: Sequence[int] = (),
     ) -> None:
-        """Steps, and what of `known` and of what they make is deleted; not `kept`."""
         alive = list(known)
         started: list[Invoke] = []
         for place, step in enumerate(steps):
@@ -131,7 +127,6 @@ class Source:
 
 
 def named(step: Step) -> list[int]:
-    """The variables that a step names."""
     match step:
         case Call(arguments=arguments) | Move(arguments=arguments):
             return [given.variable for given in arguments if isinstance(given, Use)]
@@ -162,7 +157,6 @@ def names(variables: Sequence[int]) -> str:
 
 
 def runs_beside(body: Body) -> bool:
-    """Whether nothing that a program notes, or raises, depends on its time."""
     return all(
         runs_beside(step.body)
         if isinstance(step, Invoke)
@@ -172,7 +166,6 @@ def runs_beside(body: Body) -> bool:
 
 
 def call(step: Call | Move | Invoke, *, starts: bool) -> str:
-    """A call as a statement."""
     given = ", ".join(argument(a) for a in step.arguments)
     made = names(step.outputs)
     match step:
@@ -234,7 +227,6 @@ class Record:
         return above
 
     def called(self, id: int, how: str, cotangent: Any) -> Any:
-        """Note what a hook is given; return what it gives."""
         self.seen.setdefault(id, []).append(cotangent)
         return HOOKS[how](cotangent)
 

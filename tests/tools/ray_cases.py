@@ -14,6 +14,5 @@ def layer(w: jax.Array, x: jax.Array) -> jax.Array:
 
 @jdag.program
 def facts(ctx):
-    """The process of a worker, and the GPU that it sees by Ray's variable."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES") or -1
     return jnp.asarray([os.getpid(), int(gpu)])

@@ -34,13 +34,11 @@ def added(*xs: Any) -> Any:
 
 @jdag.program
 def inner(ctx: Any, w: Any, x: Any) -> Any:
-    """Calls on three workers, with sums of three addends."""
     y = ctx.call("c", layer, w, x)
     return ctx.call("b", added, y, ctx.call("d", layer, w, y), y)
 
 
 def more(ref: Any, cluster: Any) -> Any:
-    """A program of `cluster.run`."""
     cluster.update(jnp.add, ref, 1.0)
     return cluster.here
 
@@ -78,7 +76,6 @@ def train(
     begins: Callable[[int], object] = lambda step: None,
     to: str | None = None,
 ) -> list[bytes]:
-    """Steps in contexts and of a plan, kept state, programs of both kinds."""
     patient(cluster.replicate_leaves, to=to)
     refs = [patient(cluster.put, worker, drawn(n)) for n, worker in enumerate("bc")]
     tx = optax.sgd(0.1, momentum=0.9)

@@ -24,7 +24,6 @@ def zeros():
 
 
 def weighed(params, factors):
-    """The sum of all parameters, weighed: its gradient is the factors."""
     each = [jnp.sum(params[name] * factors[name]) for name in sorted(params)]
     return reduce(add, each)
 
@@ -39,7 +38,6 @@ def total(*losses):
 
 
 def factors(number, shapes):
-    """What does not add up the same in any other order, float32, for a replica."""
     random = np.random.default_rng(number)
     return {
         name: np.asarray(random.normal(size=shape), np.float32)
@@ -52,8 +50,6 @@ def one_part(trees, names):
 
 
 def added_up(route, vectors):
-    """What a route's root has: each adds its own, then what those below it bring."""
-
     def at(replica):
         below = [at(child) for child in route.children(replica)]
         return reduce(add, [vectors[replica], *below])
@@ -62,7 +58,6 @@ def added_up(route, vectors):
 
 
 def expected(how, trees, names, *, among, source=None):
-    """The sum of several trees, as one vector, in the order of `how`."""
     vectors = [one_part(tree, names) for tree in trees]
     count = len(vectors)
     routes = routes_up(count, how) if among else routes_from(source, count, how)
@@ -76,7 +71,6 @@ def expected(how, trees, names, *, among, source=None):
 
 
 def sent(cluster, since=0):
-    """Bytes of arrays by directed link and kind of message, from a trace."""
     found: dict[str, dict[tuple[str, str], int]] = {}
     for record in cluster.trace.of_kind("send"):
         said = record.named

@@ -15,14 +15,14 @@ from typing import Any
 from jdag.api.cluster import Cluster
 from jdag.errors import JoinError
 from jdag.processes.net.streams import SocketStream
-from jdag.processes.node import Node, Over
+from jdag.processes.node import Node, SessionOver
 from jdag.wire.frames import FRAME_BYTES, unpack_header
 from tests.tools.rpc_nodes import joined_by, made, whereabouts
 
 CUT, KILL = "cut", "kill"
 
 
-class Killed(Over):
+class Killed(SessionOver):
     """The node of the thread that runs is dead, and so is the thread."""
 
 
@@ -54,7 +54,6 @@ class Tap:
         return start if self._at % 2 else (start + end) // 2
 
     def trip(self, wire: "Wire") -> None:
-        """Do it."""
         self._at, self.tripped = 0, True
         if self._act == KILL:
             self.kill()
@@ -63,15 +62,12 @@ class Tap:
         raise ConnectionError("cut")
 
     def kill(self) -> None:
-        """End the node; from any thread."""
         self.dead = True
         for wire in self.wires:
             wire.end()
 
 
 class Wire:
-    """One end of a connection, through the tap of its node."""
-
     def __init__(self, stream: SocketStream, tap: Tap) -> None:
         self._stream = stream
         self._tap = tap
@@ -85,7 +81,6 @@ class Wire:
         tap.wires.append(self)
 
     def end(self) -> None:
-        """Have both sides see that it ends."""
         if self.fileno() >= 0:
             self._stream._socket.shutdown(2)
 
@@ -193,7 +188,6 @@ class Breaking:
         thread.start()
 
     def connect(self, one: str, other: str) -> None:
-        """Join two nodes anew, from where their links stand."""
         with self._turn:
             ends = joined_by(self.nodes[one], self.nodes[other])
             for worker, (stream, peer, received) in zip(
@@ -204,7 +198,6 @@ class Breaking:
                 self.nodes[worker].adopt(peer, node.incarnation, wire, received)
 
     def _dial(self, near: Node, peer: str, received: int) -> tuple[Any, int]:
-        """What a node does when its connection has ended."""
         worker = near.name
         if self.nodes[worker] is not near:
             raise JoinError(f"incarnation {near.incarnation} of {worker!r} is gone")
@@ -220,12 +213,10 @@ class Breaking:
             return mine, ends[0][2]
 
     def wait_until_over(self, worker: str) -> None:
-        """Until a node's thread has ended, as its session is over, or it is dead."""
         self.threads[worker].join(30)
         assert not self.threads[worker].is_alive(), worker
 
     def again(self, worker: str, *, alive: bool = False) -> None:
-        """Let another node of that name take the place of one that is dead."""
         if not alive:
             self.taps[worker].buried = True
             self.nodes[worker].close()
@@ -258,7 +249,6 @@ class Breaking:
 def breaking(
     workers: Sequence[str] = ("a", "b", "c"), allow: Sequence[str] = ("tests", "jdag")
 ) -> Iterator[Breaking]:
-    """Nodes behind taps, closed in the end."""
     opened = Breaking(workers, allow)
     try:
         yield opened

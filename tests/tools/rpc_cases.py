@@ -105,7 +105,6 @@ class PlainNode:
                 stream.close()
 
     def _look(self, peer: str, stream: Any) -> None:
-        """Take what has come from a peer, and answer it."""
         room = bytearray(1 << 16)
         try:
             came = bytes(room[: stream.recv_into(memoryview(room))])
@@ -129,7 +128,6 @@ class PlainNode:
                 stream.send([memoryview(answer)])
 
     def ask(self, peer: str, what: bytes) -> bytes:
-        """Ask a peer, and wait for its answer."""
         with self.changed:
             self._said.append((peer, b"ask " + what + b"\n"))
         self.wait(lambda: what in self.heard.get(peer, b""))
@@ -150,26 +148,22 @@ class PlainNode:
 
 
 def make_plain(options: WorkerOptions) -> Any:
-    """What worker processes of tests make their nodes by."""
     return PlainNode
 
 
 def make_broken(options: WorkerOptions) -> Any:
-    """What a worker process that dies at its start makes its nodes by."""
     for line in range(100):
         sys.stdout.write(f"line {line}\n")
     os._exit(3)
 
 
 def make_odd(options: WorkerOptions) -> Any:
-    """What a worker process that says odd things to its parent makes its nodes by."""
     parent = socket.socket(fileno=os.dup(int(sys.argv[1])))
     parent.sendall(b'{"ready": 5}\n{"ready": "127.0.0.1:7000"}\n')
     return PlainNode
 
 
 def options_of(*workers: str, **changed: Any) -> list[WorkerOptions]:
-    """Options for worker processes of this one, with plain nodes."""
     common: dict[str, Any] = {
         "node": "tests.tools.rpc_cases:make_plain",
         "control": "127.0.0.1:0",
@@ -182,7 +176,6 @@ def options_of(*workers: str, **changed: Any) -> list[WorkerOptions]:
 
 
 def plan_of(controls: dict[str, Address], **changed: Any) -> SessionPlan:
-    """A session of main `m` with these workers, with plain nodes."""
     common: dict[str, Any] = {
         "main": "m",
         "handshake": ours(),
@@ -196,7 +189,6 @@ def plan_of(controls: dict[str, Address], **changed: Any) -> SessionPlan:
 
 
 def plain(session: Session) -> PlainNode:
-    """The node of main."""
     assert isinstance(session.node, PlainNode)
     return session.node
 
@@ -260,7 +252,6 @@ class Seated:
 
     @contextmanager
     def but(self, asked: type, answer: Any) -> Iterator[Address]:
-        """Serve at another address, where this one request is answered so."""
         answers = {**self.seat.answers, asked: answer}
         server = ControlServer(self.client.name, ANY, answers)
         try:
@@ -269,7 +260,6 @@ class Seated:
             server.close()
 
     def die(self) -> None:
-        """End as a process does that is killed: nobody is told."""
         self.server.close(0)
         for node in self.nodes:
             node.close()

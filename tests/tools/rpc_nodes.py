@@ -43,7 +43,6 @@ def place_of(
 def settings_of(
     workers: Sequence[str], **changed: Any
 ) -> tuple[SessionSettings, dict[str, Any]]:
-    """Settings of a session that are changed so, and what else was given."""
     own = {key: changed[key] for key in changed if hasattr(SessionSettings, key)}
     rest = {key: changed[key] for key in changed if key not in own}
     return SessionSettings(workers, **own), rest
@@ -60,7 +59,6 @@ def _undialled(peer: str, received: int) -> tuple[Any, int]:
 def made(
     worker: str, workers: Sequence[str], allow: Sequence[str] = (), **changed: Any
 ) -> tuple[ClusterState, Node]:
-    """A node, in a place that is changed so, and its home."""
     home = ClusterState(settings_of(workers, **changed)[0], abstract=False)
     node = Node(
         place_of(worker, workers, allow, **changed),
@@ -85,7 +83,6 @@ def joined_by(one: Node, other: Node) -> list[tuple[SocketStream, str, int]]:
 
 
 def connect(one: Node, other: Node) -> None:
-    """Join two nodes, from where their links stand."""
     ends = joined_by(one, other)
     for node, peer, end in zip((one, other), (other, one), ends, strict=True):
         stream, name, received = end
@@ -98,10 +95,6 @@ def cluster(
     allow: Sequence[str] = ("tests",),
     **changed: Any,
 ) -> Iterator[Any]:
-    """A cluster whose workers are nodes of this process; the first is main.
-
-    Their places are changed so.
-    """
     homes = {worker: made(worker, workers, allow, **changed) for worker in workers}
     nodes = {worker: node for worker, (_, node) in homes.items()}
     for node in nodes.values():

@@ -29,11 +29,6 @@ _kept: dict[tuple[Any, ...], "Workers"] = {}
 
 
 def kept(**env: str) -> "Workers":
-    """Return the pool for workers a to d of this process of the suite, all alive.
-
-    Args:
-        **env: variables of the environment for the workers.
-    """
     key = tuple(sorted(env.items()))
     if key not in _kept:
         allow = (*ALLOWED, *SCENARIOS)
@@ -46,12 +41,7 @@ def kept(**env: str) -> "Workers":
 class Workers:
     """Processes for all workers but the first, which is whoever connects.
 
-    Args:
-        names: of all workers.
-        allow: modules whose functions may be named.
-        env: variables of the environment for the workers.
-        deadline_s: of the cluster.
-        tls: files for all of them: of certificate and key for this host.
+    `tls`: files of all of them, with the certificate and key for this host.
     """
 
     def __init__(
@@ -76,7 +66,6 @@ class Workers:
 
     @property
     def dead(self) -> tuple[str, ...]:
-        """The workers whose processes have ended, or were never started."""
         return tuple(
             name
             for name in self.names[1:]
@@ -84,7 +73,6 @@ class Workers:
         )
 
     def revive(self) -> None:
-        """Start a process for each worker that has none."""
         dead = self.dead
         if not dead:
             return
@@ -106,7 +94,6 @@ class Workers:
         self.path.write_text("\n".join(lines), encoding="utf-8")
 
     def options(self, name: str) -> WorkerOptions:
-        """Return what the process of a worker is told."""
         options = worker_options(
             name,
             device=os.environ.get("JDAG_DEVICE"),
@@ -121,20 +108,16 @@ class Workers:
 
     @property
     def launch(self) -> Launch:
-        """The processes that were started first."""
         return next(iter(self._launches.values()))
 
     @property
     def alive(self) -> bool:
-        """Whether all of them live."""
         return not self.dead
 
     def connect(self) -> Any:
-        """Return a new cluster over them; its main program runs here."""
         return jdag.connect(self.path, name=self.names[0])
 
     def close(self) -> None:
-        """End them."""
         for launch in dict.fromkeys(self._launches.values()):
             launch.close()
         self._folder.cleanup()

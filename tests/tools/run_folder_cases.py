@@ -14,14 +14,12 @@ STEPS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def write(folder: Path, text: str, names=NAMES) -> None:
-    """Replace the files of a folder by some."""
     with replacing(folder, NAMES) as made:
         for name in names:
             (made / name).write_text(text)
 
 
 def content(folder: Path) -> dict[str, str]:
-    """What there is of it: the texts of files by names."""
     with reading(folder):
         paths = [folder / name for name in NAMES]
         return {one.name: one.read_text() for one in paths if one.exists()}
@@ -47,7 +45,6 @@ def dies_at(step: int, folder: Path, text: str, names) -> int:
 
 
 def killed(top: Path) -> None:
-    """Die at each step; the content is the old or the new, and can be replaced."""
     for names in (NAMES, ("b.txt", "c.txt")):
         for has_old in (False, True):
             seen: list[bool] = []
@@ -62,7 +59,6 @@ def killed(top: Path) -> None:
 
 
 def killed_at(step: int, folder: Path, names, has_old: bool, seen: list[bool]) -> int:
-    """Die at one step of one case, and look at what there is then and later."""
     old = dict.fromkeys(NAMES, "old") if has_old else {}
     new = dict.fromkeys(names, "new")
     folder.mkdir(parents=True)
@@ -82,7 +78,6 @@ def killed_at(step: int, folder: Path, names, has_old: bool, seen: list[bool]) -
 
 
 def raced(top: Path) -> None:
-    """Replace files by two processes at once, while a third reads: some are refused."""
     folder = top / "raced"
     write(folder, "0")
     (folder / "mine").write_text("mine")
@@ -111,11 +106,10 @@ def raced(top: Path) -> None:
 
 
 def tried(act):
-    """The result of an act, or None where another process is at it."""
     try:
         return act()
     except FolderError as error:
-        assert "it is in use" in str(error) or "has changed it meanwhile" in str(error)
+        assert "is writing to" in str(error) or "while it was read" in str(error)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,6 @@ NOT_ALIKE = ("DIFFERS", "FAILED")
 
 
 class Job(NamedTuple):
-    """What one process runs: arguments of `tests.tools.same_bits_child`."""
-
     kind: str
     driver: str
     arguments: tuple[str, ...]
@@ -45,7 +43,6 @@ Found = dict[str, Any]  # By program: its records, and its error or None.
 
 
 def jobs(other: Path, quick: bool) -> Iterator[Job]:
-    """Yield all jobs."""
     files = {file.name for at in (ROOT, other) for file in at.glob("scenarios/*.toml")}
     programs = QUICK_PROGRAMS if quick else PROGRAMS
     for driver in DRIVERS:
@@ -67,7 +64,6 @@ def side_of(checkout: Path, folder: Path) -> Path:
 
 
 def ran(job: Job, side: Path) -> Found:
-    """Run a job on one side."""
     environ = {
         **os.environ,
         "PYTHONPATH": str(side),
@@ -107,7 +103,6 @@ NOTHING = {"records": [], "error": "it is not there"}
 
 
 def compared(here: dict[str, Any], there: dict[str, Any]) -> tuple[str, str]:
-    """Return a verdict on what one program did on the two sides, and why."""
     errors = here["error"], there["error"]
     both = list(zip(here["records"], there["records"], strict=False))
     for number, (one, other) in enumerate(both):
@@ -144,7 +139,6 @@ def judged(job: Job, here: Path, there: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, print a line for each program, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.same_bits")
     parser.add_argument("other", type=Path, help="another checkout of jdag")
     parser.add_argument("--quick", action="store_true", help="a few of each kind")

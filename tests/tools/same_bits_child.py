@@ -48,20 +48,16 @@ Record = tuple[str, str]  # What it is, and its value or a digest of its bits.
 
 
 class Recorder:
-    """The bits of all that the main program fetches, in order."""
-
     def __init__(self) -> None:
         self.records: list[Record] = []
         self._fetch = jdag.fetch  # Without recording.
         self._depth = 0
 
     def taken(self) -> list[Record]:
-        """Return what was recorded since the last call."""
         records, self.records = self.records, []
         return records
 
     def note(self, name: str, tree: Any) -> None:
-        """Record each array of a pytree."""
         leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
         for path, leaf in leaves:
             what, said = f"{name}{jax.tree_util.keystr(path)}", type(leaf).__name__
@@ -89,7 +85,6 @@ class Recorder:
         return recorded
 
     def install(self) -> None:
-        """Record what the functions and methods return that give values."""
         _replace(self._fetch, self.recording("fetch", self._fetch))
         for make in (jdag.value_and_grad, jdag.hvp):
             _replace(make, self._maker(make))
@@ -127,7 +122,6 @@ def _replace(original: Any, other: Any) -> None:
 
 @contextlib.contextmanager
 def noted(found: dict[str, Any], name: str, recorder: Recorder) -> Iterator[None]:
-    """Put what is recorded meanwhile, and the error if there is one, under a name."""
     error = None
     try:
         yield
@@ -138,7 +132,6 @@ def noted(found: dict[str, Any], name: str, recorder: Recorder) -> Iterator[None
 
 
 def scenario(driver: str, recorder: Recorder, file: str) -> dict[str, Any]:
-    """Play a scenario by the command line."""
     found: dict[str, Any] = {}
     said, complaint = io.StringIO(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +199,6 @@ def _write_definitions(name: str, block: str, former: str) -> None:
 
 
 def random(driver: str, recorder: Recorder, first: str, end: str) -> dict[str, Any]:
-    """Run the random programs of some numbers, each as a module of its own."""
     found: dict[str, Any] = {}
     drawn = {n: numbered(n, WORKERS) for n in range(int(first), int(end))}
     sources = {number: source_of(plan) for number, plan in drawn.items()}
@@ -240,7 +232,6 @@ PLAYS: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(kind: str, driver: str, out: str, *arguments: str) -> None:
-    """Run, and write what was recorded as JSON."""
     recorder = Recorder()
     recorder.install()
     vars(jdag)["launch"] = functools.partial(jdag.launch, ready_s=READY_S)

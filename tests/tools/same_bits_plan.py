@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 import jdag
 from jdag.errors import GraphError, UnusedSendError
+from tests.tools.random_functions import HOOKS
 from tests.tools.random_programs import Pass, Plan
 
 HEAD = """\
@@ -26,7 +27,6 @@ def values(tree: Any) -> tuple[Any, Any]:
 
 
 def decide(above: bool) -> bool:
-    """Return which branch is taken."""
     return above
 
 
@@ -34,48 +34,19 @@ def note(fetched: Any) -> None:
     """Ignore values: they are recorded where they are fetched."""
 
 
-def look(cotangent: Any) -> None:
-    """Leave a cotangent as it is."""
-
-
-def weigh(cotangent: Any) -> Any:
-    """Scale a cotangent."""
-    return 0.7 * cotangent
-
-
-def clip(cotangent: Any) -> Any:
-    """Clip a cotangent."""
-    return jnp.clip(cotangent, -0.5, 0.5)
-
-
-def bend(cotangent: Any) -> Any:
-    """Change a cotangent in a way that is not linear."""
-    return jnp.sin(cotangent)
-
-
-HOOKS: dict[str, Callable[[Any], Any]] = {
-    hook.__name__: hook for hook in (look, weigh, clip, bend)
-}
-
-
 def hook(ctx: Any, ref: Any, number: int, how: str) -> None:
-    """Attach a hook to a value."""
-    if how == "gradient":
-        ctx.on_gradient(ref, look)
-    else:
-        ctx.on_cotangent(ref, HOOKS[how])
+    attach = ctx.on_gradient if how == "gradient" else ctx.on_cotangent
+    attach(ref, HOOKS[how])
 
 
 _backward: list[Callable[..., None]] = []
 
 
 def backward(ctx: Any, number: int, roots: list[Any]) -> None:
-    """Run a backward pass of the program that is being played."""
     _backward[-1](ctx, number, roots)
 
 
 def write(folder: Path, number: int, text: str) -> None:
-    """Write the source of a program as a module."""
     (folder / f"plan{number}.py").write_text(HEAD + text + "\n")
 
 
@@ -86,7 +57,6 @@ def play(
     main: Callable[..., None],
     mode: Any,
 ) -> list[str]:
-    """Run a program in one context; return how each pass ended."""
     leaves = [cluster.put(leaf.worker, leaf.array) for leaf in plan.leaves]
     numbers = {leaf: number for number, leaf in enumerate(leaves)}
     ended = []

@@ -11,7 +11,7 @@ import numpy as np
 import jdag
 from jdag.api.drivers import simulate
 from jdag.errors import ScenarioError
-from jdag.scenario.case import Case, Run
+from jdag.scenario import Case, Run
 from jdag.sim import LinkModel, Network
 
 GOOD = """# Is it so?
@@ -46,12 +46,8 @@ def written(folder: Path, *more: str, **replaced: str) -> Path:
 
 
 def scenario_of(folder: Path, program: str, *more: str, **replaced: str) -> Path:
-    """Write a scenario whose program is one of this module's."""
     line = f'program = "{PROGRAM.format(program)}"'
     return written(folder, *more, program=line, **replaced)
-
-
-# ------------------------------------------------------------------ programs that play
 
 
 def square(w):
@@ -66,13 +62,7 @@ def roots(w):
     return jnp.sqrt(w)
 
 
-def add_up(*losses):
-    return sum(losses[1:], losses[0])
-
-
 def one_leaf(workers, *, size: int = 3):
-    """One leaf, one call."""
-
     def program(ctx, params):
         return ctx.call(workers[-1], square, params["w"])
 
@@ -80,8 +70,6 @@ def one_leaf(workers, *, size: int = 3):
 
 
 def tree(workers):
-    """A pytree of leaves as one parameter, in a pass that is repeated."""
-
     def program(ctx, params):
         w = params["layer"]
         value = ctx.call(workers[-1], times, w["w"], w["b"])
@@ -92,8 +80,6 @@ def tree(workers):
 
 
 def no_scalar(workers):
-    """A loss that is a vector."""
-
     def program(ctx, params):
         return ctx.call(workers[0], times, params["w"], params["w"])
 
@@ -101,8 +87,6 @@ def no_scalar(workers):
 
 
 def not_a_number(workers):
-    """A gradient that is nan, in jdag and in the oracle."""
-
     def program(ctx, params):
         return ctx.call(workers[0], square, ctx.call(workers[0], roots, params["w"]))
 
@@ -110,8 +94,6 @@ def not_a_number(workers):
 
 
 class Mute(ScenarioError):
-    """An exception that cannot say what it is."""
-
     def __str__(self) -> str:
         raise ValueError("no text")
 
@@ -136,8 +118,6 @@ def returns_without_repr(workers):
 
 
 def raises(workers):
-    """A program with a mistake in it."""
-
     def program(ctx, params):
         return ctx.no_such_method(params)
 
@@ -145,8 +125,6 @@ def raises(workers):
 
 
 def branches(workers):
-    """A program that looks into an array, which has to be there."""
-
     def program(ctx, params):
         value = ctx.call(workers[-1], times, params["w"], params["w"])
         again = value.fetch()[0] > 0
@@ -156,12 +134,10 @@ def branches(workers):
 
 
 def leave(*_):
-    """A hook, or a program of a worker, that ends by sys.exit."""
     sys.exit(0)
 
 
 def exits(workers, *, where: str):
-    """A program that ends by sys.exit somewhere."""
     if where == "factory":
         leave()
 
@@ -179,7 +155,6 @@ def exits(workers, *, where: str):
 
 
 def dies(workers, *, code: int = 0):
-    """A program that prints, and ends its process if it is to."""
     print("called")
     case = one_leaf(workers)
 
@@ -192,7 +167,6 @@ def dies(workers, *, code: int = 0):
 
 
 def no_case(workers):
-    """A program that returns nothing that can be played."""
     return 3
 
 
@@ -201,7 +175,6 @@ def takes_nothing():
 
 
 def places(workers, *, where: str = "", named: bool = True):
-    """A case that places its parameter on a worker that may not be there."""
     case = one_leaf(workers)
     params = case.params if named else list(case.params.values())
     placement = {"w": where} if where else {}
@@ -211,7 +184,6 @@ def places(workers, *, where: str = "", named: bool = True):
 def settings_of_all_kinds(
     workers, *, sizes: tuple[int, ...] = (), rate: float = 0.1, path: Path | None = None
 ):
-    """A program that takes settings of several types."""
     return one_leaf(workers, size=sum(sizes) or 1)
 
 
@@ -225,8 +197,6 @@ RETURNED = {
 
 
 class Player:
-    """A program that plays for itself, and may be stuck or fail."""
-
     def __init__(self, workers, end):
         self.figures = {"outcome": "how it ended", "answer": "a number of its own"}
         self.workers, self.end = workers, end
@@ -250,16 +220,10 @@ class Player:
 
 
 def player(workers, *, end: str = "good"):
-    """A program of its own kind."""
     return Player(workers, end)
 
 
-# ------------------------------------------------------------- what runs are made of
-
-
 class Stage(Run):
-    """A run of a case without a scenario."""
-
     def __init__(self, workers, *, seeds=(0,), network=None, faults=(), **settings):
         self.workers, self.seeds = tuple(workers), tuple(seeds)
         self.network, self.faults, self.settings = network, faults, settings
@@ -288,8 +252,6 @@ class Stage(Run):
 
 
 class RealStage(Stage):
-    """The same on a cluster that is there."""
-
     def __init__(self, cluster):
         super().__init__(cluster.workers)
         self.virtual = False

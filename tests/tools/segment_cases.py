@@ -34,12 +34,10 @@ class Tape:
         self._calls = 0
 
     def pair_of(self, fn: Any, *inputs: int) -> Any:
-        """The pair of a function of these values; all that are inexact are tracked."""
         avals = map(self.graph.aval, inputs)
         return pair_of(fn, *[np.zeros(aval.shape, aval.dtype) for aval in avals])
 
     def call(self, fn: Any, *inputs: int) -> Any:
-        """Record a call of a function or pair; return its outputs' numbers."""
         found = fn if hasattr(fn, "avals") else self.pair_of(fn, *inputs)
         self._calls += 1
         about = found.tracked, found.name, f"case.py:{self._calls}"
@@ -63,11 +61,9 @@ class Tape:
         return self._with(forward, [root]), gradients
 
     def segment(self, outputs: Sequence[int], exact: bool = False) -> SegmentFunction:
-        """All calls as one segment, without backward."""
         return self._with(self._cut([self._arrays], exact)[0], outputs)
 
     def one_by_one(self, root: int, wanted: Sequence[int]) -> list[Any]:
-        """The root and gradients, one pair after the other."""
         values = one_by_one(self.graph, dict(enumerate(self.arrays)))
         return [values[number] for number in (root, *self._gradients_of(wanted))]
 
@@ -85,7 +81,6 @@ class Tape:
         return any(~place in slots for one in self.graph.nodes for slots in one.inputs)
 
     def _cut(self, reads: Sequence[Sequence[int]], exact: bool) -> list[Any]:
-        """Segments that read these values: all nodes, or calls and what follows."""
         ends = [*[self._calls] * (len(reads) - 1), len(self.graph.nodes)]
         starts = [0, *ends]
         pieces = [
@@ -97,7 +92,6 @@ class Tape:
         return [_segment(self.graph, one, every, {}, exact) for one in pieces]
 
     def _with(self, segment: Any, outputs: Sequence[int]) -> SegmentFunction:
-        """The function of a segment with these values as outputs, arrays too."""
         of = segment.function
         number = {slot: at for at, slot in enumerate(segment.needs)}
         number.update(zip(segment.makes, of.outputs, strict=False))
@@ -113,7 +107,6 @@ def square(x: Any) -> Any:
 
 
 def mlp(depth: int, width: int = 8, batch: int = 4) -> tuple[Tape, int, list[int]]:
-    """Layers and a loss: the tape, the loss, and the weights and biases."""
     params = [
         array(*shape, seed=layer)
         for layer in range(depth)
@@ -127,8 +120,6 @@ def mlp(depth: int, width: int = 8, batch: int = 4) -> tuple[Tape, int, list[int
 
 
 def mlp_of(depth: int) -> Callable[..., Any]:
-    """The same as a function of all arrays."""
-
     def loss(*arrays: Any) -> Any:
         x = arrays[-1]
         for layer in range(depth):

@@ -14,7 +14,6 @@ WAITS_S = 60.0
 
 
 def press(number: str) -> None:
-    """Send this process a signal."""
     os.kill(os.getpid(), signal.Signals[number])
 
 
@@ -24,7 +23,6 @@ def _wait() -> None:
 
 
 def _beside(workers: Any, during: Any) -> Case:
-    """A program that does something while it is played."""
     case = one_leaf(workers)
 
     def program(ctx: Any, params: Any) -> Any:
@@ -36,8 +34,6 @@ def _beside(workers: Any, during: Any) -> Case:
 
 
 def interrupted(workers: Any, *, number: str) -> Case:
-    """A signal comes, which the program lets pass."""
-
     def during(_: Any) -> None:
         press(number)
         _wait()
@@ -46,8 +42,6 @@ def interrupted(workers: Any, *, number: str) -> Case:
 
 
 def swallowed(workers: Any, *, number: str) -> Case:
-    """A signal comes, which the program takes for an error of its own."""
-
     def during(_: Any) -> None:
         with suppress(BaseException):
             press(number)
@@ -57,8 +51,6 @@ def swallowed(workers: Any, *, number: str) -> Case:
 
 
 def twice(workers: Any, *, number: str) -> Case:
-    """A second signal comes while the program cleans up after the first."""
-
     def during(_: Any) -> None:
         try:
             press(number)
@@ -71,8 +63,6 @@ def twice(workers: Any, *, number: str) -> Case:
 
 
 def terminal(workers: Any) -> Case:
-    """Ctrl-C comes to all processes of the terminal."""
-
     def during(_: Any) -> None:
         os.killpg(os.getpgrp(), signal.SIGINT)
         _wait()

@@ -24,6 +24,7 @@ from jdag.engine.protocol import (
     ScratchKey,
     Send,
 )
+from jdag.runtime.chooser import Chooser
 from jdag.runtime.trace import TraceRecord
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import Simulation
@@ -35,9 +36,17 @@ WORKERS = ("a", "b", "c")
 React = Callable[[Any, Any], Sequence[Effect] | None]
 
 
-class Scripted:
-    """An engine that follows a function, and remembers what it was told, and when."""
+class Unasked(Chooser):
+    """A chooser that must not be used."""
 
+    def chance(self, probability: float) -> bool:
+        raise AssertionError(probability)
+
+    def amount(self, least: int, most: int) -> int:
+        raise AssertionError((least, most))
+
+
+class Scripted:
     live_contexts = 2
     live_passes = 1
 
@@ -65,8 +74,6 @@ class Scripted:
 
 
 class Played:
-    """A simulation with scripted engines, by worker."""
-
     def __init__(self, made: Simulation, engines: dict[str, Scripted]) -> None:
         self.simulation = made
         self.engines = engines
@@ -74,37 +81,30 @@ class Played:
         self.values: list[tuple[Key, Any]] = []  # That come with what is told next.
 
     def put(self, key: Key, value: Any) -> None:
-        """Hold a value from when `ask` is told."""
         self.values.append((key, value))
 
     def ask(self) -> int:
-        """Tell home that main waits; the waiter."""
         waiter = self.port.waiter()
         self.port.tell(Left(waiter, CONTEXT), self.values)
         self.values = []
         return waiter
 
     def run(self) -> Any:
-        """Tell home that main waits, and wait."""
         return self.port.wait(self.ask())
 
     def run_out(self) -> None:
-        """Run, and then until nothing is left to happen."""
         self.run()
         self.simulation.settle()
 
     def records(self, *kinds: str) -> list[TraceRecord]:
-        """The records of the trace that are of these kinds, or all."""
         assert self.simulation.trace is not None
         return [r for r in self.simulation.trace if not kinds or r.kind in kinds]
 
     def kinds(self, *kinds: str) -> list[tuple[int, str, str]]:
-        """(time, kind, worker) of these records."""
         return [(r.time_ns, r.kind, r.worker) for r in self.records(*kinds)]
 
 
 def cluster_of(settings: SimSettings) -> Cluster:
-    """A simulated cluster, of settings that `jdag.simulate` may not hand on."""
     shared = ClusterState(settings, settings.values == "abstract")
     shared.driver = Simulation(settings, partial(run_program, shared))
     return Cluster(shared, shared.driver.port)
@@ -121,7 +121,6 @@ def play(
     run_program: Any = no_program,
     **settings: Any,
 ) -> Played:
-    """A simulation of engines that all follow one script; home is the first worker."""
     engines: dict[str, Scripted] = {}
 
     def engine(worker: str, *_: Any) -> Scripted:
@@ -142,6 +141,15 @@ def answer(tag: int) -> Answer:
 
 def cotangent(tag: int, count: int = 1) -> Cotangent:
     return Cotangent(CONTEXT, 1, (tag,), (True,) * count, False, WHOLE, 0)
+
+
+def effects_then_reply(effects: Sequence[Effect]) -> React:
+    def react(engine: Any, event: Any) -> Sequence[Effect]:
+        if isinstance(event, Left):
+            return effects
+        return [send("a", 2)] if engine.worker == "b" else [Resume(1, "done")]
+
+    return react
 
 
 def tag_of(message: Any) -> int:

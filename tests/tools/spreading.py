@@ -47,7 +47,6 @@ LONGEST = (
 
 
 def group_of(test: str) -> str:
-    """Return what a test, by its id, belongs to."""
     file, _, name = test.partition("::")
     if file.startswith("tests/conformance/") and f"[{REAL}" in name:
         return REAL
@@ -61,8 +60,6 @@ def place_of(test: str) -> int:
 
 
 class Groups(LoadScopeScheduling):
-    """Hands out whole groups, in the order of their first tests."""
-
     def __init__(self, config: Any, log: Any = None) -> None:
         super().__init__(config, log)
         config.option.loadscopereorder = False  # By their numbers of tests.

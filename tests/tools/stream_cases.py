@@ -22,7 +22,6 @@ RECEIVED = 41
 
 
 def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets of a kind: `unix` or `tcp`."""
     if kind == "unix":
         return socket.socketpair()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -32,7 +31,6 @@ def sockets(kind: str) -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def streams(kind: str) -> Iterator[tuple[Stream, Stream]]:
-    """Two connected streams of a kind, closed at the end."""
     near, far = (SocketStream(end, f"the {kind} peer") for end in sockets(kind))
     try:
         yield near, far
@@ -42,7 +40,6 @@ def streams(kind: str) -> Iterator[tuple[Stream, Stream]]:
 
 
 def wait(stream: Stream, event: int) -> None:
-    """Wait until a stream is ready, not for ever."""
     poller = select.poll()
     poller.register(stream.fileno(), select.POLLOUT if stream.wants_write() else event)
     assert stream.pending() or poller.poll(DEADLINE_MS), f"{stream.peer} hangs"
@@ -51,7 +48,6 @@ def wait(stream: Stream, event: int) -> None:
 def soon(
     holds: Callable[[], bool], every_ms: int = 1, most_ms: int = DEADLINE_MS
 ) -> None:
-    """Wait until something holds that others bring about, not for ever."""
     for _ in range(0, most_ms, every_ms):
         if holds():
             return
@@ -60,7 +56,6 @@ def soon(
 
 
 def descriptors() -> set[tuple[str, str]]:
-    """The open files of this process: the number of each, and what it is."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # As the one that lists them is, by now.
@@ -95,7 +90,6 @@ class Gate:
         self.address = self.listener.address
 
     def dial(self, received: int = 8, **settings: Any) -> tuple[Stream, Stream]:
-        """Both ends of a stream that comes in."""
         stream, theirs = self.dialled(PAIR, received, **settings)
         worker, far, told = self.came.get(timeout=60)
         assert (theirs, worker, told) == (RECEIVED, PAIR.dialler, received)
@@ -104,11 +98,9 @@ class Gate:
     def dialled(
         self, pair: ConnectionPair = PAIR, received: int = 8, **settings: Any
     ) -> tuple[Stream, int]:
-        """The near end alone, and what the other has received."""
         return dial(self.address, pair, received, **{"timeout_s": 60, **settings})
 
     def raw(self) -> socket.socket:
-        """Connect, and say nothing."""
         kind, name, *port = self.address.split(":")
         if kind == "unix":
             near = socket.socket(socket.AF_UNIX)
@@ -123,18 +115,15 @@ class Gate:
 
 
 def hello_by(near: socket.socket) -> bytes:
-    """What a dialler says over a socket, on which the listener has begun."""
     return hello_to(near.recv(OPENING.size, socket.MSG_WAITALL))
 
 
 def hello_to(theirs: bytes) -> bytes:
-    """What a dialler says to the opening of a listener."""
     said = opening(8)
     return said + PAIR.proof("dialler", theirs, said)
 
 
 def talk(stream: Stream, far: Stream) -> None:
-    """Send some bytes each way, and close both ends."""
     for near, other, said in ((stream, far, b"to"), (far, stream, b"fro")):
         send_all(near, said)
         assert receive(other, len(said)) == said
@@ -143,7 +132,6 @@ def talk(stream: Stream, far: Stream) -> None:
 
 
 def send_all(stream: Stream, data: bytes) -> None:
-    """Send every byte, waiting for room."""
     left = memoryview(data)
     while left:
         try:
@@ -154,7 +142,6 @@ def send_all(stream: Stream, data: bytes) -> None:
 
 
 def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
-    """Send in calls of random views, going on wherever a call stopped."""
     at = 0
     while at < len(data):
         end = min(len(data), at + chance.randint(1, 300_000))
@@ -169,7 +156,6 @@ def pour(stream: Stream, data: bytes, chance: random.Random) -> None:
 
 
 def flush(stream: Stream) -> None:
-    """Wait until what was taken has left."""
     while True:
         try:
             return stream.flush()
@@ -178,7 +164,6 @@ def flush(stream: Stream) -> None:
 
 
 def receive(stream: Stream, count: int) -> bytes:
-    """Wait for as many bytes."""
     into = memoryview(bytearray(count))
     came = 0
     while came < count:

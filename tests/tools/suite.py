@@ -13,6 +13,7 @@ not; 2 the arguments are wrong; 130 interrupted.
 """
 
 import argparse
+import heapq
 import os
 import platform
 import signal
@@ -28,7 +29,6 @@ from typing import IO
 
 from tests import ROOT
 from tests.tools import history, outcomes
-from tests.tools.cpu import events_per_s
 from tests.tools.outcomes import Failure
 from tests.tools.tiers import TIERS, VERSIONS
 
@@ -36,6 +36,7 @@ AGAIN_MAX = 20  # More failures than these have one cause, which is not chance.
 AGAIN_LIMIT_S = 600
 GRACE_S = 5
 POLL_S = 0.2
+EVENTS = 1_000_000  # Of the calibrator.
 
 
 class Part:
@@ -48,7 +49,6 @@ class Part:
         self.seconds = 0.0
 
     def has_ended(self, limit_s: float) -> bool:
-        """Wait for its end, at most `limit_s`."""
         if self.child.returncode is None:
             with suppress(subprocess.TimeoutExpired):
                 self.child.wait(limit_s)
@@ -56,7 +56,6 @@ class Part:
         return self.child.returncode is not None
 
     def text(self) -> str:
-        """Return what it has printed."""
         assert self.output is not None
         self.output.seek(0)
         return self.output.read()
@@ -72,8 +71,6 @@ class Part:
 
 @dataclass
 class Suite:
-    """What to run, and what has come of it."""
-
     root: Path
     wanted: argparse.Namespace
     seconds: dict[str, float] = field(default_factory=dict)  # Of each part.
@@ -100,22 +97,18 @@ class Suite:
                 part.end()
 
     def pytest(self, *arguments: str) -> list[str]:
-        """Return the command that runs tests."""
         marks = ("-m", self.wanted.marks)
         return [sys.executable, "-m", "pytest", "-q", *marks, *arguments]
 
     def make_lint(self) -> list[str]:
-        """Return the command of `make lint` in the environment of this Python."""
         venv = f"VENV={os.path.relpath(sys.prefix, self.root)}"
         return [os.environ.get("MAKE", "make"), "--no-print-directory", "lint", venv]
 
     def fail(self, line: str) -> None:
-        """Fail the run, for the reason that its last lines give."""
         self.passes = False
         self.closing.append(line)
 
     def run(self, file: Path) -> None:
-        """Run all, with `file` for the outcomes of tests."""
         plugin = ("-p", outcomes.__name__, f"--max-worker-restart={AGAIN_MAX}")
         pytest = self.pytest("-n", self.wanted.jobs, *plugin, *self.wanted.paths)
         variables = {outcomes.VARIABLE: str(file)}
@@ -136,7 +129,6 @@ class Suite:
             self.run_again(failures)
 
     def ended(self, parts: dict[str, Part]) -> dict[str, int]:
-        """Wait for all parts; report on lint as it ends; return the exit codes."""
         codes: dict[str, int] = {}
         while len(codes) < len(parts):
             for name, part in parts.items():
@@ -192,8 +184,18 @@ def how_failed(part: Part) -> str:
     return "failed twice" if code else ""
 
 
+def events_per_s() -> float:
+    heap = [(number * 7919 % 1009, number) for number in range(1000)]
+    heapq.heapify(heap)
+    begin = os.times()
+    for number in range(EVENTS):
+        at, _ = heap[0]
+        heapq.heapreplace(heap, (at + number * 7919 % 1009, number))
+    end = os.times()
+    return EVENTS / (end.user + end.system - begin.user - begin.system)
+
+
 def run(wanted: argparse.Namespace, root: Path, path: Path) -> int:
-    """Run, print the last lines, and return the exit code."""
     speeds = [events_per_s()]
     begin = os.times()
     suite = Suite(root, wanted)
@@ -223,13 +225,7 @@ def run(wanted: argparse.Namespace, root: Path, path: Path) -> int:
 def main(
     argv: Sequence[str] | None = None, root: Path = ROOT, path: Path | None = None
 ) -> int:
-    """Parse the command line, run, and return the exit code.
-
-    Args:
-        argv: the command line, without the program
-        root: where pytest and make run
-        path: the file of the history, in place of that in the user's cache folder
-    """
+    """Run; `path`: the file of the history, in place of that in the user's cache."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.suite")
     parser.add_argument("--tier", choices=TIERS, default="all")
     parser.add_argument("--lint", action="store_true", help="`make lint` beside it")

@@ -137,7 +137,6 @@ def tiers(tree: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def exists(test: str) -> bool:
-    """Whether a file has a test of this name."""
     file, _, name = test.partition("[")[0].partition("::")
     path = ROOT / file
     return path.exists() and (not name or f"def {name}(" in path.read_text())

@@ -67,7 +67,6 @@ Ran = Callable[..., tuple[int, list[str], Run]]  # Exit code, lines, newest run.
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of the history, in the folder of a suite."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # Where pytest finds the plugin.
     monkeypatch.setattr(suite, "events_per_s", lambda: 3e6)
     monkeypatch.setattr(suite, "GRACE_S", 0.1)
@@ -77,8 +76,6 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def ran(tmp_path: Path, path: Path, capfd: pytest.CaptureFixture[str]) -> Ran:
-    """Run a suite of the files given."""
-
     def run(*arguments: str, **sources: str) -> tuple[int, list[str], Run]:
         for name, source in sources.items():
             (tmp_path / f"{name}.py").write_text(source)

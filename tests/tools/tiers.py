@@ -9,7 +9,7 @@ import os
 
 TIERS = ("first", "all", "versions")
 TIER = os.environ.get("JDAG_TIER", "all")
-assert TIER in TIERS, f"JDAG_TIER = {TIER!r}: allowed is {', '.join(TIERS)}"
+assert TIER in TIERS, f"JDAG_TIER = {TIER!r}: expected {', '.join(TIERS)}"
 FIRST = TIER != "all"
 
 # What another Python or JAX can change: arrays, traces and compiled functions, their
@@ -43,5 +43,4 @@ VERSIONS = (
 
 
 def sized(first: int, whole: int) -> int:
-    """Return how many to try: in the first tier, and in both together."""
     return first if FIRST else whole

@@ -20,8 +20,6 @@ PORTS = ("7000", "7001", "7002")
 
 
 class Hosts:
-    """Where commands run, and what stands there for what is printed."""
-
     def __init__(self, folder: Path, prefixes: Sequence[Sequence[str]]) -> None:
         self.folder = folder
         self._prefixes = prefixes
@@ -44,18 +42,15 @@ class Hosts:
         }
 
     def here(self, text: str) -> str:
-        """Put the addresses of these hosts in the place of those that are printed."""
         for printed, ours in self._instead.items():
             text = text.replace(printed, ours)
         return text
 
     def place(self, number: int) -> Path:
-        """Return the folder of a host."""
         return self.folder / self.here(ADDRESSES[number])
 
     @contextmanager
     def running(self, number: int, command: str) -> Iterator[subprocess.Popen[str]]:
-        """Run a command on a host; it is killed if it has not ended by then."""
         process = subprocess.Popen(
             [*self._prefixes[number], *shlex.split(command)],
             cwd=self.place(number),

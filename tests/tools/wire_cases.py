@@ -102,8 +102,6 @@ Point = namedtuple("Point", "x y")
 
 
 class Function:
-    """What the wire sees of a compiled pair."""
-
     def __init__(self, spec: bytes) -> None:
         self.spec = spec
 
@@ -113,7 +111,6 @@ def program(context: Any, rounds: int = 1) -> None:
 
 
 def read_message(codec: Codec, data: bytes) -> Any:
-    """The message that these bytes are, of which nothing may be left over."""
     message, _, end = codec.decode(data)
     if end != len(data):
         raise ProtocolError(f"{len(data) - end} of {len(data)} bytes are left")
@@ -249,7 +246,6 @@ trees = _nested(plain | opaque)
 def _alike(
     make: Callable[..., Any], places: tuple[int, int], *fields: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Any]:
-    """Build of fields; those at two places have as many items as each other."""
     one, other = places
 
     def made(pairs: Any, rest: Any) -> Any:

@@ -52,12 +52,12 @@ def test_a_setting_without_a_repr_is_named_by_what_it_is():
         def __repr__(self) -> str:
             raise ValueError("no")
 
-    assert unusable("seed", Shy(), "a text") == "seed = a Shy: allowed is a text"
+    assert unusable("seed", Shy(), "a string") == "seed = a Shy: expected a string"
 
 
 def test_a_long_number_is_shown_by_its_ends():
-    said = unusable("seed", 10**400, "a text")
-    assert said.startswith("seed = 1000") and len(said) < 200
+    message = unusable("seed", 10**400, "a string")
+    assert message.startswith("seed = 1000") and len(message) < 200
 
 
 def test_what_is_as_deep_as_allowed_is_not_deeper():

@@ -1,1 +1,1 @@
-"""How functions travel: by name or as StableHLO, and what a receiver allows."""
+"""Encoding of functions, by name or as StableHLO, and the receiver's allowlist."""

@@ -1,13 +1,13 @@
 """Decoding of functions: names and StableHLO in messages become pairs and callables.
 
-Inputs: `bind(message, sender)` for each message that arrives; `define(digest, data)`
-    for each exported function, before the first message that needs it.
-Outputs: the message as engines take it. The function of a call is a pair that is made
-    when its forward first runs; nothing is imported before.
-Invariants: a function that is not available fails only the call, program or hook that
-    needs it: an object in its place raises when it is run.
+Inputs: `bind(message, sender)` for each received message; `define(digest, data)` for
+    each exported function, before the first message that needs it.
+Outputs: the message for the engine. The function of a call becomes a lazy pair. Its
+    module is imported, or its StableHLO is loaded, when its forward first runs.
+Invariants: an unavailable function makes only the call, program or hook that needs it
+    fail. It is replaced by a placeholder that raises an error when it is called.
 
-How functions are encoded is in `jdag.processes.functions.encoder`.
+`jdag.processes.functions.encoder` encodes.
 """
 
 from collections import OrderedDict
@@ -49,23 +49,23 @@ from jdag.wire.encoding import Known
 from jdag.wire.specs import read_segment, read_spec
 from jdag.wire.trees import Named, TreeNode, read_items
 
-# Executables take memory maps, which are limited: a process dies near 10,900 of them.
-# So few pairs, of two executables each, are held beyond those that compute keeps; the
-# others are rebuilt when needed.
+# Linux limits the number of memory maps of a process: a process crashes when it holds
+# about 10,900 executables. A pair has two executables, so at most MADE_MAX pairs are
+# cached in addition to those of jdag.compute. Other pairs are rebuilt when needed.
 BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
-# What a pair has when it is made; see `jdag.compute.pairs.Pair`.
-_OF_PAIR = ("out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches")
+# Attributes of `jdag.compute.pairs.Pair` that are known only once it is built.
+_BUILT = ("out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches")
 REPLY = name_of(Reply)
 BOUND = NAMING | {Start, Return, Tell}  # The messages that `bind` changes.
 
 
 class Bound:
-    """A pair decoded from its spec, made when first needed.
+    """A lazy `jdag.compute.pairs.Pair`, decoded from its spec and built when needed.
 
-    It is used as a `jdag.compute.pairs.Pair`. Shapes, devices and tracking are known
-    before; reading any other attribute makes the pair, and may raise.
+    Shapes, devices and tracking come from the spec. Reading any other attribute builds
+    the pair and may raise.
     """
 
     def __init__(self, spec: bytes, make: Callable[["Bound"], Any]) -> None:
@@ -78,34 +78,26 @@ class Bound:
         self.device = places.device
         self.in_devices = places.in_devices
         self.out_devices = places.out_devices
-        self.may_raise = True  # So it is assumed before the pair is made.
+        self.may_raise = True  # The built pair's value will replace this.
         self._make = make
         self._lock = Lock()
 
     @property
     def pair(self) -> Any:
-        """The pair itself, made by one thread.
-
-        Raises:
-            JdagError: the function is not allowed here, or has other code here.
-            Exception: whatever the function raises while it is traced.
-        """
+        """The pair, which is built if needed. The build may raise any exception."""
         with self._lock:
             return self._make(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the pair, which is made if necessary."""
-        if name not in _OF_PAIR:
+        if name not in _BUILT:
             raise AttributeError(name)
         return getattr(self.pair, name)
 
-    # Methods, so that looking these two up does not make the pair.
+    # These are methods, so that reading the attribute `forward` builds no pair.
     def forward(self, args: Sequence[Any]) -> Any:
-        """Run the function; see `Pair.forward`."""
         return self.pair.forward(args)
 
     def vjp(self, residuals: Any, cotangents: Sequence[Sequence[Any]]) -> Any:
-        """Carry cotangents back; see `Pair.vjp`."""
         return self.pair.vjp(residuals, cotangents)
 
     def __repr__(self) -> str:
@@ -113,20 +105,12 @@ class Bound:
 
 
 class FunctionDecoder:
-    """Decodes the functions that arrive at a worker; used by several threads.
-
-    Args:
-        allow: modules whose functions may be named, beside those of JAX, optax and
-            jdag's ready programs; modules below one are allowed with it.
-
-    Raises:
-        JdagError: one is not the name of a module, or there is none of this name.
-    """
+    """Decodes the functions in messages to a worker. `allow` is as in `Allowed`."""
 
     def __init__(self, allow: Sequence[str] = ()) -> None:
         self.allowed = Allowed(allow)
         self.encoder = FunctionEncoder()
-        # The pair of a spec; ProtocolError where the bytes are no spec.
+        # Maps a spec to its lazy pair; raises ProtocolError for a malformed spec.
         self.bound = lru_cache(maxsize=BOUND_MAX)(self._bind)
         self._pair = lru_cache(maxsize=MADE_MAX)(self._make)
         self._definitions: OrderedDict[bytes, bytes] = OrderedDict()
@@ -134,12 +118,10 @@ class FunctionDecoder:
         self._lock = Lock()
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Take an exported function.
-
-        Beyond the bounds the least recently used one is dropped, never the newest.
+        """Store an exported function. At a limit, drop the least recently used.
 
         Raises:
-            ProtocolError: the bytes are not those of the digest, or too many.
+            ProtocolError: the data do not match the digest, or are too large.
         """
         try:
             check_definition(digest, data)
@@ -157,13 +139,13 @@ class FunctionDecoder:
             self._defined_bytes += len(data)
 
     def bind(self, message: Message, sender: Worker, known: Known) -> Message:
-        """Return a decoded message of `sender` as engines take it.
+        """Return a message from `sender` with callables in place of specs and names.
 
-        `known` are the workers that refs may name. A call imports nothing. A function
-        that is unavailable fails when it is run.
+        `known` contains the workers that refs may name. An unavailable function raises
+        an error only when it runs.
 
         Raises:
-            ProtocolError: a spec is malformed, or disagrees with the message.
+            ProtocolError: a spec is malformed, or does not match its message.
         """
         match message:
             case Call():
@@ -188,7 +170,7 @@ class FunctionDecoder:
                 return self._run(message, known)
             case Return():
                 return self._return(message, sender, known)
-            case Tell():  # Its reader sees an error in its place.
+            case Tell():  # An error replaces data that cannot be decoded.
                 data, error = self._read(message.data, known)
                 return replace(message, data=error or data)
             case _:
@@ -196,8 +178,9 @@ class FunctionDecoder:
 
     def _of_call(self, call: Call) -> Bound:
         bound = self.bound(call.function)
-        said = (len(call.inputs), call.tracked, call.outputs)
-        _check_call(bound, said, (len(bound.avals), bound.tracked, bound.out_tracked))
+        in_message = (len(call.inputs), call.tracked, call.outputs)
+        in_spec = (len(bound.avals), bound.tracked, bound.out_tracked)
+        _check_call(bound, in_message, in_spec)
         return bound
 
     def _part(self, part: Assignment) -> Assignment:
@@ -205,8 +188,8 @@ class FunctionDecoder:
         if part.function is None:
             return replace(part, avals=avals)
         bound = self.bound(part.function)
-        said = (len(part.inputs), len(part.outputs))
-        _check_call(bound, said, (len(bound.avals), len(bound.out_avals)))
+        in_message = (len(part.inputs), len(part.outputs))
+        _check_call(bound, in_message, (len(bound.avals), len(bound.out_avals)))
         return replace(part, function=bound, avals=avals)
 
     def _segment(self, segment: Segment) -> Segment:
@@ -224,21 +207,22 @@ class FunctionDecoder:
             )
         except ValueError as error:
             raise ProtocolError(str(error)) from error
-        said = (len(segment.needs), len(segment.makes))
-        taken, made = (body.avals, body.bundles), (body.outputs, body.carries)
-        _check_call(function, said, (sum(map(len, taken)), sum(map(len, made))))
+        in_message = (len(segment.needs), len(segment.makes))
+        inputs, outputs = (body.avals, body.bundles), (body.outputs, body.carries)
+        in_spec = (sum(map(len, inputs)), sum(map(len, outputs)))
+        _check_call(function, in_message, in_spec)
         return replace(segment, function=function)
 
     def _bind(self, spec: bytes) -> Bound:
         return Bound(spec, self._pair)
 
     def _make(self, bound: Bound) -> Any:
-        by_name = not bound.body.digest
-        made = self._from_names(bound) if by_name else self._from_definition(bound)
-        bound.may_raise = made.may_raise
+        build = self._from_definition if bound.body.digest else self._from_names
+        built = build(bound)
+        bound.may_raise = built.may_raise
         if bound.in_devices is None or bound.out_devices is None:
-            return made
-        return Placed(made, bound.device, bound.in_devices, bound.out_devices)
+            return built
+        return Placed(built, bound.device, bound.in_devices, bound.out_devices)
 
     def _from_names(self, bound: Bound) -> Pair:
         body = bound.body
@@ -246,16 +230,18 @@ class FunctionDecoder:
             function = unmarshal(body.function, self.allowed)
             treedef, leaves = structure(body.arguments, self.allowed)
         except JdagError as error:
-            raise type(error)(f"{body.name} is not available here: {error}") from None
+            raise type(error)(
+                f"{body.name} is not available on this worker: {error}"
+            ) from None
         template = template_of(treedef, leaves, body.own)
-        made = pair(function, template, bound.avals, bound.tracked)
-        if (made.out_avals, made.out_tracked) != (bound.out_avals, bound.out_tracked):
+        built = pair(function, template, bound.avals, bound.tracked)
+        if (built.out_avals, built.out_tracked) != (bound.out_avals, bound.out_tracked):
             raise JdagError(
-                f"{body.name} gives {_listed(made.out_avals)} here, and "
-                f"{_listed(bound.out_avals)} where it was called: the module has to be "
-                "the same on both sides"
+                f"{body.name} returns {_listed(built.out_avals)} on this worker, but "
+                f"{_listed(bound.out_avals)} on the worker that called it: the module "
+                "must be the same on both workers"
             )
-        return made
+        return built
 
     def _from_definition(self, bound: Bound) -> Pair:
         digest = bound.body.digest
@@ -263,16 +249,16 @@ class FunctionDecoder:
             data = self._definitions.get(digest)
             if data is None:
                 raise JdagError(
-                    f"{bound.name} was exported, and its definition is not here: at "
-                    f"most {DEFINED_MAX} are kept, and {DEFINED_BYTES_MAX >> 20} MiB; "
-                    "allow its module, so that it goes by name"
+                    f"this worker no longer has the exported function {bound.name}: it "
+                    f"keeps at most {DEFINED_MAX} functions and "
+                    f"{DEFINED_BYTES_MAX >> 20} MiB; allow the function's module, and "
+                    "the function is sent by name"
                 )
             self._definitions.move_to_end(digest)
         source = ExportedProgram(Definition(digest, data), bound)
         return Pair(source, bound.avals, bound.tracked)
 
     def _read(self, data: Any, known: Known) -> tuple[Any, JdagError | None]:
-        """Return nested data, or why they are not available here."""
         try:
             return read_tree(data, self.allowed, known, self.bound), None
         except ProtocolError:
@@ -281,20 +267,20 @@ class FunctionDecoder:
             return None, error
 
     def _callable(self, data: Any, known: Known) -> tuple[Any, JdagError | None]:
-        found, error = self._read(data, known)
-        if error is None and not callable(found):
-            error = JdagError(f"{found!r} is no function")
-        return found, error
+        value, error = self._read(data, known)
+        if error is None and not callable(value):
+            error = JdagError(f"{value!r} cannot be called: expected a function")
+        return value, error
 
     def _run(self, run: Run, known: Known) -> Run:
         arguments: Any = ((), {})
-        what = ""
+        cause = ""
         function, error = self._callable(run.function, known)
         if error is None:
-            what = "an argument of it is not available here: "
+            cause = "an argument of the program is not available on this worker: "
             arguments, error = self._read(run.arguments, known)
         if error is not None:
-            function, arguments = _refused(run.function, f"{what}{error}"), ((), {})
+            function, arguments = _refused(run.function, f"{cause}{error}"), ((), {})
         return replace(run, function=function, arguments=arguments)
 
     def _return(self, message: Return, sender: Worker, known: Known) -> Return:
@@ -302,25 +288,31 @@ class FunctionDecoder:
         if item is None:
             return replace(message, result=None)
         if type(item) is not TreeNode or item.name != REPLY or len(item.parts) != 3:
-            raise ProtocolError(f"a program returned {item!r}, which is no reply")
+            raise ProtocolError(
+                f"the result of a program is {item!r}: expected an encoded reply"
+            )
         reader = Reader(self.allowed, known, view, self.bound)
-        seen, kept = reader.each(item.parts[1:], 0)
+        seen, kept_refs = reader.each(item.parts[1:], 0)
         result, failure = None, message.failure
         try:
-            result = reader.made(item.parts[0], 1)
+            result = reader.object_of(item.parts[0], 1)
             reader.check_end()
         except ProtocolError:
             raise
         except JdagError as error:
-            said = f"the result of a program is not available here: {error}"
-            failure = failure or Failure("JdagError", said, sender, message.path)
-        return replace(message, result=Reply(result, seen, kept), failure=failure)
+            text = f"the result of a program is not available on this worker: {error}"
+            failure = failure or Failure("JdagError", text, sender, message.path)
+        return replace(message, result=Reply(result, seen, kept_refs), failure=failure)
 
 
-def _check_call(bound: Any, said: tuple[Any, ...], wanted: tuple[Any, ...]) -> None:
-    if said != wanted:
-        name = bound.name
-        raise ProtocolError(f"a call of {name} says {said}, and its spec {wanted}")
+def _check_call(
+    bound: Any, in_message: tuple[Any, ...], in_spec: tuple[Any, ...]
+) -> None:
+    if in_message != in_spec:
+        raise ProtocolError(
+            f"a call of {bound.name} does not match its spec: the call has "
+            f"{in_message}, the spec has {in_spec}"
+        )
 
 
 def _listed(avals: Sequence[Aval]) -> str:
@@ -328,7 +320,7 @@ def _listed(avals: Sequence[Aval]) -> str:
 
 
 def _refused(data: Any, why: str) -> Callable[..., Any]:
-    """Stand in for a program or hook that is not available: raise why when called."""
+    """Return a placeholder for an unavailable function. Calling it raises JdagError."""
 
     def refused(*_: Any, **__: Any) -> Any:
         raise JdagError(why)

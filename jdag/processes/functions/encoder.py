@@ -1,20 +1,21 @@
 """Encoding of functions: by name if the receiver has the same function, else exported.
 
-A function goes by name if its module is allowed on the other side and its spec, read
-as it will be read there, gives the very function, structure and statics again. Lambdas,
-closures, functions of `__main__` and those that another one of their name hides go as
-StableHLO, once to each worker, before the first message that needs them. What cannot
-(unjitted functions, callbacks, several devices, functions that `jdag.hvp`
-differentiates) and is of `__main__` goes by name to workers that import the script.
+A function is sent by name if the receiver allows its module, and if the function's
+decoded spec has the same function, structure and static arguments. Other functions
+(lambdas, closures, functions of `__main__`, shadowed names) are sent as StableHLO, once
+to each worker, before the first message that needs the StableHLO. Functions of
+`__main__` that cannot be exported (unjitted, with callbacks, on several devices, or
+differentiated by `jdag.hvp`) are sent by name to workers that import the script.
 
-Inputs: `prepare(event, ...)`, by the program that tells its engine the event: exporting
-    takes its time there, and a function that cannot travel is refused there.
-    `outgoing(message, ...)`, by the sender.
-Outputs: messages with specs in place of functions, and definitions to send before.
+Inputs: `prepare(event, ...)` and `outgoing(message, ...)`. The program calls `prepare`
+    before it passes the event to its engine. Export therefore takes the program's time,
+    and its errors are raised in the program. The sender calls `outgoing`.
+Outputs: messages with specs in place of functions, and the definitions that must be
+    sent before these messages.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -61,142 +62,145 @@ from jdag.wire.specs import (
 )
 from jdag.wire.trees import check_there, tree_size
 
-DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)  # The rest of a message.
-NAMED_MAX_BYTES = 1 << 16  # Longer specs would travel with each call.
+# The data of a message leave 1 MiB of its maximum size for the other fields.
+DATA_BYTES_MAX = LENGTHS_MAX[FrameKind.MESSAGE] - (1 << 20)
+NAMED_MAX_BYTES = 1 << 16  # Longer specs are exported: every call sends its spec.
 
 # The events and messages that name functions.
 NAMING = frozenset(
     (Issued, Assigned, Launched, Attached, Planned, Call, Assign, Run, Attach, Prepare)
 )
 
-_warned: list[str] = []
-_twice: list[None] = []  # One for each `jdag.hvp` that runs.
-_WIDEST = AllImported((MAIN,), load=False)  # What any launch could allow.
+_warned: list[str] = []  # The PortabilityWarning that this process has issued, if any.
+_twice: list[None] = []  # One entry for each running `jdag.hvp`.
+_WIDEST = AllImported((MAIN,), load=False)  # The largest possible allowlist.
 
 Definitions = tuple[Definition, ...]
 _Modules = tuple[str, ...]
-_Known = tuple[bytes, Definitions]  # A spec, and what is to be defined before.
-Written = TypeVar("Written", Call, Assignment)
+_Spec = tuple[bytes, Definitions]  # A spec, and the definitions to send before it.
+Encoded = TypeVar("Encoded", Call, Assignment)
 
 
 class FunctionEncoder:
-    """Encodes the functions of one process; used by several threads."""
+    """Encodes the functions of one process. Thread-safe."""
 
     def __init__(self) -> None:
-        self._specs: WeakKeyDictionary[Any, dict[Any, _Known]] = WeakKeyDictionary()
+        self._specs: WeakKeyDictionary[Any, dict[Any, _Spec]] = WeakKeyDictionary()
         self._exported: WeakKeyDictionary[Any, Definition] = WeakKeyDictionary()
-        # What `prepare` has just found, `outgoing` asks for next.
-        self._last: tuple[Any, _Modules, _Known] = (None, (), (b"", ()))
+        # The last arguments and result. `outgoing` usually repeats a call of `prepare`.
+        self._last: tuple[Any, _Modules, _Spec] = (None, (), (b"", ()))
 
-    def spec_for(self, pair: Any, allowed_there: _Modules, *at: str) -> _Known:
-        """Return the spec of a pair for a worker, and what is to be defined there.
+    def spec_for(self, pair: Any, allowed_modules: _Modules, *target: str) -> _Spec:
+        """Return the spec of a pair, and the definitions to send before it.
 
-        `at` has worker and call site, for errors.
+        `target` is the worker and the call site, which error messages contain.
 
         Raises:
-            JdagError: it can go neither by name nor as StableHLO; says what to do.
-            RemoteError: its backward cannot be traced.
+            JdagError: the function can be sent neither by name nor as StableHLO.
+            RemoteError: the backward of the function cannot be traced.
         """
-        last, modules, known = self._last
-        if last is pair and modules is allowed_there and not _twice:
-            return known
+        last, modules, spec = self._last
+        if last is pair and modules is allowed_modules and not _twice:
+            return spec
         bare = pair.pair
         specs = self._specs.setdefault(bare, {})
-        key = allowed_there, bool(_twice)
+        key = allowed_modules, bool(_twice)
         if key not in specs:
-            specs[key] = self._spec(bare, allowed_there, at)
-        known = specs[key]
+            specs[key] = self._spec(bare, allowed_modules, target)
+        spec = specs[key]
         if bare is not pair:
             places = DevicePlacement(pair.device, pair.in_devices, pair.out_devices)
-            known = placed_spec(known[0], places), known[1]
-        self._last = (pair, allowed_there, known)
-        return known
+            spec = placed_spec(spec[0], places), spec[1]
+        self._last = (pair, allowed_modules, spec)
+        return spec
 
     def prepare(
         self, event: Event, here: Worker, allowed_on: Callable[[Worker], _Modules]
     ) -> None:
-        """Make ready what an event of a program on the worker `here` will send.
+        """Encode the functions in an event of a program on the worker `here`.
 
         Raises:
-            JdagError: a function, program or hook in it cannot travel to its worker.
+            JdagError: a function, program or hook cannot be sent to its worker.
         """
-        for pair, to, site in _pairs_of(event):
-            if to != here:
-                self.spec_for(pair, allowed_on(to), to, site)
+        for pair, worker, site in _pairs_of(event):
+            if worker != here:
+                self.spec_for(pair, allowed_on(worker), worker, site)
         if isinstance(event, Launched | Attached) and event.worker != here:
             allowed = Allowed(allowed_on(event.worker), load=False)
             for fn in _python_of(event):
                 _check_program(fn, event.worker, allowed)
             if isinstance(event, Launched):
-                at = event.worker, event.call_site
-                self._with_specs(event.arguments, allowed_on(at[0]), *at)
+                target = event.worker, event.call_site
+                self._with_specs(event.arguments, allowed_on(event.worker), *target)
                 check_size(event.function, "is given", event.arguments)
 
     def outgoing(
-        self, message: Message, allowed_there: _Modules
+        self, message: Message, allowed_modules: _Modules
     ) -> tuple[Message, Definitions]:
-        """Return a message as it is written for a worker, and what is to precede it.
+        """Return the message with encoded functions, and definitions to send first.
 
-        What cannot travel, which `prepare` refuses, goes by name and fails there.
+        `prepare` normally refuses functions that cannot be encoded. Without `prepare`,
+        such a function is sent by name, and its call fails on the receiver.
         """
         match message:
             case Call():
-                return self._written(message, allowed_there)
+                return self._encoded(message, allowed_modules)
             case Assign():
-                written = [self._written(part, allowed_there) for part in message.parts]
-                parts = tuple([part for part, _ in written])
-                defined = [one for _, needed in written for one in needed]
-                return replace(message, parts=parts), tuple(dict.fromkeys(defined))
+                encoded = [self._encoded(p, allowed_modules) for p in message.parts]
+                parts = tuple([part for part, _ in encoded])
+                definitions = [each for _, needed in encoded for each in needed]
+                return replace(message, parts=parts), tuple(dict.fromkeys(definitions))
             case Run():
-                arguments, needed = self._with_specs(message.arguments, allowed_there)
+                arguments, needed = self._with_specs(message.arguments, allowed_modules)
                 return replace(message, arguments=arguments), needed
             case Prepare():
-                return self._with_segments(message, allowed_there)
+                return self._with_segments(message, allowed_modules)
             case _:
                 return message, ()
 
-    def _written(
-        self, one: Written, allowed_there: _Modules
-    ) -> tuple[Written, Definitions]:
-        if one.function is None:
-            return one, ()
-        spec, needed = self._known(one.function, allowed_there)
-        return replace(one, function=spec), needed
+    def _encoded(
+        self, message: Encoded, allowed_modules: _Modules
+    ) -> tuple[Encoded, Definitions]:
+        if message.function is None:
+            return message, ()
+        spec, needed = self._spec_or_name(message.function, allowed_modules)
+        return replace(message, function=spec), needed
 
-    def _known(self, pair: Any, allowed_there: _Modules) -> _Known:
+    def _spec_or_name(self, pair: Any, allowed_modules: _Modules) -> _Spec:
         try:
-            return self.spec_for(pair, allowed_there)
+            return self.spec_for(pair, allowed_modules)
         except JdagError:
             return spec_of(pair), ()
 
     def _with_segments(
-        self, message: Prepare, allowed_there: _Modules
+        self, message: Prepare, allowed_modules: _Modules
     ) -> tuple[Prepare, Definitions]:
         segments, needed = [], dict[Definition, None]()
-        for one in message.segments:
-            known = [self._known(pair, allowed_there) for pair in one.function.pairs]
-            spec = segment_spec(one.function, tuple([spec for spec, _ in known]))
-            segments.append(replace(one, function=spec))
-            needed.update(dict.fromkeys(d for _, needs in known for d in needs))
+        for segment in message.segments:
+            function = segment.function
+            specs = [self._spec_or_name(p, allowed_modules) for p in function.pairs]
+            spec = segment_spec(function, tuple([spec for spec, _ in specs]))
+            segments.append(replace(segment, function=spec))
+            needed.update(dict.fromkeys(d for _, needs in specs for d in needs))
         return replace(message, segments=tuple(segments)), tuple(needed)
 
     def _with_specs(
-        self, arguments: Any, modules: _Modules, *at: str
+        self, arguments: Any, modules: _Modules, *target: str
     ) -> tuple[Any, Definitions]:
         leaves, treedef = flatten(arguments)
         needed: list[Definition] = []
         for index, leaf in enumerate(leaves):
             if type(leaf) is PairData:
-                spec, definitions = self.spec_for(leaf.pair, modules, *at)
+                spec, definitions = self.spec_for(leaf.pair, modules, *target)
                 leaves[index] = PairData(leaf.pair, spec)
                 needed.extend(definitions)
         return unflatten(treedef, leaves), tuple(dict.fromkeys(needed))
 
-    def _spec(self, pair: Any, modules: _Modules, at: Sequence[str]) -> _Known:
-        if pair.source.digest:  # It came as StableHLO, and is passed on as it came.
+    def _spec(self, pair: Any, modules: _Modules, target: Sequence[str]) -> _Spec:
+        if pair.source.digest:  # Forward StableHLO from another worker unchanged.
             return spec_of(pair), (pair.source.definition,)
-        # The script is imported only for what goes no other way.
-        first = tuple([one for one in modules if one != MAIN])
+        # The receiver imports the script only if export is impossible.
+        first = tuple([module for module in modules if module != MAIN])
         if pair.source.unjitted or (_twice and any(pair.tracked)):
             first = modules
         named, why = _named(pair, first)
@@ -210,18 +214,19 @@ class FunctionEncoder:
             if named is not None:
                 return named
             raise JdagError(
-                f"{pair.name} cannot be called on another worker. By name: {why}. As "
-                f"StableHLO: {error}"
+                f"{pair.name} cannot be sent to another worker. It cannot be sent by "
+                f"name: {why}. It cannot be sent as StableHLO: {error}"
             ) from error
-        except Exception as error:  # Forward was traced before.
-            to, site = at or ("another worker", "its program")
-            raise blamed(error, f"the backward of {pair.name}", to, site) from error
+        except Exception as error:  # In the backward: the forward was traced before.
+            worker, site = target or ("another worker", "its program")
+            function = f"the backward of {pair.name}"
+            raise blamed(error, function, worker, site) from error
         self._exported[pair] = definition
         return exported_spec(pair, definition.digest), (definition,)
 
 
-def _named(pair: Any, modules: _Modules) -> tuple[_Known | None, str]:
-    """Return what names a pair where these are allowed; or None, and why it cannot."""
+def _named(pair: Any, modules: _Modules) -> tuple[_Spec | None, str]:
+    """Return (spec, "") to send a function by name, or (None, reason of a refusal)."""
     try:
         _check_named(pair, Allowed(modules, load=False))
     except JdagError as error:
@@ -236,23 +241,26 @@ def _check_named(pair: Any, allowed: Allowed) -> None:
     template = template_of(*structure(body.arguments, allowed), body.own)
     if template != pair.source.template:
         raise JdagError(
-            f"the static arguments of {pair.name} are others when they are read"
+            f"the static arguments of {pair.name} are different after they were "
+            "encoded and decoded"
         )
     if len(spec) > NAMED_MAX_BYTES:
-        raise JdagError(f"its spec has {len(spec)} bytes")
-
-
-def _check_same(fn: Any, found: Any) -> None:
-    """Raise JdagError unless what a receiver finds is this very function."""
-    if found is not fn and key_of(found) != key_of(fn):
         raise JdagError(
-            f"{name_of(fn)} is the name of another function, or of one that holds "
-            "other values"
+            f"its encoded name and static arguments take {len(spec)} bytes; expected "
+            f"at most {NAMED_MAX_BYTES}"
+        )
+
+
+def _check_same(fn: Any, decoded: Any) -> None:
+    if decoded is not fn and key_of(decoded) != key_of(fn):
+        raise JdagError(
+            f"the name {name_of(fn)} refers to a different function, or to one with "
+            "different values in its closure or defaults"
         )
 
 
 def warn_unportable(event: Event, here: Worker) -> None:
-    """Warn, once in this process, of what `prepare` refuses whatever is allowed."""
+    """Warn, once per process, if `jdag.launch` cannot send a function of the event."""
     if _warned:
         return
     try:
@@ -271,7 +279,7 @@ def warn_unportable(event: Event, here: Worker) -> None:
 
 
 def _python_of(event: Launched | Attached) -> Iterator[Any]:
-    """Yield a hook; or a program, and the functions and classes that it is given."""
+    """Yield a hook; or a program, and the functions and classes in its arguments."""
     if isinstance(event, Attached):
         yield event.hook.function
         return
@@ -281,22 +289,21 @@ def _python_of(event: Launched | Attached) -> Iterator[Any]:
             yield leaf
 
 
-def _pairs_of(event: Event) -> Sequence[tuple[Any, Worker, str]]:
-    """The functions that an event has called or compiled: where, and where it says."""
+def _pairs_of(event: Event) -> Iterable[tuple[Any, Worker, str]]:
+    """Return the pair, worker and call site of each function that an event calls."""
     match event:
         case Issued():
             return ((event.function, event.worker, event.call_site),)
         case Assigned():
-            found = [(one.function, one.worker, one.call_site) for one in event.parts]
-            return [each for each in found if each[0] is not None]
+            parts = [part for part in event.parts if part.function is not None]
+            return [(part.function, part.worker, part.call_site) for part in parts]
         case Planned():
-            return list(_planned(event))
+            return _planned(event)
         case _:
             return ()
 
 
 def _check_jitted(pair: Any, worker: Worker) -> None:
-    """Raise JdagError where a jitted function goes neither as StableHLO nor by name."""
     why = pair.unportable
     if not why and _twice and any(pair.tracked):
         why = "is differentiated twice by jdag.hvp"
@@ -305,14 +312,14 @@ def _check_jitted(pair: Any, worker: Worker) -> None:
             _check_named(pair, _WIDEST)
     except JdagError as error:
         raise JdagError(
-            f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot go as "
-            f"StableHLO, nor can it by name: {error}"
+            f"{pair.name} cannot be called on {worker!r}: it {why}, so it cannot be "
+            f"sent as StableHLO. It cannot be sent by name: {error}"
         ) from None
 
 
 @contextmanager
 def differentiating_twice() -> Iterator[None]:
-    """Warn of tracked functions that cannot go by name, as `jdag.hvp` needs them to."""
+    """While this context is active, tracked functions are sent by name (`jdag.hvp`)."""
     _twice.append(None)
     try:
         yield
@@ -321,44 +328,39 @@ def differentiating_twice() -> Iterator[None]:
 
 
 def _planned(event: Planned) -> Iterator[tuple[Any, Worker, str]]:
-    """Yield the pairs of a plan, where they run and where they are called."""
-    for to, message in event.parts:
+    for worker, message in event.parts:
         for segment in message.segments:
             fn = segment.function
             for (_, site), node in zip(fn.calls, fn.nodes, strict=True):
                 if node.kind not in (NodeKind.SUM, NodeKind.FILL):
-                    yield fn.pairs[node.pair], to, site
+                    yield fn.pairs[node.pair], worker, site
 
 
 def _check_program(fn: Any, worker: Worker, allowed: Allowed) -> None:
-    """Raise JdagError where a program or hook is not the same by name there."""
     if isinstance(fn, MethodType) and not isinstance(fn.__self__, type):
         raise JdagError(
-            f"{name_of(fn)} cannot go to {worker!r}: it is a method of an object "
-            "of this process; hand over a function, or a functools.partial of one "
-            "with data that can travel"
+            f"{name_of(fn)} cannot be sent to {worker!r}: it is a method of an object "
+            "in this process; pass a function, or a functools.partial of a function "
+            "and data"
         )
     try:
         _check_same(fn, received_copy(fn, allowed))
     except JdagError as error:
         raise JdagError(
-            f"{name_of(fn)} cannot run on {worker!r}, where programs and hooks are the "
-            f"Python that they are here: {error}"
+            f"{name_of(fn)} cannot run on {worker!r}: programs and hooks are sent by "
+            f"name, but {error}"
         ) from None
 
 
-def check_size(program: Any, what: str, data: Any) -> None:
-    """Raise JdagError if the arguments or result of a program are too large to send.
-
-    Checked here, where the program gets the error; at the sender it would lose the
-    peer.
-    """
+def check_size(program: Any, verb: str, data: Any) -> None:
+    # Checked in the program, because an error in the sender disconnects the peer.
     try:
         nbytes = tree_size(data, check_there)
     except ProtocolError as error:
-        raise ProtocolError(f"what {name_of(program)} {what}: {error}") from None
+        text = f"the data that {name_of(program)} {verb} cannot be sent: {error}"
+        raise ProtocolError(text) from None
     if nbytes > DATA_BYTES_MAX:
         raise JdagError(
-            f"{name_of(program)} {what} {nbytes} bytes of data; allowed are "
-            f"{DATA_BYTES_MAX}: larger arrays go by ref (cluster.put, ctx.call)"
+            f"{name_of(program)} {verb} {nbytes} bytes of data; expected at most "
+            f"{DATA_BYTES_MAX}: pass larger arrays as refs (cluster.put, ctx.call)"
         )

@@ -1,8 +1,10 @@
-"""The script that was started, as the workers that it launches import it.
+"""The user's script as the `__main__` module of workers.
 
-Programs, hooks and unjitted functions of the script are `__main__:name` everywhere. A
-worker that needs one runs the script first, as its own `__main__` with false guards.
-Under the name `__mp_main__` of multiprocessing, names and fingerprints would differ.
+Programs, hooks and unjitted functions of the script have the name `__main__:name` in
+every process. Before a worker first uses one of them, it runs the script as its own
+`__main__`, with the condition of all guards (`if __name__ == "__main__":`) false. If
+the module were named `__mp_main__`, as in multiprocessing, names and fingerprints would
+differ.
 """
 
 import ast
@@ -20,11 +22,11 @@ from jdag.errors import JdagError, named_text
 MAIN = "__main__"
 GUARD = 'if __name__ == "__main__":'
 _CONDITIONS = ("__name__ == '__main__'", "'__main__' == __name__")
-_MODULE = "a module that can be imported, and name that in allow=[...]"
+_MODULE = "an importable module, and name that module in allow=[...]"
 
 
 class GuardedScript(NamedTuple):
-    """A script with a guard: its file, its package if it has one, its arguments."""
+    """The file, the package (or None) and `sys.argv` of a script with a guard."""
 
     path: str
     package: str | None
@@ -32,16 +34,16 @@ class GuardedScript(NamedTuple):
 
 
 _lock = Lock()  # Held while the script is imported.
-_expected: list[GuardedScript] = []  # What a worker imports when it is first needed.
+_expected: list[GuardedScript] = []  # The script that a worker will import, if any.
 
 
 def expect(script: GuardedScript | None) -> None:
-    """Import this script, on a worker, when `__main__` is first needed."""
+    """Set the script that this worker imports when it first uses `__main__`."""
     _expected[:] = [] if script is None else [script]
 
 
 def main_script() -> GuardedScript | None:
-    """Return the script of this process; None if workers cannot import it."""
+    """Return the script of this process, or None if workers cannot import it."""
     path = _file()
     if path is None or not _has_guard(path):
         return None
@@ -49,26 +51,25 @@ def main_script() -> GuardedScript | None:
 
 
 def import_script(path: str) -> ModuleType:
-    """Import a script as the `__main__` of this process, with false guards.
+    """Import a script as the `__main__` of this process. Guarded code does not run.
 
     Raises:
-        JdagError: it has none, or cannot be imported.
+        JdagError: the script has no guard, or cannot be imported.
     """
     if not _has_guard(path):
-        raise JdagError(f"{path} is no script that runs under `{GUARD}`")
+        raise JdagError(f"{path} has no `{GUARD}`")
     sys.path.insert(0, str(Path(path).resolve().parent))
     expect(GuardedScript(path, None, (path,)))
     return main_module()
 
 
 def program_name() -> str:
-    """Return the name of the file of what runs; "" if it has none."""
     path = _file()
     return "" if path is None else Path(path).name
 
 
 def main_module() -> ModuleType:
-    """Return `__main__`; a worker imports its script, or raises a JdagError."""
+    """Return `__main__`. A worker imports its script first, or raises JdagError."""
     with _lock:
         if _expected:
             _import(_expected[0])
@@ -76,25 +77,31 @@ def main_module() -> ModuleType:
         return sys.modules[MAIN]
 
 
-def refuse_import(what: str) -> None:
-    """Raise JdagError if this is called by a script that a worker imports."""
+def refuse_import(caller: str) -> None:
     if _expected and _lock.locked():
-        said = f"{what} at {call_site()} is reached when a worker imports the script"
-        raise JdagError(f"{said}: put it under `{GUARD}`")
+        raise JdagError(
+            f"{caller} at {call_site()} runs when a worker imports the script: put the "
+            f"call under `{GUARD}`"
+        )
 
 
 def refusal(name: str) -> str:
-    """Return why a function of `__main__` is not available elsewhere, and a remedy."""
-    path, said = _file(), f"{name} is of the program that was started itself"
+    """Return an error text for a function of `__main__`, with a reason and a remedy."""
+    path = _file()
     if path is None:
-        why = "has no file that other processes can import (it is a notebook, python -c"
-        return f"{said}, which {why} or the like): put it into {_MODULE}"
+        return (
+            f"{name} is defined in a program without a file that other processes can "
+            f"import (a notebook, python -c or the like): move it to {_MODULE}"
+        )
     if _has_guard(path):
-        return f"{said}, which no other process has: put it into {_MODULE}"
+        return (
+            f"{name} is defined in the main program, which the other process cannot "
+            f"import: move it to {_MODULE}"
+        )
     return (
-        f"{said}, {Path(path).name}; workers of jdag.launch import it only if it has a "
-        f"guard: put {_running(path)} under `{GUARD}`, and leave functions above it; "
-        f"or put them into {_MODULE}"
+        f"{name} is defined in the main program, {Path(path).name}; workers of "
+        f"jdag.launch import this script only if it has a guard: put {_running(path)} "
+        f"under `{GUARD}`, below the functions; or move the functions to {_MODULE}"
     )
 
 
@@ -104,31 +111,31 @@ def _file() -> str | None:
 
 
 def _unguarded(path: str) -> tuple[ast.Module, bool]:
-    """Return a script with false guards, and whether it has any."""
-    tree, found = ast.parse(Path(path).read_bytes(), path), False
+    """Return a script's syntax tree with false guards, and whether it has a guard."""
+    tree, has_guard = ast.parse(Path(path).read_bytes(), path), False
     for statement in tree.body:
         for node in ast.walk(statement.test) if isinstance(statement, ast.If) else ():
             if isinstance(node, ast.Compare) and ast.unparse(node) in _CONDITIONS:
-                node.ops, found = [ast.NotEq()], True
-    return tree, found
+                node.ops, has_guard = [ast.NotEq()], True
+    return tree, has_guard
 
 
 @cache
 def _has_guard(path: str) -> bool:
     try:
         return _unguarded(path)[1]
-    except (OSError, SyntaxError, ValueError):  # Not a text of Python.
+    except (OSError, SyntaxError, ValueError):  # Not Python source.
         return False
 
 
 def _running(path: str) -> str:
-    """Name the statement of the script that runs now, if that is known."""
+    """Describe the script's statement that runs now, for an error message."""
     frames = traceback.extract_stack()
-    where = [f.lineno for f in frames if (f.filename, f.name) == (path, "<module>")]
-    for statement in _unguarded(path)[0].body if where else ():
-        if statement.lineno <= (where[0] or 0) <= (statement.end_lineno or 0):
-            return f"what begins at {Path(path).name}:{statement.lineno}"
-    return "what it runs"
+    lines = [f.lineno for f in frames if (f.filename, f.name) == (path, "<module>")]
+    for statement in _unguarded(path)[0].body if lines else ():
+        if statement.lineno <= (lines[0] or 0) <= (statement.end_lineno or 0):
+            return f"the code at {Path(path).name}:{statement.lineno}"
+    return "the code that the script runs"
 
 
 def _import(script: GuardedScript) -> None:
@@ -139,10 +146,11 @@ def _import(script: GuardedScript) -> None:
     try:
         code = compile(_unguarded(script.path)[0], script.path, "exec", 0, True)
         exec(code, vars(module))
-    except (Exception, SystemExit) as error:  # A script can raise anything.
+    except (Exception, SystemExit) as error:  # A script may raise anything.
         sys.modules[MAIN] = former
         frames = traceback.extract_tb(error.__traceback__)
-        lines = [f":{one.lineno}" for one in frames if one.filename == script.path]
-        where = f"{script.path}{''.join(lines[-1:])}"
-        said = f"cannot import the script {where}: {named_text(error)}"
-        raise JdagError(said) from error
+        lines = [f":{each.lineno}" for each in frames if each.filename == script.path]
+        line = "".join(lines[-1:])
+        raise JdagError(
+            f"cannot import the script {script.path}{line}: {named_text(error)}"
+        ) from error

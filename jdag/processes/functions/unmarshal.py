@@ -1,9 +1,9 @@
-"""Decoding of nested data: items become Python objects, in one pass.
+"""Decoding of nested data: wire items become Python objects, in one pass.
 
-Only data objects are made. Their parts are put in place without running code of their
-classes, except for pytree nodes in JAX's registry. Items that break the protocol (too
-deep, unknown workers, arrays without elements) raise a ProtocolError; names that are
-not allowed, or stand for nothing here, any other JdagError.
+Only data objects are built. The code of their classes does not run, except for pytree
+nodes in JAX's registry. Items that violate the protocol (nested too deeply, unknown
+workers, arrays with missing elements) raise ProtocolError. Names that are not allowed
+or do not exist raise JdagError.
 """
 
 import functools
@@ -18,7 +18,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from jdag.compute.avals import aval_from, dtype_of
-from jdag.compute.buffers import delivered, landed
+from jdag.compute.buffers import array_over, delivered
 from jdag.compute.refs import RefData
 from jdag.engine.arrays import HOLE, Hole
 from jdag.engine.functions import Applied
@@ -52,14 +52,14 @@ _PLAIN: dict[type, Callable[[Any], Any]] = {
 
 
 class Reader:
-    """Makes Python objects of items.
+    """Decodes wire items to Python objects.
 
     Args:
-        allowed: gives functions and classes by name.
-        known: the workers that refs may name; without it there may be no refs.
-        view: the elements of the arrays, in order.
-        bound: returns a pair by its spec.
-        arrays: in place of `view` the arrays themselves.
+        allowed: the allowlist of functions and classes.
+        known: the workers that refs may name. If None, refs are refused.
+        view: the bytes of the elements of all arrays, in order.
+        bound: a function that maps a spec to its pair.
+        arrays: already decoded arrays. If given, they replace those of `view`.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Reader:
         arrays: Iterator[Any] | None = None,
     ) -> None:
         self.allowed, self._known, self._bound = allowed, known, bound
-        self._left, self._nbytes, self._arrays = view, view.nbytes, arrays
+        self._rest, self._nbytes, self._arrays = view, view.nbytes, arrays
 
-    def made(self, item: Any, depth: int = 0) -> Any:
-        """Return the object of an item.
+    def object_of(self, item: Any, depth: int = 0) -> Any:
+        """Decode an item.
 
         Raises:
-            JdagError: an object is not allowed, does not exist, or is not data.
+            JdagError: a name is absent or not allowed, or a value cannot be sent.
         """
         trees.check_depth(depth)
         match item:
             case trees.TupleItem() | trees.ListItem():
-                found = self.each(item.items, depth)
-                return tuple(found) if type(item) is trees.TupleItem else found
+                values = self.each(item.items, depth)
+                return tuple(values) if type(item) is trees.TupleItem else values
             case trees.DictItem():
                 items = [self.each(pair, depth) for pair in item.items]
                 try:
@@ -100,34 +100,35 @@ class Reader:
                 return self._instance(item, depth)
             case trees.Opaque():
                 raise JdagError(
-                    f"{item.name}: values of this class cannot travel; allowed are "
+                    f"values of class {item.name} cannot be sent; expected "
                     "numbers, strings, functions and classes, tuples, dataclasses, "
                     "enums, partials, dtypes and JAX's pytree nodes of these"
                 )
             case trees.Part() | Hole():
-                raise JdagError(f"{item!r} outside of a structure of arguments")
+                raise JdagError(
+                    f"the item {item!r} is only valid in a structure of arguments"
+                )
             case _:
                 return _PLAIN.get(type(item), _same)(item)
 
     def each(self, items: Iterable[Any], depth: int) -> list[Any]:
-        """Return the objects of the parts of an item at this depth."""
-        return [self.made(item, depth + 1) for item in items]
+        return [self.object_of(item, depth + 1) for item in items]
 
-    def node(self, item: trees.TreeNode) -> Any:
-        """Return the class of an instance."""
+    def class_of(self, item: trees.TreeNode) -> Any:
         kind = _BUILT_IN.get(item.name) or self.allowed.find(item.name)
         if not isinstance(kind, type):
-            raise JdagError(f"{item.name} is no class")
+            raise JdagError(f"the name {item.name} does not refer to a class")
         return kind
 
     def check_end(self) -> None:
-        """Raise ProtocolError if elements are left."""
-        if len(self._left):
-            raise ProtocolError(f"{len(self._left)} of {self._nbytes} bytes are left")
+        if len(self._rest):
+            raise ProtocolError(
+                f"{len(self._rest)} of {self._nbytes} bytes belong to no array"
+            )
 
     def _ref(self, item: Any) -> Any:
         if self._known is None:
-            raise ProtocolError("a ref cannot travel here")
+            raise ProtocolError("refs are not allowed in static data")
         _CHECKS[type(item)](item, self._known)
         if type(item) is ObjectId:
             return item
@@ -135,78 +136,74 @@ class Reader:
         return RefData(item.key, item.owner, aval, item.tracked, item.descends)
 
     def _array(self, item: trees.ArrayItem) -> Any:
-        """Return the next array, as JAX or numpy array like the original."""
         kind = item.kind
-        data, self._left = self._left[: kind.nbytes], self._left[kind.nbytes :]
+        data, self._rest = self._rest[: kind.nbytes], self._rest[kind.nbytes :]
         if len(data) < kind.nbytes:
             raise ProtocolError(
-                f"array {kind.dtype}{kind.shape} takes {kind.nbytes} bytes; "
-                f"{len(data)} of {self._nbytes} are left"
+                f"array {kind.dtype}{kind.shape} needs {kind.nbytes} bytes, but only "
+                f"{len(data)} of {self._nbytes} bytes are left"
             )
         if item.form == "array":
-            return delivered(landed(kind, data))
+            return delivered(array_over(kind, data))
         values = np.frombuffer(bytes(data), dtype_of(kind.dtype)).reshape(kind.shape)
         return values if item.form == "numpy" else values[()]
 
     def _instance(self, item: trees.TreeNode, depth: int) -> Any:
-        kind, values = self.node(item), self.each(item.parts, depth)
+        kind, values = self.class_of(item), self.each(item.parts, depth)
         if kind is PairData and self._bound is not None:
             return PairData(self._bound(*values), *values)
         try:
-            return _put_together(kind, values)
-        except Exception as error:  # Whatever a pytree node's own code raises.
+            return _build(kind, values)
+        except Exception as error:  # Raised by the code of a pytree node.
             raise JdagError(
-                f"{item.name} cannot be made of {len(values)} parts: "
+                f"a {item.name} cannot be built from {len(values)} received values: "
                 f"{named_text(error)}"
             ) from error
 
 
 def unmarshal(item: Any, allowed: Allowed) -> Any:
-    """Return the object of an item without arrays and refs; see `Reader.made`."""
-    return Reader(allowed).made(item)
+    """Decode an item without arrays or refs. For its errors see `Reader.object_of`."""
+    return Reader(allowed).object_of(item)
 
 
 def received_copy(value: Any, allowed: Allowed) -> Any:
-    """Return what a receiver makes of a value that is sent to it, with its arrays."""
+    """Return the value as a receiver would decode it. Arrays are not copied."""
     arrays: list[Any] = []
     item = trees.pack(value, arrays, opaque=True)
-    return Reader(allowed, arrays=iter([array for _, array in arrays])).made(item)
+    return Reader(allowed, arrays=iter([array for _, array in arrays])).object_of(item)
 
 
 def read_tree(data: Any, allowed: Allowed, known: Known, bound: Any = None) -> Any:
-    """Decode nested data; see `Reader`."""
     item, view = trees.read_items(data)
     reader = Reader(allowed, known, view, bound)
-    value = reader.made(item)
+    value = reader.object_of(item)
     reader.check_end()
     return value
 
 
 def structure(data: Any, allowed: Allowed) -> tuple[Any, Any]:
-    """Return the treedef of a structure, and its leaves: `HOLE`, or statics.
-
-    Raises:
-        JdagError: as `unmarshal`.
-    """
+    """Return the treedef of a pytree structure, and its leaves (`HOLE` or statics)."""
     leaves: list[Any] = []
     reader = Reader(allowed)
 
     def node(kind: Any, aux: Any, children: Iterable[Any]) -> Any:
         try:
-            return _treedef(kind, aux, list(map(made, children)))
+            return _treedef(kind, aux, list(map(treedef_of, children)))
         except (ValueError, TypeError) as error:
-            raise JdagError(f"{kind} is no pytree node here: {error}") from error
+            raise JdagError(
+                f"{kind} is not registered as a pytree node in this process: {error}"
+            ) from error
 
-    def made(item: Any) -> Any:
+    def treedef_of(item: Any) -> Any:
         match item:
             case trees.Part():
-                leaves.append(reader.made(item.value))
+                leaves.append(reader.object_of(item.value))
                 return _LEAF
             case Hole():
                 leaves.append(HOLE)
                 return _LEAF
             case trees.TreeNode(parts=(aux, *children)):
-                return node(reader.node(item), reader.made(aux), children)
+                return node(reader.class_of(item), reader.object_of(aux), children)
             case None:
                 return node(type(None), None, ())
             case trees.TupleItem():
@@ -217,9 +214,9 @@ def structure(data: Any, allowed: Allowed) -> tuple[Any, Any]:
                 keys = [key for key, _ in item.items]
                 return node(dict, keys, [child for _, child in item.items])
             case _:
-                raise JdagError(f"{item!r} is no structure of arguments")
+                raise JdagError(f"the item {item!r} is not a structure of arguments")
 
-    return made(data), leaves
+    return treedef_of(data), leaves
 
 
 _LEAF = jtu.tree_structure(0)
@@ -233,7 +230,7 @@ _BUILT_IN: dict[str, Any] = {
 }
 
 
-def _put_together(kind: Any, values: list[Any]) -> Any:
+def _build(kind: Any, values: list[Any]) -> Any:
     if kind is Applied:
         name, unjitted, program = values
         return Applied(name, unjitted, program)
@@ -242,7 +239,7 @@ def _put_together(kind: Any, values: list[Any]) -> Any:
         return jnp.dtype(name) if kind is np.dtype else kind[name]
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         if len(values) != len(kind._fields):
-            raise ValueError(f"it has {len(kind._fields)}")
+            raise ValueError(f"this named tuple has {len(kind._fields)} fields")
         return tuple.__new__(kind, values)
     if is_dataclass(kind):
         instance: Any = object.__new__(kind)  # type: ignore[arg-type]

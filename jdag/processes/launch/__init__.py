@@ -1,1 +1,1 @@
-"""Where processes begin: launched, by Slurm, by Ray; and both sides of a session."""
+"""Start of worker processes (local, Slurm, Ray), and both sides of a session."""

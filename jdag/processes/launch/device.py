@@ -1,4 +1,4 @@
-"""The device on which this process computes, and its JAX settings."""
+"""The device of this process and its JAX settings."""
 
 import os
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ import jax
 
 from jdag.errors import JdagError, JoinError
 
-# Settings that select a device; not passed on to a worker with its own device.
+# Settings that select a device. A worker with a `device` option does not inherit them.
 PLACING = (
     "jax_platforms",
     "jax_platform_name",
@@ -22,65 +22,53 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def settings_of(device: str | None) -> dict[str, Any]:
-    """Return JAX's settings in this process, for a worker on `device`.
-
-    Thread-local settings take precedence over those of the process.
-    """
     config: Any = jax.config
-    found = {}
-    for name, of_all in config.values.items():
-        here = getattr(config, name, of_all)
-        value = getattr(here, "value", here)  # Of an enumeration.
+    settings = {}
+    for name, process_value in config.values.items():
+        value = getattr(config, name, process_value)  # This thread's value.
+        value = getattr(value, "value", value)  # Unwrap an enum member.
         if isinstance(value, _PLAIN) and (device is None or name not in PLACING):
-            found[name] = value
-    return found
+            settings[name] = value
+    return settings
 
 
 def configure(settings: Mapping[str, Any]) -> None:
-    """Apply JAX settings; must run before its backend starts."""
+    """Apply JAX settings. Call this before the backend starts."""
     config: Any = jax.config
-    now = settings_of(None)
+    current = settings_of(None)
     for name, value in settings.items():
-        if now.get(name) != value:
+        if current.get(name) != value:
             config.update(name, value)
 
 
-def refuse_unusable(what: str) -> None:
-    """Raise JdagError under settings of JAX that processes cannot compute under.
-
-    These forbid to move values to others, or to compile what goes to them.
-    """
+def refuse_unusable(caller: str) -> None:
     config: Any = jax.config
     if config.jax_disable_jit:
         raise JdagError(
-            f"{what}: jax_disable_jit is True, and functions go to other workers "
-            "compiled, so bits would be others than here: debug by jdag.simulate, or "
-            "make the cluster, and use it, under jax.disable_jit(False)"
+            f"{caller}: jax_disable_jit = True: expected False, because workers "
+            "compile all functions and results could differ in the last bits; debug "
+            "with jdag.simulate, or use the cluster under jax.disable_jit(False)"
         )
     for name in _GUARDS:
         guard = getattr(config, name)
         if guard in ("disallow", "disallow_explicit"):
             raise JdagError(
-                f"{what}: {name} is {guard!r}, and values that come from other workers "
-                "are transferred: make the cluster, and use it, where transfers are "
-                "allowed"
+                f"{caller}: {name} = {guard!r}: expected a setting that allows "
+                "transfers, because values received from workers are transferred to a "
+                "device"
             )
 
 
 def share_gpu(device: str | None) -> None:
-    """Allocate GPU memory on demand, so that several processes may share a GPU.
-
-    An existing environment variable wins. Has no effect once JAX's backend has started.
-    """
+    """Let processes share a GPU's memory. Call this before the JAX backend starts."""
     if device != "cpu":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def use_device(device: str | None, worker: str) -> None:
-    """Compute on `cpu`, `gpu` or `gpu:N`; None leaves the choice to JAX.
+    """Select `cpu`, `gpu` or `gpu:N` for this process. None leaves the choice to JAX.
 
-    With `gpu:N` the worker sees only that GPU, as its `gpu:0`. GPU memory is allocated
-    on demand, so several workers may share it.
+    With `gpu:N` only that GPU is visible, as `gpu:0`.
 
     Raises:
         JoinError: the device does not exist.
@@ -95,14 +83,16 @@ def use_device(device: str | None, worker: str) -> None:
         if visible is not None:
             names = [name.strip() for name in visible.split(",") if name.strip()]
             if int(number) >= len(names):
-                said = f"worker {worker!r} has no device {device!r}: "
-                raise JoinError(f"{said}{_VISIBLE} is {visible!r}")
+                raise JoinError(
+                    f"worker {worker!r} has no device {device!r}: {_VISIBLE} is "
+                    f"{visible!r}"
+                )
             number = names[int(number)]
         os.environ[_VISIBLE] = number
     if kind == "gpu":
         backend = jax.default_backend()
         if backend != "gpu":
             raise JoinError(
-                f"worker {worker!r} has no device {device!r}: JAX finds a {backend} "
-                "here; install JAX for the GPU, or take cpu"
+                f"worker {worker!r} has no device {device!r}: its JAX backend is "
+                f"{backend}; install JAX with GPU support, or use device cpu"
             )

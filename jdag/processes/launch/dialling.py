@@ -1,4 +1,4 @@
-"""Dialling the other nodes of a session, and looking for main."""
+"""Routes to other nodes (their data connections), and the liveness check of main."""
 
 import logging
 from collections.abc import Callable
@@ -20,10 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 class Routes:
-    """Data connections to the other processes of a session.
+    """Opens data connections to the other processes of a session.
 
-    `secret_with` gives the secret that this process shares with that of a name now.
-    `timeout_s` bounds each dial.
+    `secret_with` maps a worker to the secret that this process shares with that
+    worker's current incarnation. `timeout_s` bounds each connection attempt.
     """
 
     def __init__(
@@ -40,29 +40,28 @@ class Routes:
         self._timeout_s = timeout_s
 
     def dial(self, peer: str, received: int) -> tuple[Stream, int]:
-        """Connect to a peer; see `jdag.processes.net.listener.dial`."""
         members, member = self._members, self._members[peer]
         if member.whereabouts is None:
             raise JoinError(f"the address of worker {peer!r} is not known here")
-        here = incarnated(members.here, members.incarnation)
-        there = incarnated(peer, member.incarnation)
-        pair, data = (
-            ConnectionPair(here, there, self._secret_with(peer)),
-            member.whereabouts.data,
+        pair = ConnectionPair(
+            incarnated(members.worker, members.incarnation),
+            incarnated(peer, member.incarnation),
+            self._secret_with(peer),
         )
+        data = member.whereabouts.data
         return dial(data, pair, received, tls=self._tls, timeout_s=self._timeout_s)
 
     def connect(self, node: Node, peer: str) -> None:
-        """Connect a node to a known peer."""
-        stream, theirs = self.dial(peer, node.received(peer))
-        node.adopt(peer, self._members[peer].incarnation, stream, theirs)
+        stream, peer_received = self.dial(peer, node.received(peer))
+        node.adopt(peer, self._members[peer].incarnation, stream, peer_received)
 
 
 class MainLiveness:
-    """Checks whether main is still at its address, if it was found there once.
+    """Checks that main is alive: process `pid` must answer at its control address.
 
-    Main dials its workers, so a worker that has lost the stream could only wait. Main's
-    address shows at once that process `pid` has ended.
+    Main dials its workers, so a worker that lost its stream to main could only wait for
+    the deadline. This check detects the end of main at once. It is used only if main
+    has answered at this address before.
     """
 
     def __init__(self, main: str, control: str, pid: object, tls: Tls | None) -> None:
@@ -70,27 +69,28 @@ class MainLiveness:
         self._control = address_of(control)
         self._pid = pid
         self._tls = tls
-        self._has_found = False
+        self._was_reached = False
 
     def find(self) -> None:
-        """Check whether main can be reached at its address at all."""
+        """Test whether this process can reach main. If not, `look` does nothing."""
         try:
             self._look()
         except JoinError as error:
-            _log.info("main %r cannot be looked for: %s", self._main, error)
+            _log.info("main %r cannot be checked for liveness: %s", self._main, error)
         else:
-            self._has_found = True
+            self._was_reached = True
 
     def look(self, peer: str) -> None:
-        """Raise JoinError if the peer is main, and has ended or is not reached."""
-        if peer == self._main and self._has_found:
+        if peer == self._main and self._was_reached:
             self._look()
 
     def _look(self) -> None:
         if self._control is None:
-            raise JoinError("it has no address")
+            raise JoinError("main has no control address")
         client = ControlClient(f"main {self._main!r}", self._control, tls=self._tls)
         with closing(client):
             pid = client.ask(Health()).get("pid")
         if pid != self._pid:
-            raise JoinError(f"process {pid} is where main {self._main!r} was")
+            raise JoinError(
+                f"main {self._main!r} has ended: process {pid} answers at its address"
+            )

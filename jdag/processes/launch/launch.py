@@ -1,12 +1,13 @@
-"""Local worker processes: start, watch and stop them, however this process ends.
+"""Local worker processes: start, monitor and stop them.
 
-They are started on the thread of the asyncio loop, which ends last: Linux signals the
-death of a parent when the thread that started the child ends. Each worker writes its
-output to its own file.
+Each worker writes its output to its own log file. Workers are started on the thread of
+the asyncio loop, because Linux sends the parent-death signal when the thread that
+started the child ends, and that thread ends last.
 
-Invariants: once `Launch` is made, all workers are ready, or none is left. After
-`close` none is left, and the temporary folder is kept only if a worker has died. If
-this process is killed, each worker detects that, ends and removes the folder.
+Invariants: when the constructor of `Launch` returns, all workers are ready; if it
+raises, no worker is running. After `close` no worker is running, and a temporary log
+folder remains only if a worker has failed. If this process is killed, each worker
+detects it, exits and removes the folder.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from jdag.processes.net.addresses import Address, bound
 from jdag.processes.net.background import loop, wait_for
 from jdag.processes.session.cluster_file import READY_S, WorkerOptions
 
-LOGS = "the path of a folder that can be written"
+LOGS = "the path of a writable folder"
 STOP_S = 5.0
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _LINES_MAX, _TAIL_BYTES_MAX = 10, 2048
@@ -41,71 +42,71 @@ _log = logging.getLogger(__name__)
 
 
 class _Child:
-    """One worker process; used on the loop."""
+    """A worker process. Its methods run on the thread of the asyncio loop."""
 
     def __init__(
-        self, options: WorkerOptions, log: Path, env: Mapping[str, str], litter: str
+        self, options: WorkerOptions, log: Path, env: Mapping[str, str], temporary: str
     ) -> None:
         self.name = options.worker
         self.log = log
         self.address: Address | None = None
-        self.failed = ""  # The reason for not starting, as reported by the worker.
+        self.failed = ""  # The reason that the worker reported for a failed start.
         self.ended: str | None = None
-        self.settled = asyncio.Event()  # It is ready, or has ended.
-        self._said = b""
+        self.settled = asyncio.Event()  # The worker is ready or has ended.
+        self._received = b""  # The incomplete last line of the input.
         self._silent, self._dead = asyncio.Event(), asyncio.Event()
-        self._socket, theirs = socket.socketpair()
-        with theirs, log.open("ab") as output:
-            self._begins = output.tell()  # Another one may have written there before.
-            mine = (str(os.getpid()), litter)
-            arguments = (str(theirs.fileno()), options.worker, *mine)
+        self._socket, child_socket = socket.socketpair()
+        with child_socket, log.open("ab") as output:
+            self._begins = output.tell()  # Skip the output of earlier processes.
+            descriptor = child_socket.fileno()
+            arguments = (str(descriptor), options.worker, str(os.getpid()), temporary)
             self.process = subprocess.Popen(
                 [sys.executable, *COMMAND, *arguments],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(descriptor,),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=dict(env),
-                # Ctrl-C in a terminal is for the process in the foreground.
+                # Only the foreground process receives Ctrl-C from the terminal.
                 process_group=0,
             )
         self._pidfd = os.pidfd_open(self.process.pid)
         self._socket.sendall(options.written() + b"\n")
         self._socket.setblocking(False)
-        loop().add_reader(self._socket, self._hear)
+        loop().add_reader(self._socket, self._receive)
         loop().add_reader(self._pidfd, self._die)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         try:
-            came = self._socket.recv(1 << 16)
+            data = self._socket.recv(1 << 16)
         except OSError:
-            came = b""
-        if not came:
+            data = b""
+        if not data:
             loop().remove_reader(self._socket)
             self._silent.set()
-        *lines, self._said = (self._said + came).split(b"\n")
+        *lines, self._received = (self._received + data).split(b"\n")
         for line in lines:
-            if self.failed:  # Later lines do not matter.
+            if self.failed:  # Ignore later lines.
                 break
             try:
-                said = json.loads(line)
-                if "ready" in said:
-                    self.address = Address.read(said["ready"])
+                message = json.loads(line)
+                if "ready" in message:
+                    self.address = Address.read(message["ready"])
                     self.settled.set()
-                self.failed = said.get("failed", "")
-            except Exception:  # Malformed output of one worker must not end the others.
-                self.failed = f"it sent {line[:_SHOWN_MAX]!r}, which is not understood"
+                self.failed = message.get("failed", "")
+            except Exception:  # One worker's malformed message must not end the others.
+                self.failed = f"malformed message: {line[:_SHOWN_MAX]!r}"
                 self.process.kill()
 
     def _die(self) -> None:
         loop().remove_reader(self._pidfd)
-        self._hear()  # Its last words.
+        self._receive()  # Read the last messages of the worker.
         loop().remove_reader(self._socket)
         self._silent.set()
         self._dead.set()
 
     async def wait(self) -> None:
-        """Wait until it has ended; kill it if only its socket is closed."""
+        """Wait until the process ends. If it closes its socket but runs on, kill it."""
         await self._silent.wait()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._dead.wait(), STOP_S)
@@ -114,39 +115,38 @@ class _Child:
         self._socket.close()
         os.close(self._pidfd)
         code = self.process.wait()
-        how = f"ended with exit code {code}"
-        if code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        self.ended = f"it {how} (process {self.process.pid})"
+        killed_by = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        ending = killed_by or f"ended with exit code {code}"
+        self.ended = f"it {ending} (process {self.process.pid})"
         self.settled.set()
 
     async def wait_until_ready(self) -> None:
         await self.settled.wait()
-        if self.failed or self.ended is not None:
-            why = self.failed or f"{self.ended}{self.last_lines()}"
+        why = self.failed or (self.ended and f"{self.ended}{self.last_lines()}")
+        if why:
             raise JoinError(f"worker {self.name!r} did not start: {why}")
 
     def ask_to_stop(self) -> None:
-        """Request a drain, even if it is stopped by SIGSTOP; twice ends it at once."""
-        self.process.send_signal(signal.SIGCONT)
-        with suppress(OSError):  # It is just ending by itself.
+        """Request a drain. A second request ends the worker at once."""
+        self.process.send_signal(signal.SIGCONT)  # Resume a stopped process.
+        with suppress(OSError):  # The process is ending already.
             self._socket.sendall(STOP)
 
-    def last_lines(self, where: str = "of what it printed") -> str:
+    def last_lines(self, source: str = "of its output") -> str:
         try:
             with self.log.open("rb") as output:
                 nbytes = self.log.stat().st_size
                 output.seek(max(self._begins, nbytes - _TAIL_BYTES_MAX))
-                said = output.read().decode(errors="replace")
-        except OSError as error:  # The file has been removed.
-            return f"; what it printed cannot be read: {error}"
-        lines = said.splitlines()[-_LINES_MAX:]
+                text = output.read().decode(errors="replace")
+        except OSError as error:
+            return f"; its output cannot be read: {error}"
+        lines = text.splitlines()[-_LINES_MAX:]
         if not lines:
             return "; it has printed nothing"
-        return "\n    ".join([f"\nthe end {where}:", *lines])
+        return "\n    ".join([f"\nthe end {source}:", *lines])
 
 
-# How workers are stopped, and how long each way is given.
+# Ways to stop a worker, in the order of use, with the time allowed for each.
 _ENDINGS: tuple[tuple[Callable[[_Child], None], float], ...] = (
     (_Child.ask_to_stop, STOP_S),
     (_Child.ask_to_stop, 1.0),
@@ -155,19 +155,19 @@ _ENDINGS: tuple[tuple[Callable[[_Child], None], float], ...] = (
 
 
 class Launch:
-    """Worker processes, from when all are ready; a context manager that stops them.
+    """Running worker processes; a context manager that stops them.
 
     Args:
-        options: for each worker.
-        env: variables of the environment to add to those of this process.
-        logs: a folder for the output of each, `NAME.log`; None: a temporary one, which
-            is kept only if a worker has died.
-        ready_s: how long all may take until they are ready.
+        options: the options of each worker.
+        env: environment variables, added to those of this process.
+        logs: the folder of the log files `NAME.log`. None means a temporary folder,
+            which is kept only if a worker fails.
+        ready_s: time in which all workers must become ready.
 
     Raises:
-        JoinError: one cannot start, dies, or is not ready in time: why, and its last
-            lines. Then none is left.
-        ScenarioError: the folder for their output cannot be written.
+        JoinError: a worker cannot start, ends, or is not ready in time. The message
+            contains its last lines of output. All workers are stopped.
+        ScenarioError: the log folder is not writable.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class Launch:
         logs: str | os.PathLike[str] | None = None,
         ready_s: float = READY_S,
     ) -> None:
-        self._options = {one.worker: one for one in options}
+        self._options = {each.worker: each for each in options}
         self._env = {**environment(), **(env or {})}
-        self._is_litter = logs is None
+        self._is_temporary = logs is None
         self.logs = _folder(logs)
         self._process = os.getpid()
         self._children: dict[str, _Child] = {}
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self._tell: Callable[[str, str], None] | None = None
+        self._on_death: Callable[[str, str], None] | None = None
         self._deaths: dict[str, str] = {}
-        self._is_ready = self._closing = self._someone_failed = False
+        self._is_ready = self._closing = self._has_failure = False
         self._over = threading.Event()
         atexit.register(self.close)
         try:
@@ -204,62 +204,59 @@ class Launch:
 
     @property
     def addresses(self) -> dict[str, Address]:
-        """Where the control server of each worker listens."""
-        children = self._children.values()
-        return {one.name: one.address for one in children if one.address is not None}
+        return {c.name: c.address for c in self._children.values() if c.address}
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process of each worker."""
         return {name: child.process.pid for name, child in self._children.items()}
 
     @property
     def alive(self) -> tuple[str, ...]:
-        """The workers whose processes have not ended."""
-        return tuple(one.name for one in self._children.values() if one.ended is None)
+        return tuple(n for n, child in self._children.items() if child.ended is None)
 
     def log_of(self, worker: str) -> Path:
-        """Return the file with the output of a worker."""
         return self._children[worker].log
 
-    def on_death(self, tell: Callable[[str, str], None]) -> None:
-        """Call `tell(worker, why)` for each worker that ends unasked, also before now.
+    def on_death(self, report: Callable[[str, str], None]) -> None:
+        """Call `report(worker, reason)` when a worker process ends unexpectedly.
 
-        It is called on the loop's thread, and must not block.
+        Past unexpected ends are reported too. The calls run on the loop's thread and
+        must not block.
         """
-        wait_for(self._on_death(tell))
 
-    async def _on_death(self, tell: Callable[[str, str], None]) -> None:
-        self._tell = tell
-        for worker, why in self._deaths.items():
-            self._report(worker, why)
+        async def set_report() -> None:
+            self._on_death = report
+            for worker, why in self._deaths.items():
+                self._report(worker, why)
+
+        wait_for(set_report())
 
     def wait(self) -> None:
-        """Wait for SIGINT or SIGTERM, or until none is left; on the main thread."""
+        """On the main thread, wait for SIGINT, SIGTERM or the end of all workers."""
 
-        def told(*_: object) -> None:
+        def stop(*_: object) -> None:
             self._over.set()
 
-        before = {one: signal.signal(one, told) for one in _STOPPING}
-        told_before = signal.set_wakeup_fd(-1)  # No other thread is to act on them.
+        handlers = {number: signal.signal(number, stop) for number in _STOPPING}
+        wakeup_fd = signal.set_wakeup_fd(-1)  # No other thread may handle the signals.
         try:
             self._over.wait()
         finally:
-            signal.set_wakeup_fd(told_before)
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            signal.set_wakeup_fd(wakeup_fd)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def restart(self, worker: str, ready_s: float) -> Address:
-        """Start the process of a worker anew; return where its control server listens.
+        """Replace the process of a worker; return the new control address.
 
         Raises:
-            JoinError: as `Launch` does; then the worker has no process.
+            JoinError: the new process does not start. The worker then has no process.
         """
         return wait_for(self._restart(worker, ready_s))
 
     async def _restart(self, worker: str, ready_s: float) -> Address:
         self._children[worker].process.kill()
-        await self._keeping[worker]  # Its end is reported.
+        await self._keeping[worker]  # Wait until its end is reported.
         self._deaths.pop(worker, None)
         self._start(worker)
         child = self._children[worker]
@@ -272,10 +269,10 @@ class Launch:
         return child.address
 
     def _start(self, worker: str) -> None:
-        litter = str(self.logs) if self._is_litter else ""
+        temporary = str(self.logs) if self._is_temporary else ""
         log = self.logs / f"{worker}.log"
         try:
-            child = _Child(self._options[worker], log, self._env, litter)
+            child = _Child(self._options[worker], log, self._env, temporary)
         except (OSError, ValueError) as error:
             raise JoinError(f"cannot start workers: {error}") from error
         self._children[worker] = child
@@ -294,16 +291,17 @@ class Launch:
         except TimeoutError:
             for child in children:
                 if not child.settled.is_set():
-                    late = f"worker {child.name!r} is not ready within ready_s="
-                    said = f"{late}{ready_s:g}{child.last_lines()}"
-                    raise JoinError(said) from None
-        for child in children:  # One may have ended since it was ready.
+                    raise JoinError(
+                        f"worker {child.name!r} is not ready within "
+                        f"ready_s={ready_s:g}{child.last_lines()}"
+                    ) from None
+        for child in children:  # A worker may have ended after it was ready.
             await child.wait_until_ready()
 
     async def _keep(self, child: _Child) -> None:
         await child.wait()
         if self._is_ready and not self._closing:
-            self._someone_failed |= child.process.returncode != 0
+            self._has_failure |= child.process.returncode != 0
             why = f"{child.ended}{child.last_lines(f'of {child.log}')}"
             self._deaths[child.name] = why
             self._report(child.name, why)
@@ -312,27 +310,27 @@ class Launch:
 
     def _report(self, worker: str, why: str) -> None:
         try:
-            if self._tell is not None:
-                self._tell(worker, why)
-        except Exception:  # Of the receiver; the other workers are kept.
-            _log.exception("worker %s has died, and reporting it failed", worker)
+            if self._on_death is not None:
+                self._on_death(worker, why)
+        except Exception:  # The other workers must go on.
+            _log.exception("the report of the end of worker %s failed", worker)
 
     def close(self) -> None:
-        """Stop all workers: drain, then stop at once, then kill; idempotent."""
+        """Stop all workers: drain, then stop at once, then kill. Idempotent."""
         if self._process != os.getpid():
-            return  # A forked child: the workers are its parent's.
+            return  # A forked child must not stop the workers of its parent.
         self._closing = True
         wait_for(self._close())
         atexit.unregister(self.close)
-        if self._is_litter and not self._someone_failed:
+        if self._is_temporary and not self._has_failure:
             shutil.rmtree(self.logs, ignore_errors=True)
 
     async def _close(self) -> None:
-        # Until all are ready, no worker has anything to finish.
-        for make_end, wait_s in _ENDINGS if self._is_ready else _ENDINGS[-1:]:
+        # If not all workers are ready, none has work to finish: kill them.
+        for stop, wait_s in _ENDINGS if self._is_ready else _ENDINGS[-1:]:
             for child in self._children.values():
                 if child.ended is None:
-                    make_end(child)
+                    stop(child)
             if self.alive:
                 await asyncio.wait(self._keeping.values(), timeout=wait_s)
 
@@ -346,12 +344,11 @@ def _folder(logs: str | os.PathLike[str] | None) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, ValueError) as error:
-        said = f"{LOGS}; {reason(error)}"
-        raise ScenarioError(unusable("logs", str(logs), said)) from error
+        allowed = f"{LOGS}; {reason(error)}"
+        raise ScenarioError(unusable("logs", str(logs), allowed)) from error
 
 
 def is_here(host: str) -> bool:
-    """Whether a host, by name or number, is this one."""
     try:
         bound(Address(host)).close()
     except OSError:

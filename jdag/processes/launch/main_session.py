@@ -1,11 +1,13 @@
 """Main's side of a session: attach, connect, monitor and detach all workers.
 
-Main attaches every worker, dials all, and has the others dial each other; then its
-program runs. The loss of a worker is announced to the others. With `rejoin`, main polls
-the address of a lost worker, and a new process there joins as the next incarnation.
+Main attaches every worker, connects to every worker, and requests the connections
+between workers. Then the main program runs. Main announces the loss of a worker to the
+others. With `rejoin`, main polls the address of a lost worker. A new process at that
+address joins as the next incarnation of the worker.
 
-Invariants: main alone numbers the incarnations of a name: 0, 1, ... The others know a
-new one, and its secret, before it dials them. After a failure all workers are detached.
+Invariants: only main numbers the incarnations of a worker: 0, 1, ... The other workers
+receive the number and secret of a new incarnation before it connects to them. If the
+session fails to start, all workers are detached.
 """
 
 import atexit
@@ -49,11 +51,11 @@ from jdag.processes.session.session_info import SessionInfo
 from jdag.schedules import to_csv
 
 POLL_S = 1.0
-ASKED_AT_ONCE_MAX = 16
-_WHO_S = 2.0
-_AGAIN_S = 0.1
-# So long a worker may take to leave; one that is launched is then stopped as a process.
-_LEAVING_S, _LEAVING_LAUNCHED_S = 5.0, 1.0
+REQUESTS_AT_ONCE_MAX = 16
+_HEALTH_S = 2.0
+_RETRY_S = 0.1
+# Timeouts of a detach. The process of a launched worker is stopped afterwards.
+_DETACH_S, _DETACH_LAUNCHED_S = 5.0, 1.0
 _SECOND_NS = 1_000_000_000
 
 _log = logging.getLogger(__name__)
@@ -63,12 +65,13 @@ _log = logging.getLogger(__name__)
 class SessionPlan:
     """Settings of a session.
 
-    The workers of `settings` are all, including main; `controls` are the addresses of
-    the others. `control` is main's own address, which is bound while the session lasts
-    so that no other process can use the name; None if that is impossible. With
-    `rejoin`, a new process at the address of a lost worker joins. Workers that have not
-    started are waited for, for `ready_s` in all. `watched`, `program`: see
-    `jdag.processes.session.session_info.SessionInfo`.
+    Attributes:
+        settings: the settings of all nodes; their list of workers includes main.
+        controls: the control addresses of all workers except main.
+        ready_s: total time to wait for workers that have not started.
+        rejoin: whether a new process at the address of a lost worker may join.
+        control: main's own address, bound during the session to reserve the name.
+        watched, program: see `jdag.processes.session.session_info.SessionInfo`.
     """
 
     main: str
@@ -87,26 +90,28 @@ class SessionPlan:
 
 
 class Session:
-    """A session with all workers joined; a context manager that closes it.
+    """A context manager for a session that all workers have joined.
 
-    `node` is main's. The parent of worker processes calls `lost`. At exit, an open
-    session says goodbye.
+    `node` is the node of main. The parent of the worker processes calls `lost` when one
+    of them ends. If the interpreter exits while the session is open, the session
+    notifies its peers.
 
     Raises:
-        JoinError: a worker is not reached, refuses, or differs; all are detached again.
+        JoinError: a worker is unreachable, refuses, or has an incompatible handshake.
+            All workers are detached.
     """
 
     def __init__(self, plan: SessionPlan) -> None:
         self._plan = plan
         self._deadline_s = plan.settings.deadline_s
         self._process = os.getpid()
-        self._moved: dict[str, Address] = {}  # Where workers that joined again are.
+        self._moved: dict[str, Address] = {}  # New addresses of workers that rejoined.
         self._attached_at: dict[str, Address] = {}
-        self._refused: dict[str, str] = {}  # Why lost ones have not joined again.
-        # Starts the process of a worker anew, within so many seconds.
+        self._refused: dict[str, str] = {}  # Why a lost worker has not rejoined.
+        # Replaces the process of a worker, given its name and a timeout in seconds.
         self.restart: Callable[[str, float], Address] | None = None
         self._secret = fresh_secret()
-        # Main and a name know each other by one secret, whichever process has the name.
+        # Main and a worker share one secret for all incarnations of the worker.
         self._secrets = {
             peer: secret_between(self._secret, plan.main, peer)
             for peer in plan.controls
@@ -119,11 +124,11 @@ class Session:
             timeout_s=self._deadline_s,
         )
         self._lock = threading.Lock()
-        self._joining = threading.Lock()  # One worker joins again at a time.
+        self._joining = threading.Lock()  # One worker rejoins at a time.
         self._closing = False
-        self._no_more = threading.Event()  # Set when no worker is waited for any more.
+        self._stop_waiting = threading.Event()  # If set, waits for workers end.
         self._server: ControlServer | None = None
-        self._asking = ThreadPoolExecutor(ASKED_AT_ONCE_MAX, "asking")
+        self._requests = ThreadPoolExecutor(REQUESTS_AT_ONCE_MAX, "requests")
         self._helper = helper_at(_host(plan))
         info = SessionInfo(
             worker=plan.main,
@@ -140,7 +145,7 @@ class Session:
         except BaseException:
             self._end_helper()
             raise
-        atexit.register(self._goodbye)
+        atexit.register(self._leave_at_exit)
         try:
             self._begin()
             if plan.rejoin:
@@ -155,76 +160,75 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------------- beginning
+    # -------------------------------------------------------------------- starting
 
     def _begin(self) -> None:
         if self._plan.control is not None:
-            self._server = _hold(self._plan, self._plan.control)
+            self._server = _bind_name(self._plan, self._plan.control)
         others = tuple(self._plan.controls)
+        order = self._plan.settings.workers.index
         self.node.begin()
         due_ns = time.monotonic_ns() + round(self._plan.ready_s * _SECOND_NS)
-        # A worker that is attached and not connected within `deadline_s` leaves.
+        # An attached worker leaves if main does not connect within `deadline_s`.
         self._each(others, lambda peer: self._wait_for(peer, due_ns))
         self._each(others, lambda peer: self._attach(peer, 0))
         self._each(others, lambda peer: self._routes.connect(self.node, peer))
-        order = self._plan.settings.workers.index
-        # Of two workers the one with the lower number dials.
-        self._each(
-            others,
-            lambda peer: self._mesh(
-                peer, [one for one in others if order(one) > order(peer)]
-            ),
-        )
+
+        def mesh(peer: str) -> None:  # Workers connect to later workers.
+            self._mesh(peer, [other for other in others if order(other) > order(peer)])
+
+        self._each(others, mesh)
 
     def _each(self, peers: Iterable[str], do: Callable[[str], object]) -> None:
-        """Run `do` for all peers in parallel; raise errors of answers first."""
-        futures = [self._asking.submit(do, peer) for peer in peers]
+        """Run `do` for all peers in parallel. Errors of present peers come first."""
+        futures = [self._requests.submit(do, peer) for peer in peers]
         errors = [future.exception() for future in futures]
         for error in sorted(errors, key=lambda error: getattr(error, "absent", False)):
             if error is not None:
                 raise error
 
     def _wait_for(self, peer: str, due_ns: int) -> None:
-        ready_s, is_told = self._plan.ready_s, False
+        ready_s, has_warned = self._plan.ready_s, False
         while True:
             try:
-                return self._find(peer)
+                return self._check_reachable(peer)
             except JoinError as error:
-                if not error.absent or self._no_more.is_set():
-                    self._no_more.set()  # Stop waiting for the others.
+                if not error.absent or self._stop_waiting.is_set():
+                    self._stop_waiting.set()  # Stop the waits for other workers too.
                     raise
                 if time.monotonic_ns() >= due_ns:
-                    late = f"worker {peer!r} is not ready within ready_s={ready_s:g}"
-                    raise JoinError(f"{late}: {error}", absent=True) from None
-                if not is_told:
-                    is_told = True
+                    raise JoinError(
+                        f"worker {peer!r} is not ready within ready_s={ready_s:g}: "
+                        f"{error}",
+                        absent=True,
+                    ) from None
+                if not has_warned:
+                    has_warned = True
                     _log.warning("waiting for at most %g s: %s", ready_s, error)
-                self._no_more.wait(_AGAIN_S)
+                self._stop_waiting.wait(_RETRY_S)
 
     def _control(self, peer: str) -> Address:
-        """Return the address of a worker, which may have moved since it was started."""
         return self._moved.get(peer) or self._plan.controls[peer]
 
-    def _find(self, peer: str) -> None:
-        asked = Info(token=self._plan.token)
+    def _check_reachable(self, peer: str) -> None:
+        request = Info(token=self._plan.token)
         with self._client(peer, self._control(peer)) as client:
-            client.ask(asked, timeout_s=self._deadline_s)
+            client.ask(request, timeout_s=self._deadline_s)
 
-    def _client(self, peer: str, at: Address | None = None) -> closing[ControlClient]:
-        """Return a client of a peer, at its address or where it was attached."""
-        if at is not None:
-            self._attached_at[peer] = at
+    def _client(
+        self, peer: str, control: Address | None = None
+    ) -> closing[ControlClient]:
+        if control is not None:
+            self._attached_at[peer] = control
         address, tls = self._attached_at[peer], self._plan.tls
         return closing(ControlClient(f"worker {peer!r}", address, tls=tls))
 
     def _attach(self, peer: str, incarnation: int) -> WorkerAddress:
         plan = self._plan
         present = self.members.incarnations
-        # As JSON has them, but for the schedule.
         settings = asdict(plan.settings)
-        schedule = settings.pop("schedule")
-        listed = schedule and ScheduleCsv(schedule.workers, to_csv(schedule))
-        asked = AttachWorker(
+        schedule = settings.pop("schedule")  # The other settings are plain JSON.
+        request = AttachWorker(
             token=plan.token,
             secret=self._secrets[peer],
             secrets={
@@ -239,70 +243,64 @@ class Session:
             allow=plan.allow,
             control="" if plan.control is None else str(plan.control),
             watched=plan.watched,
-            schedule=listed,
+            schedule=schedule and ScheduleCsv(schedule.workers, to_csv(schedule)),
             program=plan.program,
             handshake=dict(plan.handshake),
         )
-        mine, its = f"main {plan.main!r}", f"worker {peer!r}"
+        names = f"main {plan.main!r}", f"worker {peer!r}"
         with self._client(peer, self._control(peer)) as client:
             try:
-                answer = client.learn(asked, WorkerAttached, timeout_s=self._deadline_s)
-                refuse_mismatch(plan.handshake, answer.handshake, mine, its)
+                answer = client.ask(request, WorkerAttached, timeout_s=self._deadline_s)
+                refuse_mismatch(plan.handshake, answer.handshake, *names)
             except JoinError as error:
-                if error.reached:  # It may hold the unwanted session.
+                if error.reached:  # The worker may have begun the session.
                     with suppress(JoinError):
-                        client.ask(self._detach(peer), timeout_s=self._leaving_s)
+                        client.ask(self._detach(peer), timeout_s=self._detach_s)
                 raise
-        other = other_cpu(plan.handshake, answer.handshake, mine, its)
-        if other is not None:
-            warnings.warn(other, stacklevel=2)
-        there = WorkerAddress(
+        if (warning := other_cpu(plan.handshake, answer.handshake, *names)) is not None:
+            warnings.warn(warning, stacklevel=2)
+        address = WorkerAddress(
             incarnation=incarnation, data=answer.data, allow=answer.allow
         )
-        self.members.attach(peer, incarnation, there, is_dialled=True)
+        self.members.attach(peer, incarnation, address, is_dialled=True)
         self.node.joined(peer, incarnation)
-        return there
+        return address
 
     def _mesh(self, peer: str, dial: Sequence[str]) -> None:
         peers = self.members.announced
         peers.pop(peer, None)
-        asked = Mesh(secret=self._secrets[peer], peers=peers, dial=tuple(dial))
+        request = Mesh(secret=self._secrets[peer], peers=peers, dial=tuple(dial))
         with self._client(peer) as client:
-            client.ask(asked, timeout_s=self._deadline_s)
+            client.ask(request, timeout_s=self._deadline_s)
 
     def _detach(self, peer: str) -> Detach:
         return Detach(secret=self._secrets[peer])
 
     @property
-    def _leaving_s(self) -> float:
-        most_s = _LEAVING_LAUNCHED_S if self._plan.watched else _LEAVING_S
-        return min(self._deadline_s, most_s)
+    def _detach_s(self) -> float:
+        limit_s = _DETACH_LAUNCHED_S if self._plan.watched else _DETACH_S
+        return min(self._deadline_s, limit_s)
 
     def _between(self, peer: str, incarnation: int, other: str) -> str:
-        # So a lost incarnation cannot pass for the one that joined under its name.
-        number = self.members[other].incarnation
-        return secret_between(
-            self._secret, f"{peer}#{incarnation}", f"{other}#{number}"
-        )
+        # Secrets differ by incarnation, so a lost process cannot impersonate the next.
+        own = f"{other}#{self.members[other].incarnation}"
+        return secret_between(self._secret, f"{peer}#{incarnation}", own)
 
-    # --------------------------------------------------------------------- keeping
+    # -------------------------------------------------------------- lost and rejoined
 
     def lost(self, worker: str, why: str) -> None:
-        """Note that the process of a worker has ended, as its parent reports.
-
-        Main's node learns of it and tells the others. Never blocks.
-        """
+        """Report that the process of a worker has ended. Never blocks."""
         arguments = (worker, why, self.members[worker].incarnation)
         threading.Thread(target=self.node.lost, args=arguments, daemon=True).start()
 
     def join(self, worker: str, control: Address | None = None) -> None:
-        """Have a new process take the name of a lost worker; waits until it has joined.
+        """Let a new process join as the next incarnation of a lost worker.
 
-        `control`: where its control server listens; None: where the former's did.
+        `control` is its control address. None means the address of the lost process.
 
         Raises:
-            JoinError: it is not reached, refuses, or is not lost; or the session is
-                closed.
+            JoinError: the process is unreachable or refuses, the worker is not lost, or
+                the session is closed.
         """
         with self._joining:
             self._refuse_if_closing(worker)
@@ -310,107 +308,108 @@ class Session:
             if control is not None:
                 self._moved[worker] = control
             others = self.members.joined
-            there = self._attach(worker, incarnation)
+            address = self._attach(worker, incarnation)
             self._refuse_if_closing(worker)
+
+            def announcement(other: str) -> Peer:
+                return Peer(
+                    secret=self._secrets[other],
+                    shared=self._between(worker, incarnation, other),
+                    worker=worker,
+                    whereabouts=address,
+                )
+
             try:
-
-                def asked(other: str) -> Peer:
-                    return Peer(
-                        secret=self._secrets[other],
-                        shared=self._between(worker, incarnation, other),
-                        worker=worker,
-                        whereabouts=there,
-                    )
-
-                self._tell(others, asked, self._deadline_s)
+                self._send_to_each(others, announcement, self._deadline_s)
                 self._routes.connect(self.node, worker)
                 self._mesh(worker, others)
             except Exception as error:
-                said = f"incarnation {incarnation} did not join: {error}"
-                self.node.lost(worker, said)
+                why = f"incarnation {incarnation} did not join: {error}"
+                self.node.lost(worker, why)
                 raise
             self._refused.pop(worker, None)
 
     def _refuse_if_closing(self, worker: str) -> None:
         if self._closing:
-            said = f"worker {worker!r} cannot join: the session is closed"
-            raise JoinError(said)
+            raise JoinError(f"worker {worker!r} cannot join: the session is closed")
 
     def rejoined(self, worker: str, former: int, within_ns: int) -> bool:
-        """Wait until a later incarnation of a worker has joined; False: it has not.
+        """Wait for an incarnation newer than `former`; return False at the timeout.
 
-        With `restart` the process of a lost worker is started anew.
+        If the session has `restart`, first replace the process of a lost worker.
 
         Raises:
-            JoinError: the reason why the last attempt has failed, if there was one.
+            JoinError: the last attempt to join failed; the message contains the reason.
         """
         incarnations = self.node.incarnations
 
-        def joined() -> bool:
+        def is_joined() -> bool:
             return incarnations.get(worker, 0) > former
 
-        if self.restart is not None and not joined():
+        if self.restart is not None and not is_joined():
             self.node.until(lambda: worker in self.members.lost, within_ns)
             self.join(worker, self.restart(worker, within_ns / _SECOND_NS))
-        has_joined = self.node.until(joined, within_ns)
+        has_joined = self.node.until(is_joined, within_ns)
         if not has_joined and (why := self._refused.get(worker)) is not None:
             raise JoinError(why)
         return has_joined
 
     def _poll(self) -> None:
-        while not self._no_more.wait(POLL_S):
+        while not self._stop_waiting.wait(POLL_S):
             for worker in self.members.lost:
                 try:
                     self.join(worker)
                 except JdagError as error:
                     self._refused[worker] = str(error)
-                    _log.debug("%s has not joined again: %s", worker, error)
-                except Exception:  # The others may still join.
-                    _log.exception("%s has not joined again", worker)
+                    _log.debug("%s has not rejoined: %s", worker, error)
+                except Exception:  # Other workers may still rejoin.
+                    _log.exception("%s has not rejoined", worker)
 
-    def _tell(
-        self, peers: Iterable[str], asked: Callable[[str], Request], within_s: float
+    def _send_to_each(
+        self,
+        peers: Iterable[str],
+        request_for: Callable[[str], Request],
+        timeout_s: float,
     ) -> None:
-        """Send a request to each peer; nodes detect losses themselves."""
-        due_s = time.monotonic() + within_s
+        # Unreachable peers are ignored: nodes detect losses themselves.
+        due_s = time.monotonic() + timeout_s
 
-        def tell(peer: str) -> None:
+        def send(peer: str) -> None:
             while (rest_s := due_s - time.monotonic()) > 0:
                 try:
                     with self._client(peer) as client:
-                        client.ask(asked(peer), timeout_s=rest_s)
+                        client.ask(request_for(peer), timeout_s=rest_s)
                     return
                 except JoinError as error:
-                    _log.info("%s was not told: %s", peer, error)
+                    _log.info("a request to %s failed: %s", peer, error)
                     if error.reached or error.absent:
                         return
-                time.sleep(min(_AGAIN_S, rest_s))  # A stream that is mended is found.
+                time.sleep(min(_RETRY_S, rest_s))
 
-        self._each(peers, tell)
+        self._each(peers, send)
 
-    # --------------------------------------------------------------------- leaving
+    # --------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Say goodbye to all peers, and detach every worker. Idempotent."""
+        """Tell the peers that the session ends, and detach all workers. Idempotent."""
         with self._lock:
             if self._closing:
                 return
             self._closing = True
-        self._no_more.set()
+        self._stop_waiting.set()
         self._leave()
-        atexit.unregister(self._goodbye)
-        # A worker that is being attached is detached as well.
-        is_free = self._joining.acquire(timeout=self._leaving_s)
-        self._tell(self.members.joined, self._detach, self._leaving_s)
+        atexit.unregister(self._leave_at_exit)
+        # Wait for a worker that is joining, because it must be detached too.
+        is_free = self._joining.acquire(timeout=self._detach_s)
+        self._send_to_each(self.members.joined, self._detach, self._detach_s)
         if is_free:
             self._joining.release()
-        self._asking.shutdown(wait=False)
+        self._requests.shutdown(wait=False)
         if self._server is not None:
             self._server.close()
 
-    def _goodbye(self) -> None:
-        """At exit, have the node say goodbye, except in a forked child."""
-        if self._process == os.getpid():
+    def _leave_at_exit(self) -> None:
+        if self._process == os.getpid():  # Not a forked child.
             self._leave()
 
     def _leave(self) -> None:
@@ -423,34 +422,33 @@ class Session:
 
 
 def _host(plan: SessionPlan) -> str:
-    """The host by which the workers reach main; empty without workers."""
+    """Return the host at which workers reach main, or "" if there are no workers."""
     if plan.control is not None:
         return plan.control.host
     return next(map(host_towards, plan.controls.values()), "")
 
 
-def _hold(plan: SessionPlan, control: Address) -> ControlServer:
+def _bind_name(plan: SessionPlan, control: Address) -> ControlServer:
     health = {"worker": plan.main, "state": "main", "pid": os.getpid()}
     try:
         name = f"main {plan.main!r}"
         return ControlServer(name, control, {Health: lambda _: health}, tls=plan.tls)
     except JoinError as error:
         raise JoinError(
-            f"cannot be {plan.main!r}: {error}{_who(plan, control)}"
+            f"cannot join as {plan.main!r}: {error}{_address_owner(plan, control)}"
         ) from error
 
 
-def _who(plan: SessionPlan, control: Address) -> str:
-    """Name the process that answers at main's own address, if it is a cluster's."""
-    rule = "each name of the file is for one process, on the host of its address"
+def _address_owner(plan: SessionPlan, control: Address) -> str:
+    rule = "each name in the file is one process, on the host of its address"
     client = ControlClient("it", control, tls=plan.tls)
     try:
-        found = client.ask(Health(), timeout_s=_WHO_S)
+        health = client.ask(Health(), timeout_s=_HEALTH_S)
     except JoinError:
         return f"; {rule}"
     finally:
         client.close()
-    said = f" by process {found.get('pid')}, {found.get('worker')!r}; {rule}"
-    if found.get("worker") == plan.main and found.get("state") != "main":
-        said += f" (jdag up --except {plan.main} leaves it to this one)"
-    return said
+    owner = f" by process {health.get('pid')}, {health.get('worker')!r}; {rule}"
+    if health.get("worker") == plan.main and health.get("state") != "main":
+        owner += f" (start the other workers by jdag up --except {plan.main})"
+    return owner

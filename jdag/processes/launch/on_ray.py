@@ -1,10 +1,10 @@
-"""Worker processes, and runs of experiments, where Ray places them: extra `jdag[ray]`.
+"""Worker processes and runs of experiments on a Ray cluster. Requires `jdag[ray]`.
 
-A worker is an ordinary worker process whose parent is a Ray actor. If the process ends,
-so does its actor, and Ray starts it again, perhaps on another node; main then finds the
-new process and has it join again. Over Ray go the options of the process with the token
-and the authority of the session, and the address of its control server; all else goes
-over jdag's own connections, with TLS.
+Each worker is an ordinary worker process whose parent is a Ray actor. If the process
+ends, its actor ends too, and Ray restarts the actor, perhaps on another node. Main then
+attaches the new process as the next incarnation. Only two things are sent through Ray:
+the options of the process (with the token and the certificate authority of the session)
+and its control address. All other data use jdag's own connections, with TLS.
 """
 
 import os
@@ -39,23 +39,23 @@ try:
 except ImportError:
     ray = None
 
-_ASKED_S = 2.0
+_ADDRESS_S = 2.0
 _RESOURCES = (
-    'amounts of what Ray has, such as {"CPU": 1, "GPU": 1}, all above 0, for each '
-    "worker, or a table of such tables by worker; or a placement group of Ray with a "
-    "bundle for each worker but main"
+    'positive amounts of Ray resources for each worker, such as {"CPU": 1, "GPU": 1}, '
+    "or a table that maps workers to such tables, or a Ray placement group with one "
+    "bundle for each worker except main"
 )
 
 
-def need_ray(what: str) -> None:
-    """Raise ScenarioError if Ray is not installed; `what` needs it."""
+def need_ray(caller: str) -> None:
     if ray is None or not IS_USABLE:
-        said = f"{what} needs Ray, which is not here: pip install 'jdag[ray]'"
-        raise ScenarioError(said)
+        raise ScenarioError(
+            f"{caller} needs Ray, which is not installed: pip install 'jdag[ray]'"
+        )
 
 
 class _Parent:
-    """A Ray actor: the parent of one worker process, made anew by each restart."""
+    """A Ray actor that is the parent of a worker process, and starts it."""
 
     def __init__(
         self, options: bytes, ca: tuple[str, str], env: Any, logs: Any, ready_s: float
@@ -64,31 +64,37 @@ class _Parent:
         self._ca = Authority(*ca)
         self._settings = {"env": env, "logs": logs, "ready_s": ready_s}
         self._launch: Launch | None = None
-        self._failed = self._begun()
+        self._failed = self._start()
 
-    def _begun(self) -> str:
+    def _start(self) -> str:
+        """Start the process; return why the start failed, or "" if it succeeded."""
         host = ray.util.get_node_ip_address()
-        made = self._options
-        # Modules may lie elsewhere on this node, as its runtime environment has them.
-        path = tuple(dict.fromkeys((*(made.path or ()), *sys.path)))
+        options = self._options
+        # The runtime environment of this node may keep modules in other folders.
+        path = tuple(dict.fromkeys((*(options.path or ()), *sys.path)))
         with tempfile.TemporaryDirectory(prefix="jdag-") as folder:
-            tls = self._ca.issue(made.worker, host, Path(folder))
-            where = {"control": str(Address(host)), "data": f"tcp:{Address(host)}"}
-            made = replace(made, **where, path=path, tls=tls)
+            tls = self._ca.issue(options.worker, host, Path(folder))
+            options = replace(
+                options,
+                control=str(Address(host)),
+                data=f"tcp:{Address(host)}",
+                path=path,
+                tls=tls,
+            )
             try:
-                self._launch = Launch([made], **self._settings)
-            except JdagError as error:  # Ray would add pages to it.
+                self._launch = Launch([options], **self._settings)
+            except JdagError as error:  # Ray adds a long traceback to raised errors.
                 return str(error)
         self._launch.on_death(_end_actor)
         return ""
 
     def where(self) -> tuple[str, str]:
-        """Return the address of the process, or why there is none.
+        """Return (control address, ""), or ("", why the start failed).
 
-        The next request after that starts the process again.
+        The next call after a failure starts the process again.
         """
         if self._launch is None and not self._failed:
-            self._failed = self._begun()
+            self._failed = self._start()
         if self._launch is None:
             failed, self._failed = self._failed, ""
             return "", failed
@@ -102,11 +108,11 @@ class _Parent:
 def _end_actor(worker: str, why: str) -> None:
     sys.stderr.write(f"jdag: worker {worker!r}: {why}\n")
     sys.stderr.flush()
-    os._exit(1)  # Ray starts another one.
+    os._exit(1)  # Ray restarts the actor.
 
 
 class _Controls(Mapping[str, Address]):
-    """Where control servers listen now: Ray is asked, since restarts change it."""
+    """Control addresses. Each access queries the actor, which may have restarted."""
 
     def __init__(self, actors: Mapping[str, Any], group: Any) -> None:
         self._actors = actors
@@ -114,17 +120,17 @@ class _Controls(Mapping[str, Address]):
 
     def __getitem__(self, name: str) -> Address:
         try:
-            address, failed = ray.get(
-                self._actors[name].where.remote(), timeout=_ASKED_S
-            )
+            future = self._actors[name].where.remote()
+            address, failed = ray.get(future, timeout=_ADDRESS_S)
         except RayError as error:
-            why = f"Ray says {type(error).__name__}"
+            why = f"Ray raised {type(error).__name__}"
             if placement_group_table(self._group)["state"] == "RESCHEDULING":
-                why = f"Ray has no place for {self._group.bundle_specs} any more"
-            said = f"worker {name!r} is not there: {why}"
-            raise JoinError(said, reached=False, absent=True) from None
+                why = f"Ray can no longer place {self._group.bundle_specs}"
+            raise JoinError(
+                f"worker {name!r} is not available: {why}", reached=False, absent=True
+            ) from None
         if failed:
-            raise JoinError(f"worker {name!r} on Ray: {failed}")
+            raise JoinError(f"worker {name!r} did not start on Ray: {failed}")
         return Address.read(address)
 
     def __iter__(self) -> Iterator[str]:
@@ -135,20 +141,21 @@ class _Controls(Mapping[str, Address]):
 
 
 class RayLaunch:
-    """Worker processes on the nodes of a Ray cluster, from when all are ready.
+    """Running worker processes on the nodes of a Ray cluster.
 
     Args:
-        main: the worker that this process is.
-        options: for each of the others.
-        resources: what Ray reserves for each; see `jdag.launch`.
-        env: variables of the environment to add to those on the node.
-        logs: a folder on the nodes for their output; see `Launch`.
-        ready_s: how long all may take until they are placed, and then until ready.
+        main: the name of this process.
+        options: the options of each worker except main.
+        resources: Ray resources to reserve for each worker; see `jdag.launch`.
+        env: environment variables, added to those of the Ray node.
+        logs: the folder of the log files on each Ray node; see `Launch`.
+        ready_s: time limit for the placement of all workers; also the time limit for
+            their start.
 
     Raises:
-        JoinError: Ray has not the resources, or a worker does not start. Then none is
-            left.
-        ScenarioError: the resources are unusable, or Ray is not installed.
+        JoinError: Ray lacks the resources, or a worker does not start. All workers are
+            stopped.
+        ScenarioError: the resources are invalid, or Ray is not installed.
     """
 
     def __init__(
@@ -162,38 +169,41 @@ class RayLaunch:
         ready_s: float = READY_S,
     ) -> None:
         need_ray("jdag.launch(on='ray')")
-        names = [one.worker for one in options]
+        names = [each.worker for each in options]
         bundles = _bundles(names, resources)
         ca = fresh_authority()
         with tempfile.TemporaryDirectory(prefix="jdag-") as folder:
             self.tls: Tls = load_tls(*ca.issue(main, "localhost", Path(folder)))
-        self._began = not ray.is_initialized()
+        self._started_ray = not ray.is_initialized()
         self._actors: dict[str, Any] = {}
         self._group = None
         try:
-            if self._began:
+            if self._started_ray:
                 ray.init()
             group = resources
             if bundles and not isinstance(group, PlacementGroup):
                 self._group = group = placement_group(bundles)
             if bundles and not group.wait(ready_s):
-                said = f"Ray has no place for {bundles} within ready_s={ready_s:g}"
-                raise JoinError(f"{said}; all that it has is {ray.cluster_resources()}")
+                raise JoinError(
+                    f"Ray did not place {bundles} within ready_s={ready_s:g}; the "
+                    f"resources of the Ray cluster are {ray.cluster_resources()}"
+                )
             self.addresses = _Controls(self._actors, group)
-            where = None if logs is None else os.path.abspath(logs)
-            for at, one in enumerate(options):
-                need = dict(bundles[at])
-                cpus, gpus = need.pop("CPU", 0), need.pop("GPU", 0)
-                self._actors[one.worker] = (
+            log_folder = None if logs is None else os.path.abspath(logs)
+            for index, each in enumerate(options):
+                others = dict(bundles[index])
+                cpus, gpus = others.pop("CPU", 0), others.pop("GPU", 0)
+                strategy = PlacementGroupSchedulingStrategy(group, index)
+                self._actors[each.worker] = (
                     ray.remote(_Parent)
                     .options(
                         num_cpus=cpus,
                         num_gpus=gpus,
-                        resources=need,
+                        resources=others,
                         max_restarts=-1,
-                        scheduling_strategy=PlacementGroupSchedulingStrategy(group, at),
+                        scheduling_strategy=strategy,
                     )
-                    .remote(one.written(), tuple(ca), env, where, ready_s)
+                    .remote(each.written(), tuple(ca), env, log_folder, ready_s)
                 )
             self._wait(ready_s)
         except BaseException:
@@ -201,20 +211,21 @@ class RayLaunch:
             raise
 
     def _wait(self, ready_s: float) -> None:
-        asked = [actor.where.remote() for actor in self._actors.values()]
+        futures = [actor.where.remote() for actor in self._actors.values()]
         try:
-            answers = ray.get(asked, timeout=ready_s)
+            answers = ray.get(futures, timeout=ready_s)
         except GetTimeoutError:
-            raise JoinError(f"not all are ready within ready_s={ready_s:g}") from None
+            why = f"not all workers are ready within ready_s={ready_s:g}"
+            raise JoinError(why) from None
         except RayError as error:
-            said = " ".join(str(error).split("\n")[0].split())
-            raise JoinError(f"Ray cannot start workers: {said}") from None
+            first_line = " ".join(str(error).split("\n")[0].split())
+            raise JoinError(f"Ray cannot start workers: {first_line}") from None
         for _, failed in answers:
             if failed:
                 raise JoinError(failed)
 
     def close(self) -> None:
-        """Stop all workers, and Ray too if it was begun here; idempotent."""
+        """Stop all workers, and Ray if this object started it. Idempotent."""
         if not ray.is_initialized():
             return
         actors = list(self._actors.values())
@@ -226,7 +237,7 @@ class RayLaunch:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
-        if self._began:
+        if self._started_ray:
             ray.shutdown()
 
 
@@ -235,53 +246,53 @@ def _bundles(names: Sequence[str], resources: Any) -> list[dict[str, float]]:
         bundles = resources.bundle_specs
     else:
         needs = {"CPU": 1} if resources is None else resources
-        by_name = isinstance(needs, Mapping) and sorted(needs) == sorted(names)
-        bundles = [needs[name] if by_name else needs for name in names]
+        is_by_name = isinstance(needs, Mapping) and sorted(needs) == sorted(names)
+        bundles = [needs[name] if is_by_name else needs for name in names]
     is_usable = len(bundles) == len(names) and all(
-        isinstance(one, Mapping)
-        and bool(one)
-        and all(isinstance(k, str) and is_number(v) and v > 0 for k, v in one.items())
-        for one in bundles
+        isinstance(each, Mapping)
+        and bool(each)
+        and all(isinstance(k, str) and is_number(v) and v > 0 for k, v in each.items())
+        for each in bundles
     )
     if not is_usable:
         raise ScenarioError(unusable("resources", resources, _RESOURCES))
-    return [dict(one) for one in bundles]
+    return [dict(each) for each in bundles]
 
 
 def ray_results(
     function: str, arguments: Mapping[int, Sequence[Any]], at_once: int
 ) -> Iterator[tuple[int, Any]]:
-    """Call a function of a module as tasks of Ray, each with arguments of a number.
+    """Run a function as Ray tasks, one for each entry of `arguments`.
 
-    Yield what each returns with that number, as they come. Modules and files have to be
-    where nodes find them, as in a folder that all share.
+    Yields (number, result) in order of completion. At most `at_once` tasks run. All Ray
+    nodes need the same modules and files, such as in a shared folder.
 
     Raises:
-        JoinError: a task was lost or raised: why.
+        JoinError: a task was lost or raised an error.
     """
-    began = not ray.is_initialized()
-    if began:
+    started_ray = not ray.is_initialized()
+    if started_ray:
         ray.init()
     task = ray.remote(num_cpus=1)(_call)
     waiting, running = iter(arguments.items()), dict[Any, int]()
     try:
         while True:
-            while len(running) < at_once and (one := next(waiting, None)) is not None:
-                number, own = one
-                running[task.remote(tuple(sys.path), function, tuple(own))] = number
+            while len(running) < at_once and (job := next(waiting, None)) is not None:
+                number, values = job
+                running[task.remote(tuple(sys.path), function, tuple(values))] = number
             if not running:
                 return
             (done, *_), _ = ray.wait(list(running), num_returns=1)
             try:
                 reply = ray.get(done)
             except RayError as error:
-                *_, said = str(error).strip().splitlines()
-                raise JoinError(f"a run on Ray has failed: {said}") from None
+                *_, last_line = str(error).strip().splitlines()
+                raise JoinError(f"a task on Ray failed: {last_line}") from None
             yield running.pop(done), reply
     finally:
-        for one in running:
-            ray.cancel(one, force=True)
-        if began:
+        for future in running:
+            ray.cancel(future, force=True)
+        if started_ray:
             ray.shutdown()
 
 

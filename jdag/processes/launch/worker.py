@@ -1,8 +1,9 @@
-"""A worker process: its options, its device, its control server, its sessions.
+"""Entry point of a worker process: options, device, control server and sessions.
 
-Options come as one line of JSON over a socket that is inherited (secrets are in no
-argument and no environment); over the same socket it says that it is ready, or why not.
-Signals and the end of its parent are for `jdag.processes.launch.parent_watch`.
+The process reads its options from an inherited socket, as one line of JSON, so that no
+argument or environment variable contains a secret. It reports over the same socket that
+it is ready, or why it failed. `jdag.processes.launch.parent_watch` handles signals and
+the end of the parent.
 """
 
 import gc
@@ -27,53 +28,51 @@ from jdag.processes.net.tls import load_tls
 from jdag.processes.session.cluster_file import WorkerOptions
 from jdag.processes.session.control import ControlServer
 
-# Options of Python; the arguments of `jdag.processes.launch.parent_watch` follow them.
+# Arguments of Python, before those that `jdag.processes.launch.parent_watch` reads.
 COMMAND = ("-u", "-P", "-m", "jdag.processes")
 STOP = b"stop\n"
-# The computing thread waits for its result; XLA's own thread would be woken first.
-_OWN_CONFIG = {"jax_cpu_enable_async_dispatch": False}
+# The computing thread waits for each result, so asynchronous dispatch would only add a
+# switch to an XLA thread.
+_WORKER_CONFIG = {"jax_cpu_enable_async_dispatch": False}
 
 _log = logging.getLogger("jdag")
 
 
 def become(options: WorkerOptions) -> NoReturn:
-    """Replace this process by a worker process."""
-    ours, theirs = socket.socketpair()
-    ours.sendall(options.written() + b"\n")
-    ours.close()
-    theirs.set_inheritable(True)
-    arguments = [str(theirs.detach()), options.worker, "0", ""]
-    # Until `jdag.processes.launch.parent_watch` handles them.
+    """Replace this process by a worker process without a parent (`os.execve`)."""
+    near, far = socket.socketpair()
+    near.sendall(options.written() + b"\n")
+    near.close()
+    far.set_inheritable(True)
+    arguments = [str(far.detach()), options.worker, "0", ""]
+    # Block signals until `jdag.processes.launch.parent_watch` installs handlers.
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     os.execve(sys.executable, [sys.executable, *COMMAND, *arguments], environment())
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a worker, with the module path of this process."""
-    path = os.pathsep.join([one or os.getcwd() for one in sys.path])
+    path = os.pathsep.join([folder or os.getcwd() for folder in sys.path])
     return {**os.environ, "PYTHONPATH": path}
 
 
 def _run(options: WorkerOptions, watch: Watch) -> None:
-    """Serve as a worker until the process is to stop.
-
-    Raises:
-        JdagError: it cannot: no such module or device, a port in use.
-    """
-    if lacking := missing(options.allow):
-        said = f"allow names {', '.join(lacking)}: not importable as a module here"
-        raise JoinError(said)
+    """Serve sessions until a stop. Raises JdagError if the worker cannot start."""
+    if modules := missing(options.allow):
+        raise JoinError(
+            f"allow contains {', '.join(modules)}: expected modules that can be "
+            "imported on this host"
+        )
     expect(options.script)
     use_device(options.device, options.worker)
-    configure({**options.config, **_OWN_CONFIG})
+    configure({**options.config, **_WORKER_CONFIG})
     gc.collect()
-    gc.freeze()  # Exclude the objects of imported modules from collection.
+    gc.freeze()  # Exclude the objects of imported modules from garbage collection.
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
     make_node = pkgutil.resolve_name(options.node)(options)
     handshake = ours()
     control = Address.read(options.control)
-    helper = helper_at(control.host)  # It ends with this process.
+    helper = helper_at(control.host)  # The helper process ends with this process.
     worker = WorkerServer(options, handshake, make_node, tls, helper)
     server = ControlServer(
         f"worker {options.worker!r}",
@@ -85,7 +84,7 @@ def _run(options: WorkerOptions, watch: Watch) -> None:
     )
     watch.on_stop(worker.stop)
     if watch.has_parent:
-        watch.say({"ready": str(server.address), "pid": os.getpid()})
+        watch.report({"ready": str(server.address), "pid": os.getpid()})
     else:
         ready = f"worker {options.worker}: at {server.address}, process {os.getpid()}"
         sys.stdout.write(f"{ready}\n")
@@ -93,12 +92,11 @@ def _run(options: WorkerOptions, watch: Watch) -> None:
         worker.serve()
     finally:
         server.close()
-    if not worker.asked_to_stop:
-        watch.part()
+    if not worker.is_stop_requested:
+        watch.wait_for_release()
 
 
 def main(watch: Watch) -> NoReturn:
-    """Run a worker with the options received over the socket of the watch."""
     try:
         options = WorkerOptions.read(watch.options)
         if options.path is not None:
@@ -111,10 +109,10 @@ def main(watch: Watch) -> NoReturn:
         logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
         _run(options, watch)
     except JdagError as error:
-        watch.say({"failed": str(error)})
+        watch.report({"failed": str(error)})
         sys.stderr.write(f"jdag: {error}\n")
         leave(2)
     except BaseException:
-        logging.getLogger("jdag").exception("a worker process ends by an error")
+        logging.getLogger("jdag").exception("unexpected error in a worker process")
         leave(1)
     leave(0)

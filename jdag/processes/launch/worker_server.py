@@ -1,11 +1,11 @@
-"""A worker process's side of sessions: it serves one caller after the other.
+"""The worker's side of sessions: one caller (main) after another.
 
-Each session has a node, which runs on the thread that calls `serve`;
-`jdag.processes.session.membership.LEASE` has the states of the process.
-Invariants: there is a lease exactly while a caller holds the worker; another caller is
-    told which one does. Before `serve` waits for the next session, the listener and
-    the node of the former one are closed. No answer, error or log
-    contains a secret.
+Each session has a node, which runs on the thread that calls `serve`. The states of the
+process are in the table `jdag.processes.session.membership.LEASE`.
+Invariants: a lease exists exactly while a main program holds the worker. The error for
+    another caller names the holder. The listener and the node of a session are closed
+    before `serve` waits for the next session. No answer, error or log contains a
+    secret.
 """
 
 import gc
@@ -50,47 +50,47 @@ from jdag.processes.session.requests import (
 )
 from jdag.processes.session.session_info import SessionInfo
 
-ENDING_S = 5.0
+SESSION_END_S = 5.0
 _SHOWN_MAX = 300
 
 
 class CallerLease:
-    """One session of a worker process, held by its caller (`main`)."""
+    """One session of a worker process, in which a main program holds the worker."""
 
     def __init__(
         self,
         options: WorkerOptions,
-        asked: AttachWorker,
+        request: AttachWorker,
         make_node: MakeNode,
         tls: Tls | None,
         helper: Helper | None,
     ) -> None:
-        self.asked = asked
-        settings = asked.session_settings()
-        self.main = main = asked.main
+        self.request = request
+        settings = request.session_settings()
+        self.main = main = request.main
         self.worker = worker = options.worker
-        self.secret = asked.secret  # By it main is known.
-        incarnation = asked.incarnations[worker]
+        self.secret = request.secret  # Authenticates main.
+        incarnation = request.incarnations[worker]
         self.members = Membership(worker, settings.workers, incarnation)
-        # By these this process and the others know each other, former ones too.
+        # Secrets shared with each incarnation of a peer, including former ones.
         self.secrets: dict[Worker, str] = {
-            incarnated(name, asked.incarnations.get(name, 0)): secret
-            for name, secret in {**asked.secrets, main: asked.secret}.items()
+            incarnated(name, request.incarnations.get(name, 0)): secret
+            for name, secret in {**request.secrets, main: request.secret}.items()
         }
-        for name, number in asked.incarnations.items():
+        for name, number in request.incarnations.items():
             if name != worker:
                 self.members.attach(name, number)
-        number = asked.incarnations[main]
-        where = WorkerAddress(incarnation=number, data="", allow=asked.allow)
-        self.members.attach(main, where.incarnation, where)
+        number = request.incarnations[main]
+        address = WorkerAddress(incarnation=number, data="", allow=request.allow)
+        self.members.attach(main, number, address)
         self.ended = threading.Event()
         self._hosts = options.hosts
         self._began_s = time.monotonic()
         self.routes = Routes(
             self.members, self._secret_of, tls=tls, timeout_s=settings.deadline_s
         )
-        self._lookout = MainLiveness(
-            main, asked.control, asked.handshake.get("pid"), tls
+        self._main_liveness = MainLiveness(
+            main, request.control, request.handshake.get("pid"), tls
         )
         self.node = make_node(
             SessionInfo(
@@ -99,13 +99,13 @@ class CallerLease:
                 settings=settings,
                 members=self.members,
                 dial=self.routes.dial,
-                look=self._lookout.look,
-                watched=asked.watched,
-                program=asked.program,
+                look=self._main_liveness.look,
+                watched=request.watched,
+                program=request.program,
                 helper=helper,
             )
         )
-        self.node.joined(main, where.incarnation)
+        self.node.joined(main, number)
         try:
             self.listener = Listener(
                 options.data,
@@ -120,17 +120,13 @@ class CallerLease:
 
     @property
     def holder(self) -> str:
-        """The process that holds the worker, and for how long."""
-        handshake, held_s = self.asked.handshake, time.monotonic() - self._began_s
+        handshake, held_s = self.request.handshake, time.monotonic() - self._began_s
         where = f"process {handshake.get('pid')} on {handshake.get('host')}"
         return f"main {self.main!r} ({where}, for {held_s:.0f} s)"[:_SHOWN_MAX]
 
     def serve(self) -> None:
-        """Run the node until the session has ended, then close everything.
-
-        It ends also if main does not connect within the deadline.
-        """
-        threading.Thread(target=self._lookout.find, daemon=True).start()
+        # The session also ends if main does not connect within the deadline.
+        threading.Thread(target=self._main_liveness.find, daemon=True).start()
         try:
             self.node.run()
         finally:
@@ -138,13 +134,13 @@ class CallerLease:
             self.node.close()
 
     def _secret_of(self, peer: str) -> str:
-        peer_now = incarnated(peer, self.members[peer].incarnation)
-        return self.secrets.get(peer_now, "")
+        incarnation = incarnated(peer, self.members[peer].incarnation)
+        return self.secrets.get(incarnation, "")
 
     def _pairs(self) -> list[ConnectionPair]:
-        here = incarnated(self.worker, self.members.incarnation)
-        known = tuple(self.secrets.items())  # At once: others may join meanwhile.
-        return [ConnectionPair(one, here, secret) for one, secret in known]
+        own_incarnation = incarnated(self.worker, self.members.incarnation)
+        secrets = tuple(self.secrets.items())  # Copied: other threads add secrets.
+        return [ConnectionPair(peer, own_incarnation, s) for peer, s in secrets]
 
     def _admit(self, worker: Worker, names: Names) -> int:
         name = named(worker)
@@ -157,34 +153,32 @@ class CallerLease:
         self.node.adopt(name, number, stream, received)
 
     def is_main(self, secret: str) -> bool:
-        """Whether this is the secret shared with main."""
         return hmac.compare_digest(self.secret.encode(), secret.encode())
 
-    def _announce(self, name: str, where: WorkerAddress, *, is_dialled: bool) -> None:
-        number = where.incarnation
-        self.members.attach(name, number, where, is_dialled=is_dialled)
+    def _add_peer(self, name: str, address: WorkerAddress, *, is_dialled: bool) -> None:
+        number = address.incarnation
+        self.members.attach(name, number, address, is_dialled=is_dialled)
         self.node.joined(name, number)
 
-    def mesh(self, asked: Mesh) -> Mapping[str, Any]:
-        """Register the other workers, and dial some of them."""
-        for name, where in asked.peers.items():
-            self._announce(name, where, is_dialled=name in asked.dial)
-        for name in asked.dial:
-            if name not in asked.peers:
-                raise JoinError(f"{name!r} is to be dialled, and not said to be there")
+    def mesh(self, request: Mesh) -> Mapping[str, Any]:
+        for name, address in request.peers.items():
+            self._add_peer(name, address, is_dialled=name in request.dial)
+        for name in request.dial:
+            if name not in request.peers:
+                raise JoinError(f"the request to dial {name!r} lacks an address for it")
             self.routes.connect(self.node, name)
         return {}
 
-    def peer(self, asked: Peer) -> Mapping[str, Any]:
-        """Register a new incarnation of a worker, which will dial."""
-        number = asked.whereabouts.incarnation
-        self.secrets[incarnated(asked.worker, number)] = asked.shared
-        self._announce(asked.worker, asked.whereabouts, is_dialled=False)
+    def peer(self, request: Peer) -> Mapping[str, Any]:
+        """Register a new incarnation of a worker, which will connect to this worker."""
+        number = request.whereabouts.incarnation
+        self.secrets[incarnated(request.worker, number)] = request.shared
+        self._add_peer(request.worker, request.whereabouts, is_dialled=False)
         return {}
 
 
 class WorkerServer:
-    """The control server's `answers`, and the sessions of a worker process."""
+    """Answers the control requests of a worker process, and serves its sessions."""
 
     def __init__(
         self,
@@ -201,30 +195,27 @@ class WorkerServer:
             CallerLease, options, make_node=make_node, tls=tls, helper=helper
         )
         self._changed = threading.Condition()
-        # One session is begun or ended at a time.
-        self._turn = threading.Lock()
+        self._attach_lock = threading.Lock()  # One session begins or ends at a time.
         self._state = IDLE
         self._lease: CallerLease | None = None
-        self.asked_to_stop = False
+        self.is_stop_requested = False
         self.answers: Answers = {
             AttachWorker: self._attach,
-            Mesh: lambda asked: self._held_by(asked.secret).mesh(asked),
-            Peer: lambda asked: self._held_by(asked.secret).peer(asked),
+            Mesh: lambda request: self._lease_of(request.secret).mesh(request),
+            Peer: lambda request: self._lease_of(request.secret).peer(request),
             Detach: self._detach,
             Info: self._info,
             Health: self._health,
         }
 
     def knows(self, proof: str) -> bool:
-        """Whether this proves the secret of the cluster, or that of main."""
         lease = self._lease
         secrets = [self._options.token, lease.secret if lease else ""]
         proofs = [proof_of(secret).encode() for secret in secrets if secret]
         shown = proof.encode(errors="replace")
-        return any([hmac.compare_digest(shown, one) for one in proofs])
+        return any([hmac.compare_digest(shown, expected) for expected in proofs])
 
     def serve(self) -> None:
-        """Serve session after session until `stop`, or one alone if `once`."""
         while (lease := self._next()) is not None:
             try:
                 lease.serve()
@@ -236,7 +227,7 @@ class WorkerServer:
                         self._apply("stop")
                 lease.ended.set()
             del lease
-            gc.collect()  # What the session held is let go of now.
+            gc.collect()  # Release the memory of the ended session now.
 
     def _next(self) -> CallerLease | None:
         with self._changed:
@@ -248,28 +239,29 @@ class WorkerServer:
         self._changed.notify_all()
 
     def stop(self) -> None:
-        """Finish what is under way, then let `serve` return."""
         with self._changed:
-            self.asked_to_stop = True
+            self.is_stop_requested = True
             self._apply("stop")
             lease = self._lease
         if lease is not None:
             lease.node.drain()
 
-    def _attach(self, asked: AttachWorker) -> Mapping[str, Any]:
+    def _attach(self, request: AttachWorker) -> Mapping[str, Any]:
         worker = self._options.worker
-        self._check_token(asked.token)
-        if asked.worker != worker:
-            raise JoinError(f"this is {self._name}, not {asked.worker!r}")
-        _check_names(asked)
-        main = f"main {asked.main!r}"
-        refuse_mismatch(asked.handshake, self._handshake, main, self._name)
-        with self._turn:
-            self._end_former(asked)
-            lease = self._lease_to(asked)
+        self._check_token(request.token)
+        if request.worker != worker:
+            raise JoinError(
+                f"the process at this address is {self._name}, not {request.worker!r}"
+            )
+        _check_names(request)
+        main = f"main {request.main!r}"
+        refuse_mismatch(request.handshake, self._handshake, main, self._name)
+        with self._attach_lock:
+            self._end_former(request)
+            lease = self._lease_to(request)
             try:
                 with self._changed:
-                    self._apply("attach")  # It may have been asked to stop meanwhile.
+                    self._apply("attach")  # Raises if a stop was requested meanwhile.
                     self._lease = lease
             except JoinError:
                 lease.listener.close()
@@ -282,42 +274,41 @@ class WorkerServer:
             "handshake": self._handshake,
         }
 
-    def _end_former(self, asked: AttachWorker) -> None:
-        """End a session that this main has left; refuse if another one goes on."""
+    def _end_former(self, request: AttachWorker) -> None:
+        """End an abandoned session. Raise JoinError if the session is in use."""
         with self._changed:
             lease = self._lease
             if self._state == STOPPING:
-                self._apply("attach")  # Raises.
+                self._apply("attach")  # Raises JoinError.
         if lease is None:
             return
-        is_newer = asked.incarnations[asked.worker] > lease.members.incarnation
-        is_same = lease.is_main(asked.secret)
-        is_left = is_same and is_newer
-        if not is_left and not _is_dead(lease.asked.handshake, self._handshake):
+        is_newer = request.incarnations[request.worker] > lease.members.incarnation
+        is_abandoned = is_newer and lease.is_main(request.secret)
+        if not is_abandoned and not _is_dead(lease.request.handshake, self._handshake):
             raise JoinError(
-                f"{self._name} is {HELD} by {lease.holder}; it is free when that "
-                "session has ended"
+                f"{self._name} is {HELD} by {lease.holder}; wait until that session "
+                "has ended"
             )
         self._end(lease)
 
     def _end(self, lease: CallerLease) -> None:
         lease.node.close()
-        if not lease.ended.wait(ENDING_S):
+        if not lease.ended.wait(SESSION_END_S):
             raise JoinError(
-                f"{self._name} has not left the session of {lease.main!r} within "
-                f"{ENDING_S:g} s; what it computes has to end, or the process has to "
-                "be stopped"
+                f"{self._name} did not leave the session of {lease.main!r} within "
+                f"{SESSION_END_S:g} s; wait until its computation has ended, or stop "
+                "the worker process"
             )
 
-    def _detach(self, asked: Detach) -> Mapping[str, Any]:
+    def _detach(self, request: Detach) -> Mapping[str, Any]:
         lease = self._lease
-        if lease is None or not lease.is_main(asked.secret):
+        if lease is None or not lease.is_main(request.secret):
             return {"ended": False}
         self._end(lease)
         return {"ended": True}
 
-    def _info(self, asked: Info) -> Mapping[str, Any]:
-        self._check_token(asked.token)
+    def _info(self, request: Info) -> Mapping[str, Any]:
+        self._check_token(request.token)
         lease = self._lease
         return {
             **self._health(Health()),
@@ -326,44 +317,49 @@ class WorkerServer:
             "handshake": self._handshake,
         }
 
-    def _health(self, asked: Health) -> Mapping[str, Any]:
+    def _health(self, request: Health) -> Mapping[str, Any]:
         worker = self._options.worker
         return {"worker": worker, "state": self._state, "pid": os.getpid()}
 
     def _check_token(self, token: str) -> None:
         if not hmac.compare_digest(token.encode(), self._options.token.encode()):
-            what = "the token is wrong" if token else "it wants a token, and none came"
+            reason = "the token is wrong" if token else "the request has no token"
             raise JoinError(
-                f"{self._name} refused: {what}; token_file, or else the .token beside "
-                "the cluster's file, has to hold the same secret on both sides"
+                f"{self._name} refused the request: {reason}; token_file, or else the "
+                ".token file of the cluster file, must be the same on both sides"
             )
 
-    def _held_by(self, secret: str) -> CallerLease:
+    def _lease_of(self, secret: str) -> CallerLease:
         lease = self._lease
         if lease is None:
             raise JoinError(f"{self._name} is in no session")
         if not lease.is_main(secret):
             raise JoinError(
-                f"{self._name} refused: the secret is not that of {lease.main!r} in "
-                "this session"
+                f"{self._name} refused the request: it does not contain the secret of "
+                f"{lease.main!r}, which holds the worker"
             )
         return lease
 
 
-def _check_names(asked: AttachWorker) -> None:
-    workers = asked.session_settings().workers
-    for name in (asked.main, asked.worker):
-        if workers.count(name) != 1 or name not in asked.incarnations:
-            raise JoinError(f"{name!r} has to be once among the workers of the session")
-    for name in asked.incarnations:
+def _check_names(request: AttachWorker) -> None:
+    workers = request.session_settings().workers
+    for name in (request.main, request.worker):
+        if workers.count(name) != 1 or name not in request.incarnations:
+            raise JoinError(
+                f"{name!r} must appear exactly once in the workers of the session, and "
+                "have an incarnation"
+            )
+    for name in request.incarnations:
         if name not in workers:
-            raise JoinError(f"{name!r} has an incarnation and is no worker")
+            raise JoinError(
+                f"{name!r} has an incarnation, but is not a worker of the session"
+            )
 
 
-def _is_dead(holder: Handshake, own: Handshake) -> bool:
-    # Then a crashed program can be restarted without waiting for the deadline.
+def _is_dead(holder: Handshake, worker: Handshake) -> bool:
+    # Detect a crash of the holder, so that main can attach again before the deadline.
     pid = holder.get("pid")
-    is_here = holder.get("boot") == own.get("boot")
+    is_here = holder.get("boot") == worker.get("boot")
     if not is_here or type(pid) is not int or not 0 < pid < 1 << 31:
         return False
     try:

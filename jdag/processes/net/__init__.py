@@ -1,1 +1,1 @@
-"""What carries bytes between two processes: loop, streams, connections, identities."""
+"""Byte transport between processes: event loop, streams, connections, identities."""

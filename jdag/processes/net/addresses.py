@@ -1,7 +1,8 @@
-"""Addresses of nodes, as text and as sockets.
+"""Addresses of nodes: their text form, and sockets bound to them.
 
-`tcp:HOST:PORT` (`tcp:[::1]:0`; port 0 lets the system choose) and `unix:@NAME` (an
-abstract Unix socket name; `unix:@` chooses a random one).
+The address of a data connection is `tcp:HOST:PORT` or `unix:@NAME`. With port 0, as in
+`tcp:[::1]:0`, the system chooses a port. `unix:@NAME` is an abstract Unix socket; with
+`unix:@` the system chooses the name.
 """
 
 import ipaddress
@@ -16,15 +17,15 @@ from jdag.errors import JdagError, JoinError, reason
 
 _CREDENTIALS = struct.Struct("3i")
 _NAME_BYTES_MAX = 100
-# Listen backlog. The system drops connections beyond it, which retry after a second.
+# Listen backlog. The system drops further connections, which then retry after a second.
 BACKLOG_MAX = 1024
 
 
 class Address(NamedTuple):
-    """A host, by name or number, and a port; port 0 lets the system choose.
+    """A host name or IP address with a port. For port 0 the system chooses a port.
 
-    `kind` is `unix` (then `host` is the socket name) or `tcp` for a data connection,
-    and empty for a control server.
+    For a data connection, `kind` is `tcp` or `unix`; with `unix`, `host` is the socket
+    name. For a control server, `kind` is empty.
     """
 
     host: str
@@ -33,7 +34,6 @@ class Address(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> "Address":
-        """Parse the address of a control server, as formatted by `str`."""
         address = address_of(text)
         assert address is not None, text
         return address
@@ -46,7 +46,6 @@ class Address(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the address can be reached only from this host."""
         try:
             return self.kind == "unix" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -54,7 +53,7 @@ class Address(NamedTuple):
 
 
 def address_of(text: str) -> Address | None:
-    """Parse `host:port`; None if malformed."""
+    """Parse `host:port`; return None if the text is malformed."""
     host, _, port = text.rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 1 << 16:
@@ -69,55 +68,48 @@ def address_of(text: str) -> Address | None:
 
 
 def parse(text: str) -> Address:
-    """Parse the address of a data connection; JdagError if malformed."""
     kind, _, rest = text.partition(":")
     if kind == "unix" and rest.startswith("@"):
         if len(rest.encode()) > _NAME_BYTES_MAX or "\0" in rest:
             raise JdagError(
-                f"address {text!r}: the name has over 100 bytes or a zero byte"
+                f"address {text!r}: expected a name of at most 100 bytes without a "
+                "zero byte"
             )
         return Address(rest[1:], kind=kind)
-    found = address_of(rest)
-    if found is None or kind != "tcp":
+    address = address_of(rest)
+    if address is None or kind != "tcp":
         raise JdagError(
             f"address {text!r} is neither tcp:HOST:PORT, with a port below 65536, nor "
             "unix:@NAME"
         )
-    return found._replace(kind=kind)
+    return address._replace(kind=kind)
 
 
-def hold_to_loopback(address: Address, what: str) -> None:
-    """Refuse a non-loopback address, which requires TLS."""
+def hold_to_loopback(address: Address, usage: str) -> None:
     if not address.is_loopback:
         raise JoinError(
-            f"{address} {what} without TLS, and only loopback may be: name certificates"
-            " in the [tls] of the cluster's file, or use 127.0.0.1"
+            f"{usage} {address} without TLS, which is only allowed for loopback "
+            "addresses: set [tls] in the cluster file, or use 127.0.0.1"
         )
 
 
 def bound(address: Address) -> socket.socket:
-    """Return a socket bound to the address; OSError if that fails."""
     family: int = socket.AF_UNIX
     where: Any = f"\0{address.host}"
     if address.kind != "unix":
-        found = socket.getaddrinfo(*address[:2], type=socket.SOCK_STREAM)[0]
-        family, where = found[0], found[-1]
-    made = socket.socket(family, socket.SOCK_STREAM)
+        info = socket.getaddrinfo(*address[:2], type=socket.SOCK_STREAM)[0]
+        family, where = info[0], info[-1]
+    created = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(where)
+        created.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        created.bind(where)
     except OSError:
-        made.close()
+        created.close()
         raise
-    return made
+    return created
 
 
 def listen(address: Address) -> tuple[socket.socket, Address]:
-    """Listen at an address; return the socket and the actual address.
-
-    Raises:
-        JoinError: the address is in use, or does not belong to this host.
-    """
     if address.kind == "unix" and not address.host:
         address = address._replace(host=f"jdag-{secrets.token_hex(8)}")
     try:
@@ -132,7 +124,6 @@ def listen(address: Address) -> tuple[socket.socket, Address]:
 
 
 def open_socket(address: Address, timeout_s: float) -> socket.socket:
-    """Connect to a Unix or TCP address; OSError if that fails."""
     if address.kind == "unix":
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -146,20 +137,19 @@ def open_socket(address: Address, timeout_s: float) -> socket.socket:
 
 
 def datagrams(address: Address, *, binds: bool) -> socket.socket:
-    """Return a UDP socket that does not block, bound or connected to an address."""
-    found = socket.getaddrinfo(*address[:2], type=socket.SOCK_DGRAM)[0]
-    made = socket.socket(found[0], socket.SOCK_DGRAM)
+    info = socket.getaddrinfo(*address[:2], type=socket.SOCK_DGRAM)[0]
+    created = socket.socket(info[0], socket.SOCK_DGRAM)
     try:
-        made.setblocking(False)
-        (made.bind if binds else made.connect)(found[-1])
+        created.setblocking(False)
+        (created.bind if binds else created.connect)(info[-1])
     except OSError:
-        made.close()
+        created.close()
         raise
-    return made
+    return created
 
 
 def host_towards(address: Address) -> str:
-    """Return the host by which one at an address reaches this process, or ""."""
+    """Return the local IP address of a connection to `address`, or "" if unknown."""
     try:
         with datagrams(address, binds=False) as towards:
             return str(towards.getsockname()[0])
@@ -168,12 +158,12 @@ def host_towards(address: Address) -> str:
 
 
 def hold_to_own_user(connected: socket.socket) -> None:
-    """Raise ConnectionError if the peer of a Unix socket runs as another user."""
     if connected.family != socket.AF_UNIX:
         return
-    wanted = socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-    process, user, _ = _CREDENTIALS.unpack(connected.getsockopt(*wanted))
-    if user != (ours := os.geteuid()):
+    option = socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+    process, user, _ = _CREDENTIALS.unpack(connected.getsockopt(*option))
+    if user != (expected := os.geteuid()):
         raise ConnectionError(
-            f"process {process} there runs as user {user}, not {ours}"
+            f"process {process} at the other end runs as user {user}; expected user "
+            f"{expected}"
         )

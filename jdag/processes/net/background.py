@@ -1,7 +1,8 @@
 """The asyncio loop of this process, on its own thread.
 
-Control servers, listeners and dials run here: everything that waits for other processes
-with a deadline and does not compute. The asyncio servers of gRPC require a single loop.
+It runs control servers, listeners and connection attempts. These tasks wait for other
+processes, have a deadline, and do not compute. All asyncio servers of gRPC in a process
+must share one loop.
 """
 
 import asyncio
@@ -16,26 +17,25 @@ _lock = threading.Lock()
 
 
 def loop() -> asyncio.AbstractEventLoop:
-    """Return the loop, started by the first call; callable from any thread."""
+    """Return the loop. The first call starts it. Callable from any thread."""
     with _lock:
         return _loop_of(os.getpid())
 
 
 @cache
 def _loop_of(process: int) -> asyncio.AbstractEventLoop:
-    """Keyed by process, because a forked child has none of its parent's threads."""
-    made = asyncio.new_event_loop()
+    """Return the loop of a process. A forked child needs its own loop and thread."""
+    created = asyncio.new_event_loop()
     threading.Thread(
-        target=made.run_forever, name=f"asyncio {process}", daemon=True
+        target=created.run_forever, name=f"asyncio {process}", daemon=True
     ).start()
-    return made
+    return created
 
 
 def wait_for(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
-    """Run a coroutine on the loop from another thread; return its result."""
     running = asyncio.run_coroutine_threadsafe(coroutine, loop())
     try:
         return running.result()
-    except BaseException:  # This thread may have been interrupted.
+    except BaseException:  # For example KeyboardInterrupt.
         running.cancel()
         raise

@@ -1,23 +1,25 @@
 """One node's end of its connection with another node, over replaceable streams.
 
-Events are passed to `handle` in order. Those of a lost peer must be ignored.
+Events are passed to `handle` in order. `handle` must ignore events of a lost peer.
 
 Invariants
- 1. Frames arrive once and in order, however often the stream is replaced. They are
- numbered for the life of the connection, and kept from before they are sent until the
- peer acknowledges them. Every frame carries an acknowledgement; a pure one is sent
- after much data, after large data, or at the next liveness check.
- 2. Frames are not reordered, except that chunks of large values are cut only when no
- other frame waits and there is room. At most `WINDOW_BYTES` of chunks are
- unacknowledged.
- 3. Input is checked before it is used or takes memory. A malformed frame yields
- `Failed`, after the events of earlier frames.
- 4. A chunk is read directly into the memory of its value. A stream that ends within a
- frame leaves no trace of that frame.
- 5. A peer with an open stream is heard or pinged four times per deadline; the helper
- process of one that does not answer is asked. One without a sign of life for `SILENT`
- percent of the deadline yields `Failed`, so that waiting programs learn of it in time.
- 6. A lost connection sends nothing and returns no events.
+
+1. Frames arrive once and in order, even if the stream is replaced. They are numbered
+   over the whole life of the connection, and kept until the peer acknowledges them.
+   Every frame carries an acknowledgement. A separate frame for an acknowledgement is
+   sent after much data, after large data, or at the next liveness check.
+2. Frames are not reordered, with one exception: a chunk of a large value is sent only
+   when no other frame waits and little output is buffered. At most `WINDOW_BYTES` of
+   chunks are unacknowledged.
+3. Input is checked before it is used and before memory is allocated for it. A malformed
+   frame yields `Failed`, after the events of earlier frames.
+4. A chunk is read directly into the memory of its value. If a stream ends within a
+   frame, the received part of the frame is discarded.
+5. A peer with an open stream sends data or is pinged four times per deadline. If it
+   does not reply to a ping, its helper process is queried. A peer without a sign of
+   life for `SILENT` percent of the deadline yields `Failed`, so that waiting programs
+   get an error before the deadline.
+6. A lost connection sends nothing and returns no events.
 """
 
 import json
@@ -61,12 +63,12 @@ from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header
 from jdag.wire.messages import Codec
 
 LAST_READS_MAX = 64
-OUT_BYTES = 512 * 1024  # Chunks are cut only while less than this waits to be sent.
-_VIEWS_MAX = 64  # Handed over in one system call.
-JOINED_BYTES = 2048  # A smaller frame is copied together, to be one view.
-FRAMES_MAX = 1 << 16  # Unacknowledged at once.
-# This much data is acknowledged at once. Smaller amounts that contain large values are
-# acknowledged soon, because the peer keeps the values until then.
+OUT_BYTES = 512 * 1024  # No chunk is added while more output than this is buffered.
+_VIEWS_MAX = 64  # Maximum number of buffers per system call.
+JOINED_BYTES = 2048  # A smaller frame is copied into one view.
+FRAMES_MAX = 1 << 16  # Maximum number of unacknowledged frames.
+# After this many bytes or frames, an acknowledgement is sent at once. After
+# `LARGE_BYTES`, it is sent within ACK_DELAY_NS, as the peer keeps values until then.
 ACK_BYTES, ACK_FRAMES = 1024 * 1024, 256
 LARGE_BYTES, ACK_DELAY_NS = 64 * 1024, 20_000_000
 SILENT = 90
@@ -78,15 +80,11 @@ Sends = Callable[[str, Message, tuple[int, int], tuple[int, ...]], None]
 
 
 class Connection:
-    """This node's end of its connection with one incarnation of a node.
+    """This node's end of its connection with one incarnation of another node.
 
-    Args:
-        buffers: where large values are received.
-        deadline_ns: a peer that is silent for this long is given up.
-        value_bytes_max: the largest value that is accepted.
-        handle: receives the events.
-        sends: called with each message that leaves, if it is set: the peer, the
-            message, the bytes of its values and of all, its causes in the trace.
+    `handle` receives the events. `sends` is called for each message that is sent. Its
+    arguments are the peer, the message, the bytes of its values, its total bytes, and
+    its causes in the trace. `buffers` provides memory for large received values.
     """
 
     def __init__(  # noqa: PLR0913 - keyword options.
@@ -108,22 +106,22 @@ class Connection:
         self.stream: Stream | None = None
         self.numbers = FrameCounters()
         self.sent = Sent()
-        self.allowed: tuple[str, ...] = ()  # Modules whose functions it may name.
-        self.waiting_bytes = 0  # Of all but large values that waits to leave.
+        self.allowed: tuple[str, ...] = ()  # Modules that the peer allows.
+        self.waiting_bytes = 0  # Bytes of buffered output, without large values.
         self.adopted_ns = clock_ns()
         self._loop = loop
         self._codec = codec
         self._handle = handle
         self._sends = sends
-        self._flushing = False  # Whether the loop knows that there is more to send.
+        self._flushing = False  # Whether the loop will call `flush`.
         self._waits_to_write = False
-        self._send_error: OSError | None = None  # Why nothing can be sent any more.
-        self._defined: dict[bytes, None] = {}  # Functions that the peer was sent.
-        self._queue: deque[Parcel] = deque()  # Without a number yet.
+        self._send_error: OSError | None = None  # If set, the stream cannot send.
+        self._defined: dict[bytes, None] = {}  # Digests of functions sent to the peer.
+        self._queue: deque[Parcel] = deque()  # Frames without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
-        # They leave as one before the next other message, or at the next flush.
+        # Acknowledgements to combine at a flush, or before any other message is sent.
         self._acknowledgements: list[Acknowledge] = []
-        self._causes: dict[int, None] = {}  # Of these, in the trace.
+        self._causes: dict[int, None] = {}  # Trace records that are their causes.
         self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
         self._borrowed = BorrowedMemory(
@@ -133,11 +131,11 @@ class Connection:
         self.reader = FrameReader(
             self.numbers, assembler, buffers, self._pool, self._borrowed
         )
-        self._told = 0  # The last frame that the peer knows to have come,
-        self._told_bytes = 0  # and the bytes that had come by then.
-        self._tells_soon = False
+        self._acknowledged = 0  # Number of the last acknowledged received frame.
+        self._acknowledged_bytes = 0  # Bytes received up to that frame's end.
+        self._acknowledges_soon = False
         self.heard_ns = self.adopted_ns
-        self.pulse: Pulse | None = None  # By which its helper process is asked.
+        self.pulse: Pulse | None = None  # Queries the peer's helper process.
         self._deadline_ns = deadline_ns
         self._look_ns = self.heard_ns + deadline_ns // 4
         self._timer = loop.at(self._look_ns, self._look)
@@ -145,10 +143,8 @@ class Connection:
     def __repr__(self) -> str:
         return f"Connection({self.name}, incarnation {self.incarnation})"
 
-    # ------------------------------------------------------------------ its stream
-
     def adopt(self, stream: Stream, received: int) -> None:
-        """Continue on a new stream; the peer has received frames up to `received`."""
+        """Use a new stream. `received` is the number of frames received by the peer."""
         self.drop_stream()
         numbers = self.numbers
         numbers.acknowledge(received)
@@ -159,10 +155,10 @@ class Connection:
         self.stream = stream
         self.adopted_ns = clock_ns()
         self._loop.register(stream.fileno(), self.ready)
-        self._pure(PING)  # A successful connect does not prove that it is alive.
+        self._pure(PING)  # A successful connect does not prove that the peer is alive.
 
     def lose(self, last: dict[str, Any]) -> None:
-        """End the connection; the last frame is sent only if it leaves at once."""
+        """End the connection. Send `last` in a last frame if that does not block."""
         self.control(last)
         self.lost = True
         self.flush()
@@ -180,13 +176,12 @@ class Connection:
             self.pulse.close()
 
     def drop_stream(self) -> None:
-        """Close the stream, and drop partially sent and received frames."""
         stream, self.stream = self.stream, None
         if stream is not None:
             self._loop.unregister(stream.fileno())
             stream.close()
         self._out.clear()
-        self.waiting_bytes = sum([FRAME_BYTES + one.nbytes for one in self._queue])
+        self.waiting_bytes = sum([FRAME_BYTES + p.nbytes for p in self._queue])
         self.reader.interrupt()
         self._waits_to_write, self._send_error = False, None
 
@@ -195,21 +190,17 @@ class Connection:
         if not self.lost:
             self._handle(self, [Broken(str(why))])
 
-    # ------------------------------------------------------------------ what is sent
-
     @property
     def idle(self) -> bool:
-        """Whether nothing waits to be sent, or for the rest of a value."""
         waiting = self._acknowledgements or self._queue or self._out
-        return not (waiting or self.bulk.values) and self.reader.assembler.whole
+        return not (waiting or self.bulk.values) and self.reader.assembler.is_complete
 
     def send(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()
     ) -> None:
-        """Send a message with its values; `causes` are its causes in the trace.
+        """Send a message. `causes` are the trace records that caused it.
 
-        Raises:
-            ProtocolError: it contains something that cannot be encoded.
+        Raises ProtocolError if the message cannot be encoded.
         """
         if self.lost:
             return
@@ -220,13 +211,13 @@ class Connection:
             self._has_more()
             return
         if self._acknowledgements:
-            self._acknowledge()
+            self._send_acknowledgements()
         self._write(message, values, causes)
 
-    def _acknowledge(self) -> None:
-        held, self._acknowledgements = self._acknowledgements, []
+    def _send_acknowledgements(self) -> None:
+        waiting, self._acknowledgements = self._acknowledgements, []
         causes, self._causes = tuple(self._causes), {}
-        for message in acknowledged_at_once(held):
+        for message in acknowledged_at_once(waiting):
             self._write(message, (), causes)
 
     def _write(
@@ -254,19 +245,17 @@ class Connection:
         self._add(FrameKind.MESSAGE, views, len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:
-        """Send a function, once, before messages that refer to its digest."""
+        """Send a function once. Call this before messages that refer to its digest."""
         if digest not in self._defined:
             self._defined[digest] = None
             self._add(FrameKind.DEFINE, (digest, data), len(digest) + len(data))
 
-    def control(self, what: dict[str, Any]) -> None:
-        """Send a control frame to the peer's node."""
-        data = json.dumps(what).encode()
+    def control(self, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
         self._add(FrameKind.ASIDE, (data,), len(data))
 
-    def about_segment(self, what: bytes, number: int) -> None:
-        """Send a frame about a segment of shared memory."""
-        data = struct.pack("<cQ", what, number)
+    def about_segment(self, kind: bytes, number: int) -> None:
+        data = struct.pack("<cQ", kind, number)
         self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
@@ -289,19 +278,16 @@ class Connection:
             self.waiting_bytes += FRAME_BYTES + nbytes
         else:
             self._put(parcel)
-        if not self._flushing:
-            self._flushing = True
-            self._loop.unflushed.append(self)
+        self._has_more()
 
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
-        """Append a frame to the output; number it unless it has a number."""
         numbers = self.numbers
         if sequence < 0:
             numbers.sent = sequence = numbers.sent + 1
             numbers.unacknowledged.append(parcel)
         views, nbytes = parcel.views, FRAME_BYTES + parcel.nbytes
-        self._told = received = numbers.received
-        self._told_bytes = self.reader.nbytes
+        self._acknowledged = received = numbers.received
+        self._acknowledged_bytes = self.reader.nbytes
         head = pack_header(sequence, received, parcel.nbytes, parcel.kind)
         self.waiting_bytes += nbytes
         sent = self.sent
@@ -315,10 +301,9 @@ class Connection:
         return sequence
 
     def flush(self) -> None:
-        """Write as much to the stream as it accepts."""
         self._flushing = False
         if self._acknowledgements:
-            self._acknowledge()
+            self._send_acknowledgements()
         stream = self.stream
         if stream is None or self._waits_to_write:
             return
@@ -327,23 +312,23 @@ class Connection:
             self._hear_out(stream, self._send_error)
             return
         try:
-            if self._pool.made:
+            if self._pool.created:
                 self._offer_on(stream)
-            while True:  # Bounded: each round consumes output.
+            while True:  # Bounded: each iteration consumes output.
                 if self._queue or self.bulk.values:
                     self._fill()
                 if not out:
                     break
-                taken = stream.send(list(islice(out, _VIEWS_MAX)))
-                self.waiting_bytes -= taken
-                while taken:  # Bounded by the views passed to `send`.
+                count = stream.send(list(islice(out, _VIEWS_MAX)))
+                self.waiting_bytes -= count
+                while count:  # Bounded by the views passed to `send`.
                     view = out[0]
-                    if taken < len(view):
-                        out[0] = memoryview(view)[taken:]
+                    if count < len(view):
+                        out[0] = memoryview(view)[count:]
                         break
-                    taken -= len(view)
+                    count -= len(view)
                     out.popleft()
-                if self._pool.made:
+                if self._pool.created:
                     self._offer_on(stream)
             if stream.buffered:
                 stream.flush()
@@ -361,7 +346,7 @@ class Connection:
         while len(self._out) < _VIEWS_MAX and len(numbers.unacknowledged) < FRAMES_MAX:
             if queue:
                 parcel = queue.popleft()
-                self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # Counted anew.
+                self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # `_put` adds them.
                 self._put(parcel)
             elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
                 bulk.numbered(self._put(cut), cut)
@@ -374,22 +359,20 @@ class Connection:
         self._loop.watch(self.stream.fileno(), READ | WRITE if waits else READ)
 
     def _hear_out(self, stream: Stream, error: OSError) -> None:
-        """Read what the peer sent before it hung up, which may be the reason."""
+        """Read the peer's last frames. They may explain why it closed the stream."""
         for _ in range(LAST_READS_MAX):
             if self.lost or self.stream is not stream:
                 return
             if self.ready(READ):
-                self._has_more()  # Read the rest after these are handled.
+                self._has_more()  # The next flush reads more frames.
                 return
         self._break(error)
 
-    # ------------------------------------------------------------------ shared memory
-
     def _offer_on(self, stream: Stream) -> None:
-        """Offer new segments between two frames, if the stream permits."""
-        made = self._pool.made
-        while made and stream.local and not self._out:  # Each turn offers one.
-            segment = made[0]
+        """Offer new segments of shared memory to a local peer, between two frames."""
+        created = self._pool.created
+        while created and stream.local and not self._out:
+            segment = created[0]
             payload = OFFERED + segment.number.to_bytes(7, "little")
             payload += segment.nbytes.to_bytes(8, "little")
             received = self.numbers.received
@@ -398,18 +381,16 @@ class Connection:
                 sent = stream.send_segment([memoryview(frame)], segment.descriptor)
             except (ConnectionError, BlockingIOError):
                 raise
-            except OSError as error:  # Without it, arrays go by the socket.
-                _log.info("%s: no segment is offered: %s", self, error)
+            except OSError as error:  # Arrays will use the socket instead.
+                _log.info("%s: cannot offer shared memory: %s", self, error)
                 sent = len(frame)
             self._pool.offered(clock_ns())
             if sent < len(frame):
                 self._out.append(frame[sent:])
                 self.waiting_bytes += len(frame) - sent
 
-    # ------------------------------------------------------------------ what comes
-
     def ready(self, mask: int) -> bool:
-        """Read or write a ready stream; return whether there were events."""
+        """Read from or write to a ready stream. Return whether there were events."""
         if mask & WRITE and self._waits_to_write:
             self._wait_to_write(False)
             self._has_more()
@@ -422,13 +403,13 @@ class Connection:
                 self.heard_ns = clock_ns()
         except JdagError as error:  # A malformed frame or message.
             events.append(Failed(f"it broke the protocol: {error}"))
-        except MemoryError as error:  # Not the peer's fault, and fatal here.
-            events.append(Exhausted(f"it has no memory for what was sent: {error}"))
+        except MemoryError as error:  # An error of this node, not of the peer.
+            events.append(Exhausted(f"it has no memory for a received value: {error}"))
         except (ConnectionError, OSError) as error:
             self.drop_stream()
             events.append(Broken(str(error)))
         except Exception as error:
-            _log.exception("%s: what it sent cannot be read", self)
+            _log.exception("%s: its input cannot be read", self)
             events.append(Failed(f"it broke the protocol: {error!r}"))
         else:
             if reader.pinged:
@@ -438,37 +419,34 @@ class Connection:
                 self.bulk.acknowledged(self.numbers.acknowledged)
             if self._queue or self.bulk.values:
                 self._has_more()
-            large = reader.nbytes - self._told_bytes
-            if large >= ACK_BYTES or self.numbers.received - self._told >= ACK_FRAMES:
+            large = reader.nbytes - self._acknowledged_bytes
+            frames = self.numbers.received - self._acknowledged
+            if large >= ACK_BYTES or frames >= ACK_FRAMES:
                 self._pure()
-            elif large >= LARGE_BYTES and not self._tells_soon:
-                self._tells_soon = True
-                self._loop.at(self.heard_ns + ACK_DELAY_NS, self._tell)
+            elif large >= LARGE_BYTES and not self._acknowledges_soon:
+                self._acknowledges_soon = True
+                self._loop.at(self.heard_ns + ACK_DELAY_NS, self._send_acknowledgement)
             if reader.more:
                 self._loop.soon(partial(self.ready, READ))
         if events:
             self._handle(self, events)
         return bool(events)
 
-    def _tell(self) -> None:
-        """Send an acknowledgement if no other frame carried it."""
-        self._tells_soon = False
-        if self.stream is not None and self._told < self.numbers.received:
+    def _send_acknowledgement(self) -> None:
+        self._acknowledges_soon = False
+        if self.stream is not None and self._acknowledged < self.numbers.received:
             self._pure()
 
-    # ------------------------------------------------------------------ signs of life
-
     def silent_ns(self, now_ns: int) -> int:
-        """For how long it has given no sign of life."""
         if self.pulse is not None:
             self.heard_ns = max(self.heard_ns, self.pulse.heard_ns())
         return now_ns - self.heard_ns
 
     def _look(self) -> None:
-        """Liveness check: ping a silent peer, or give it up."""
+        """Check liveness: ping a silent peer, or report it as failed."""
         now_ns, quarter_ns = clock_ns(), self._deadline_ns // 4
         if now_ns - self._look_ns >= quarter_ns:
-            # This node itself was stalled, and has not read its input yet.
+            # This node was stalled, and its input may contain signs of life.
             self.heard_ns = max(self.heard_ns, now_ns - 2 * quarter_ns)
         limit_ns = self._deadline_ns * SILENT // 100
         if now_ns - self.heard_ns >= limit_ns:
@@ -479,12 +457,12 @@ class Connection:
             self._handle(self, [Failed(why)])
         if self.lost:
             return
-        self._tell()
+        self._send_acknowledgement()
         if silent_ns >= quarter_ns and self.stream is not None:
             self._pure(PING)
         if self.pulse is not None:
             self.pulse.look(now_ns, self.heard_ns, quarter_ns)
-        self._borrowed.let_go()
+        self._borrowed.release_deleted()
         for number in self._pool.sweep(now_ns):
             self.about_segment(FORGOTTEN, number)
         next_ns = min((silent_ns // quarter_ns + 1) * quarter_ns, limit_ns)

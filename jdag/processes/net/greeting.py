@@ -1,16 +1,17 @@
-"""How a data connection opens: each end proves that it knows the secret of both.
+"""The greeting (authentication handshake) of a data connection.
 
-Before any frame come four records of fixed length; the first two do not wait for each
-other, so that an end that expects TLS sees at once that there is none:
+Each end proves that it knows the secret of the pair. Four records of fixed length
+precede all frames. Neither end waits for the other's opening before it sends its own,
+so an end that uses TLS detects at once that the other end does not use it:
 
     each      opening  magic, version of the protocol, nonce, frames received
     dialler   proof
     listener  answer   verdict, frames received, proof
 
-A proof is an HMAC, under the secret that the two share in their session, of the
-direction, of both workers with their incarnations, and of all that was said before it.
-What was overheard is therefore of no use on another connection, in the other direction,
-or for another worker, incarnation or session. These functions do no I/O; that is for
+A proof is an HMAC whose key is the secret that the two workers share in their session.
+It covers the direction, both workers with their incarnations, and all earlier records.
+A recorded greeting is therefore useless on another connection, in the other direction,
+or for another worker, incarnation or session. These functions do no I/O; the I/O is in
 `jdag.processes.net.listener`.
 """
 
@@ -32,31 +33,27 @@ _MAGIC = b"jdag"
 
 
 class ConnectionPair(NamedTuple):
-    """The two ends of a data connection, and their shared secret."""
-
     dialler: Worker
     listener: Worker
     secret: str
 
-    def proof(self, by: Literal["dialler", "listener"], *said: bytes) -> bytes:
-        """Return the proof of one end, after all that both have said."""
-        names = f"{by} {self.dialler} {self.listener} ".encode()
-        return hmac.digest(self.secret.encode(), names + b"".join(said), "sha256")
+    def proof(self, end: Literal["dialler", "listener"], *records: bytes) -> bytes:
+        names = f"{end} {self.dialler} {self.listener} ".encode()
+        return hmac.digest(self.secret.encode(), names + b"".join(records), "sha256")
 
 
 def opening(received: int = 0) -> bytes:
-    """Return what an end says first, on this connection alone."""
     return OPENING.pack(_MAGIC, PROTOCOL, secrets.token_bytes(32), received)
 
 
-def opened(said: bytes, they: str, we: str) -> int:
-    """Return how many frames the other end has received, by its opening.
+def opened(record: bytes, they: str, we: str) -> int:
+    """Check an opening; return the number of frames that its sender has received.
 
     Raises:
-        ConnectionError: it is none.
-        JoinError: it is one of another version of the protocol.
+        ConnectionError: the record is not an opening.
+        JoinError: the versions of the protocol differ.
     """
-    magic, protocol, _, received = OPENING.unpack_from(said)
+    magic, protocol, _, received = OPENING.unpack_from(record)
     if magic != _MAGIC:
         raise ConnectionError(f"{they} does not speak jdag's protocol")
     if protocol != PROTOCOL:
@@ -65,9 +62,9 @@ def opened(said: bytes, they: str, we: str) -> int:
 
 
 def is_by(pair: ConnectionPair, ours: bytes, hello: bytes) -> bool:
-    """Whether a hello, opening and proof, is by the dialler of a pair."""
-    said, shown = hello[: OPENING.size], hello[OPENING.size :]
-    return hmac.compare_digest(pair.proof("dialler", ours, said), shown)
+    """Whether the dialler of a pair sent this hello (opening and proof)."""
+    record, proof = hello[: OPENING.size], hello[OPENING.size :]
+    return hmac.compare_digest(pair.proof("dialler", ours, record), proof)
 
 
 def hello_answer(
@@ -77,26 +74,28 @@ def hello_answer(
     verdict: int,
     received: int = 0,
 ) -> bytes:
-    """Return the answer to a hello; one to UNKNOWN diallers proves nothing."""
-    said = VERDICT.pack(verdict, received)
-    proof = pair.proof("listener", ours, hello, said) if pair else bytes(PROOF_BYTES)
-    return said + proof
+    record = VERDICT.pack(verdict, received)
+    proof = pair.proof("listener", ours, hello, record) if pair else bytes(PROOF_BYTES)
+    return record + proof
 
 
-def answered(pair: ConnectionPair, theirs: bytes, hello: bytes, reply: bytes) -> int:
-    """Return how many frames the listener has received, by its answer.
+def answered(pair: ConnectionPair, opening: bytes, hello: bytes, reply: bytes) -> int:
+    """Check an answer; return the number of frames that the listener has received.
 
     Raises:
-        ConnectionError: what listens there is another worker.
-        JoinError: it does not know this worker, or has given it up.
+        ConnectionError: another worker listens at the address.
+        JoinError: the listener does not know this worker, or considers it lost.
     """
-    said, shown = reply[: VERDICT.size], reply[VERDICT.size :]
-    verdict, received = VERDICT.unpack(said)
+    record, proof = reply[: VERDICT.size], reply[VERDICT.size :]
+    verdict, received = VERDICT.unpack(record)
     it = f"worker {pair.listener!r}"
     if verdict == UNKNOWN:
-        raise JoinError(f"{it} does not know this one in its session, or by its TLS")
-    if not hmac.compare_digest(pair.proof("listener", theirs, hello, said), shown):
-        raise ConnectionError("it does not prove that it is that worker")
+        raise JoinError(
+            f"{it} refused this worker: this worker is not in its session, or has a "
+            "certificate for another name"
+        )
+    if not hmac.compare_digest(pair.proof("listener", opening, hello, record), proof):
+        raise ConnectionError(f"the process there did not prove that it is {it}")
     if verdict == GIVEN_UP:
-        raise JoinError(f"{it} has given this one up", given_up=True)
+        raise JoinError(f"{it} considers this worker lost", given_up=True)
     return int(received)

@@ -1,14 +1,12 @@
 """The handshake: properties that must agree in all processes of a cluster.
 
-These are versions, byte order, and everything that affects the bits of results: JAX's
-configuration, XLA flags, the number of cores. The Python version counts because
-functions sent by name are compared by their code. The maximal value size counts because
-the sender enforces it for both.
+The properties are versions, byte order, and everything that affects the bits of
+results: JAX's configuration, XLA flags, and the number of cores. The Python version
+must agree because functions sent by name are compared by their code.
 
-Kinds of devices may differ, and are exchanged. CPUs may differ too, although XLA
-compiles for their instructions: the host of a worker is part of its placement. Results
-then repeat bit by bit only while each worker stays on its kind of host, so a warning is
-given.
+The kinds of devices are exchanged, but may differ. The CPUs may differ too, although
+XLA compiles code for the instructions of a CPU. Results then repeat bit by bit only if
+each worker stays on a host of the same kind, so main warns.
 """
 
 import json
@@ -25,12 +23,12 @@ from jdag.compute.configuration import configuration
 from jdag.errors import JoinError
 from jdag.runtime.versions import UNKNOWN, version_of
 
-# The version of requests, hello, frames and messages.
+# Version of the requests, greetings, frames and messages.
 PROTOCOL = 8
 
 Handshake = Mapping[str, Any]
 
-# Fields that must agree, most significant first, and the remedy if they do not.
+# Fields that must agree, most important first. The value is the remedy if they differ.
 AGREE: Mapping[str, str] = {
     "jdag": "install one version on both",
     "python": "run one version of Python on both",
@@ -41,12 +39,12 @@ AGREE: Mapping[str, str] = {
     "byteorder": "use machines of one byte order",
     "configuration": "configure JAX alike on both, before anything is computed",
     "xla_flags": "set XLA_FLAGS alike for both, before they start",
-    "cores": "let both use as many cores, by taskset --cpu-list",
+    "cores": "use the same number of cores for both, by taskset --cpu-list",
     "nproc": "set NPROC alike for both, before they start",
 }
 _PACKAGES = ("jdag", "jax", "jaxlib", "numpy", "optax")
-_IF_THERE = ("optax",)  # A process without it runs nothing of it.
-# Of the instructions of a CPU, those that XLA compiles for where they are there.
+_OPTIONAL = ("optax",)  # A process that lacks the package never runs its code.
+# Prefixes of CPU flags for which XLA compiles different code.
 _INSTRUCTIONS = (
     *("sse", "avx", "fma", "f16c", "bmi", "amx"),
     *("asimd", "sve", "sme", "bf16"),
@@ -55,7 +53,7 @@ _SHOWN_MAX = 200
 
 
 def ours() -> dict[str, Any]:
-    """Return the handshake of this process; starts JAX's backend."""
+    """Return the handshake of this process. This starts JAX's backend."""
     config = dict(configuration().settings)
     return {
         **{package: version_of(package) for package in _PACKAGES},
@@ -74,12 +72,12 @@ def ours() -> dict[str, Any]:
 
 
 def _boot() -> str:
-    """Identify the PID namespace on one boot of a host."""
+    """Return an id of this PID namespace and of this boot of the host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return f"{platform.node()} {os.getpid()}"  # Practically unique.
+        return f"{platform.node()} {os.getpid()}"  # Unique in practice.
 
 
 def _cpu() -> list[str]:
@@ -88,34 +86,33 @@ def _cpu() -> list[str]:
     except OSError:
         return [platform.machine(), platform.processor()]
     lines = [line.partition(":") for line in text.splitlines()]
-    said = {key.strip(): value.strip() for key, _, value in lines}
-    flags = (said.get("flags") or said.get("Features") or "").split()
-    model = said.get("model name") or said.get("CPU part") or ""
-    found = sorted([flag for flag in flags if flag.startswith(_INSTRUCTIONS)])
-    return [platform.machine(), model, *found]
+    fields = {key.strip(): value.strip() for key, _, value in lines}
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    model = fields.get("model name") or fields.get("CPU part") or ""
+    used = sorted([flag for flag in flags if flag.startswith(_INSTRUCTIONS)])
+    return [platform.machine(), model, *used]
 
 
-def protocols_differ(theirs: int | str, them: str, me: str) -> str:
-    """Return the error text; `theirs` is the other version, empty if none was sent."""
-    older = me if str(theirs).isdigit() and int(theirs) > PROTOCOL else them
+def protocols_differ(version: int | str, them: str, me: str) -> str:
+    """Return an error text. `version` is that of the other end, or "" if unknown."""
+    older = me if str(version).isdigit() and int(version) > PROTOCOL else them
     return (
-        f"{them} speaks version {theirs or 'unknown'} of jdag's protocol and {me} "
-        f"version {PROTOCOL}; upgrade jdag for {older}"
+        f"{them} uses version {version or 'unknown'} of jdag's protocol, and {me} "
+        f"uses version {PROTOCOL}; upgrade jdag for {older}"
     )
 
 
-def other_cpu(mine: Handshake, theirs: Handshake, me: str, them: str) -> str | None:
-    """Return how the CPUs of two processes on CPUs differ, or None."""
-    here, there = mine.get("cpu"), theirs.get("cpu")
-    on_cpus = mine.get("platform") == theirs.get("platform") == "cpu"
-    if here == there or not on_cpus or not isinstance(there, list):
+def other_cpu(local: Handshake, peer: Handshake, me: str, them: str) -> str | None:
+    cpu, peer_cpu = local.get("cpu") or (), peer.get("cpu")
+    on_cpus = local.get("platform") == peer.get("platform") == "cpu"
+    if not on_cpus or not isinstance(peer_cpu, list) or list(cpu) == peer_cpu:
         return None
-    lacks = [str(one) for one in here or () if one not in there]
-    has = [str(one) for one in there if one not in (here or ())]
+    lacks = [str(feature) for feature in cpu if feature not in peer_cpu]
+    has = [str(feature) for feature in peer_cpu if feature not in cpu]
     return (
-        f"the CPU of {them} is not of the kind of that of {me}: only here "
-        f"{_listed(lacks)}, only there {_listed(has)}; gradients are right, and their "
-        "bits repeat as long as each worker stays on its kind of host"
+        f"the CPU of {them} differs from that of {me}: it lacks {_listed(lacks)} and "
+        f"also has {_listed(has)}; gradients are right, but their bits repeat only if "
+        "each worker stays on a host of the same kind"
     )
 
 
@@ -124,29 +121,24 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _plain(value: Any) -> bool | int | float | str | None:
-    """Return a setting of JAX as JSON has it; some are enumerations of texts."""
+    """Convert a JAX setting to a JSON value. Some settings are enumeration members."""
     value = getattr(value, "value", value)
     is_plain = value is None or isinstance(value, bool | int | float)
     return value if is_plain else str(value)
 
 
-def refuse_mismatch(mine: Handshake, theirs: Handshake, me: str, them: str) -> None:
-    """Check that two processes may work together, perhaps of different versions.
-
-    Raises:
-        JoinError: the first difference, with both values and the remedy.
-    """
-    for field, to_do in AGREE.items():
-        here, there = mine.get(field), theirs.get(field)
-        if here == there or (field in _IF_THERE and UNKNOWN in (here, there)):
+def refuse_mismatch(local: Handshake, peer: Handshake, me: str, them: str) -> None:
+    for field, remedy in AGREE.items():
+        a, b = local.get(field), peer.get(field)
+        if a == b or (field in _OPTIONAL and UNKNOWN in (a, b)):
             continue
         name = field
-        if isinstance(here, Mapping) and isinstance(there, Mapping):
-            keys = [key for key in (*here, *there) if here.get(key) != there.get(key)]
-            name, here, there = keys[0], here.get(keys[0]), there.get(keys[0])
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            name = next(key for key in (*a, *b) if a.get(key) != b.get(key))
+            a, b = a.get(name), b.get(name)
         raise JoinError(
-            f"{me} and {them} differ in {name}: {me} has {_shown(here)}, "
-            f"{them} has {_shown(there)}; {to_do}"
+            f"{me} and {them} differ in {name}: {me} has {_shown(a)}, "
+            f"{them} has {_shown(b)}; {remedy}"
         )
 
 

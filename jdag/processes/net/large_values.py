@@ -1,14 +1,15 @@
 """Large values of a connection, sent in chunks or through shared memory.
 
-A value of `BULK_BYTES` or more, or one that would bring its message above
-`INLINE_BYTES`, follows its message (`is_bulk`) in chunks or in shared memory
-(`jdag.processes.net.shared_memory`). All other values are part of the message.
+A value is sent after its message if it has `BULK_BYTES` or more, or if the message
+would otherwise exceed `INLINE_BYTES` (see `is_bulk`). Such a value is sent in chunks or
+in shared memory (`jdag.processes.net.shared_memory`). All other values are inside of
+the message.
 
-Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged. A value takes memory
-when its first element arrives, and no more than its announced type and
-`value_bytes_max` allow. Elements arrive in order and once. A delivery is released once,
-when all its values have arrived; `jdag.wire.order` defines which deliveries may
-overtake others.
+Invariants: at most `WINDOW_BYTES` of chunks are unacknowledged. Memory for a value is
+allocated when its first element arrives; its size is limited by the announced type and
+by `value_bytes_max`. Elements arrive in order and once. A delivery is passed on once,
+when all its values have arrived. `jdag.wire.order` defines which deliveries may be
+passed on before earlier ones.
 """
 
 import struct
@@ -18,7 +19,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.compute.buffers import Buffers, landed
+from jdag.compute.buffers import Buffers, array_over
 from jdag.engine.protocol import landing
 from jdag.errors import ProtocolError
 from jdag.processes.net.loop import clock_ns
@@ -33,16 +34,17 @@ from jdag.wire.messages import Codec
 from jdag.wire.order import Order
 
 BULK_BYTES = 256 * 1024
-INLINE_BYTES = 1024 * 1024  # Limit for the values inside one message.
+INLINE_BYTES = 1024 * 1024  # Maximum total size of the values inside a message.
 WINDOW_BYTES = 4 * 1024 * 1024
-COPY_BYTES = 2 * 1024 * 1024  # Copied to shared memory in one turn of the loop.
-# Segment frames. Lent: the segment holds a value. Freed: it may be written again.
-# Forgotten: its number is void. Offered (unnumbered): a new segment, with descriptor.
+COPY_BYTES = 2 * 1024 * 1024  # Bytes copied to shared memory per loop iteration.
+# Frames about segments of shared memory. Lent: the segment holds a value. Freed: the
+# segment may be written again. Forgotten: the number of the segment is invalid. Offered
+# (a frame without a number): there is a new segment, whose descriptor is attached.
 LENT, FREED, FORGOTTEN, OFFERED = b"l", b"f", b"g", b"o"
 
 
 class Parcel(Struct):
-    """Kind and content of a frame; the views stay alive until it is acknowledged."""
+    """The kind and content of a frame, kept until the frame is acknowledged."""
 
     kind: FrameKind
     views: Sequence[Any]
@@ -50,7 +52,6 @@ class Parcel(Struct):
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
-    """Whether a value follows its message, which already holds `inline_bytes`."""
     return nbytes >= BULK_BYTES or inline_bytes + nbytes > INLINE_BYTES
 
 
@@ -58,7 +59,7 @@ class _Outgoing(Struct):
     views: deque[memoryview]
     nbytes: int
     sent: int = 0
-    cut_bytes: int = 0  # Bytes of the first view that were cut off already.
+    cut_bytes: int = 0  # Bytes of the first view that earlier chunks contain.
     segment: SharedSegment | None = None
 
     def cut(self) -> Parcel:
@@ -72,7 +73,6 @@ class _Outgoing(Struct):
         return Parcel(FrameKind.CHUNK, (piece,), len(piece))
 
     def copy(self, segment: SharedSegment) -> bool:
-        """Copy the next piece to a segment; return whether the value is complete."""
         piece = self.views[0][self.sent : self.sent + COPY_BYTES]
         segment.write(self.sent, piece)
         self.sent += len(piece)
@@ -80,31 +80,27 @@ class _Outgoing(Struct):
 
 
 class BulkQueue:
-    """Queue of large outgoing values, sent one after the other.
+    """Queue of large outgoing values, which are sent one after the other.
 
-    `pool` provides shared memory. `values` are those not fully sent; `chunks` are the
-    numbers and sizes of unacknowledged chunk frames.
+    `pool` provides shared memory. `values` holds the values that are not fully sent.
+    `chunks` holds the numbers and sizes of unacknowledged chunk frames.
     """
 
     def __init__(self, pool: SharedMemoryPool) -> None:
-        self.nbytes = 0  # Of `values`.
-        self.copying = False  # Whether the next turn has more to copy.
+        self.nbytes = 0  # Total size of `values`.
+        self.copying = False  # Whether a copy continues in the next loop iteration.
         self._pool = pool
         self.values: deque[_Outgoing] = deque()
         self.chunks: deque[tuple[int, int]] = deque()
         self._chunk_bytes = 0
 
     def add(self, views: Sequence[memoryview]) -> None:
-        """Queue the elements of one more value."""
         nbytes = sum([len(view) for view in views])
         self.values.append(_Outgoing(deque(views), nbytes))
         self.nbytes += nbytes
 
     def next(self, local: bool) -> Parcel | None:
-        """Return the next frame, or None if nothing may be sent now.
-
-        `local`: whether the peer can share memory with this process.
-        """
+        """Return the next frame or None. If `local`, the peer can share memory."""
         self.copying = False
         if not self.values or self._chunk_bytes >= WINDOW_BYTES:
             return None
@@ -128,28 +124,25 @@ class BulkQueue:
         return parcel
 
     def numbered(self, sequence: int, parcel: Parcel) -> None:
-        """Record the number under which a frame from `next` is sent."""
         if parcel.kind is FrameKind.CHUNK:
             self.chunks.append((sequence, parcel.nbytes))
             self._chunk_bytes += parcel.nbytes
 
     def acknowledged(self, sequence: int) -> None:
-        """Record that the peer has all frames up to `sequence`."""
         while self.chunks and self.chunks[0][0] <= sequence:
             self._chunk_bytes -= self.chunks.popleft()[1]
 
     def clear(self) -> None:
-        """Drop everything that is queued."""
         self.values.clear()
         self.chunks.clear()
         self.nbytes = 0
 
 
 class Delivery(Struct):
-    """A message from a peer with its values, `missing` of which have not arrived.
+    """A message from a peer, with its values. `missing` counts those not yet arrived.
 
-    The values are in the order of `landing(message)`. It is the peer's message with
-    this number.
+    The values are in the order of `landing(message)`. `number` counts the peer's
+    messages from 1.
     """
 
     message: Any
@@ -162,7 +155,7 @@ class _Incoming(Struct):
     kind: Any
     delivery: Delivery
     slot: int
-    got: int = 0
+    received_bytes: int = 0
     view: memoryview | None = None
 
 
@@ -170,7 +163,7 @@ class Assembler:
     """Combines the messages of one peer with their values.
 
     Values larger than `value_bytes_max` are rejected. All methods raise ProtocolError
-    if the data received do not match what was announced.
+    if the received data do not match the announced values.
     """
 
     def __init__(
@@ -186,28 +179,27 @@ class Assembler:
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
         self._order: Order = Order()
-        self.messages = 0  # That came.
+        self.messages = 0  # Number of messages received so far.
 
     @property
-    def whole(self) -> bool:
-        """Whether all that came has come with its values."""
+    def is_complete(self) -> bool:
         return not self._incoming
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
-        """Take a message with its inline values; return the deliveries now complete."""
+        """Decode a message. Return the deliveries that can now be passed on."""
         message, kinds, offset = self._codec.decode(payload)
         if len(kinds) != len(landing(message)):
             raise ProtocolError(
-                f"a {type(message).__name__} with {len(kinds)} values, not"
+                f"a {type(message).__name__} has {len(kinds)} values; expected"
                 f" {len(landing(message))}"
             )
-        values: list[Any] = []
-        self.messages = number = self.messages + 1
-        delivery = Delivery(message, values, number)
+        self.messages += 1
+        delivery = Delivery(message, [], self.messages)
         if kinds:
             offset = self._take_values(delivery, kinds, payload, offset)
         if offset != len(payload):
-            raise ProtocolError(f"a message has {len(payload) - offset} bytes too many")
+            surplus = len(payload) - offset
+            raise ProtocolError(f"a message has {surplus} bytes after its last value")
         if not self._incoming:  # All earlier deliveries are complete.
             return (delivery,)
         return self._order.arrived(delivery, not delivery.missing)
@@ -220,8 +212,8 @@ class Assembler:
             nbytes = kind.array_nbytes
             if nbytes > self._value_bytes_max:
                 raise ProtocolError(
-                    f"a value of {nbytes} bytes: at most {self._value_bytes_max} are "
-                    "taken"
+                    f"a received value has {nbytes} bytes; expected at most "
+                    f"value_bytes_max = {self._value_bytes_max}"
                 )
             if kind.dual:
                 nbytes = kind.nbytes
@@ -232,30 +224,32 @@ class Assembler:
                 continue
             if offset + nbytes > len(payload):
                 raise ProtocolError(
-                    f"{len(payload) - offset} bytes are left for a value of {nbytes}"
+                    f"a message has only {len(payload) - offset} bytes left for a "
+                    f"value of {nbytes} bytes"
                 )
-            values.append(landed(kind, view[offset : offset + nbytes]))
+            values.append(array_over(kind, view[offset : offset + nbytes]))
             offset += nbytes
         return offset
 
     def target(self, nbytes: int) -> memoryview:
-        """Return the memory for the next elements; once filled, call `received`."""
+        """Return memory for the next elements. Fill it, then call `received`."""
         incoming = self._incoming[0] if self._incoming else None
-        missing = 0 if incoming is None else incoming.kind.nbytes - incoming.got
+        missing = incoming.kind.nbytes - incoming.received_bytes if incoming else 0
         if incoming is None or not 0 < nbytes <= missing:
             raise ProtocolError(
-                f"a chunk of {nbytes} bytes for a value with {missing} bytes missing"
+                f"a chunk has {nbytes} bytes; expected 1 to {missing}, the missing "
+                "part of the value"
             )
         if incoming.view is None:
             incoming.view = self._buffers.aligned(incoming.kind.nbytes)
-        return incoming.view[incoming.got : incoming.got + nbytes]
+        return incoming.view[incoming.received_bytes : incoming.received_bytes + nbytes]
 
     def lent(self, segment: int, nbytes: int) -> Sequence[Delivery]:
-        """Take the next value from a segment of shared memory."""
         incoming = self._incoming[0] if self._incoming else None
-        if incoming is None or incoming.got or nbytes != incoming.kind.nbytes:
+        if not incoming or incoming.received_bytes or nbytes != incoming.kind.nbytes:
             raise ProtocolError(
-                f"{nbytes} bytes in segment {segment} belong to no value"
+                f"shared memory segment {segment} holds {nbytes} bytes, which no "
+                "announced value has"
             )
         try:
             incoming.view = self._borrowed.borrow(segment, nbytes)
@@ -264,19 +258,17 @@ class Assembler:
         return self.received(nbytes)
 
     def received(self, nbytes: int) -> Sequence[Delivery]:
-        """Record that `nbytes` more elements of the current value are in place."""
         incoming = self._incoming[0]
-        incoming.got += nbytes
-        if incoming.got < incoming.kind.nbytes:
+        incoming.received_bytes += nbytes
+        if incoming.received_bytes < incoming.kind.nbytes:
             return ()
         assert incoming.view is not None, incoming.kind
         self._incoming.popleft()
         delivery = incoming.delivery
-        delivery.values[incoming.slot] = landed(incoming.kind, incoming.view)
+        delivery.values[incoming.slot] = array_over(incoming.kind, incoming.view)
         delivery.missing -= 1
         return () if delivery.missing else self._order.completed(delivery)
 
     def clear(self) -> None:
-        """Drop everything that is incomplete."""
         self._incoming.clear()
         self._order = Order()

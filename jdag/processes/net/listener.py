@@ -1,12 +1,14 @@
-"""Data connections: a listener that lets in workers of its session, and dialling one.
+"""Data connections: a listener that admits the workers of its session, and `dial`.
 
-A peer that proves its identity (`jdag.processes.net.greeting`) is accepted; each
-refusal is one line of the log.
-Invariants: a stream that `take` gets has exchanged greetings, and nothing else was read
-    from it; every other connection is closed. A hello takes at most HELLO_S. At most
-    VISITORS_MAX are under way. A newcomer beyond takes the place of the oldest without
-    a certificate, of the host that has most; so a flood keeps a peer out only if it
-    comes from that peer's own host, and no longer than one hello takes to arrive.
+A peer that proves its identity (`jdag.processes.net.greeting`) is admitted. Every other
+connection is closed, with one line in the log.
+
+Invariants: when a stream is passed to `take`, both ends have exchanged greetings and no
+frame was read. A greeting takes at most HELLO_S. At most VISITORS_MAX connections
+exchange greetings at a time. Beyond that, a new connection replaces an older one: the
+oldest connection without a certificate, from the host with the most such connections. A
+flood of connections can therefore delay only peers on its own host, and only for the
+time of one greeting.
 """
 
 import asyncio
@@ -51,12 +53,11 @@ from jdag.processes.net.tls import Tls, TlsStream
 
 HELLO_S = 5.0
 VISITORS_MAX = 64
-# How long a listener waits when the system gives no more connections (EMFILE).
+# Pause of a listener after the system refused to accept a connection (EMFILE).
 _REST_S = 0.2
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
-
 
 Pairs = Callable[[], Iterable[ConnectionPair]]
 Admit = Callable[[Worker, Names], int]
@@ -64,21 +65,17 @@ Take = Callable[[Worker, Stream, int], None]
 
 
 class Listener:
-    """Lets peers in at one address until it is closed; see the module.
+    """Admits peers at one address until it is closed.
+
+    The attribute `address` is the address that is actually used. Without `tls` it must
+    be a loopback address.
 
     Args:
-        address: `unix:@`, `tcp:127.0.0.1:0` or the like; `self.address` is the one that
-            is listened at.
-        tls: for TCP; without it only loopback may be listened at.
         pairs: returns the pairs of which this worker is the listener; does not block.
-        admit: called with a worker that has proved itself, and the names in its
-            certificate; returns how many of its frames have come. A JoinError is a
-            refusal.
-        take: called with each worker that was let in, its stream, and how many frames
-            it has received. Both are called on threads.
-
-    Raises:
-        JdagError: it cannot listen there.
+        admit: called with an authenticated worker and the names in its certificate;
+            returns how many of its frames were received, or raises JoinError to refuse.
+        take: called with each admitted worker, its stream, and how many frames it has
+            received. Both `admit` and `take` are called on threads.
     """
 
     def __init__(
@@ -99,13 +96,13 @@ class Listener:
         self._closing = False
         where = parse(address)
         if tls is None:
-            hold_to_loopback(where, "is listened at")
+            hold_to_loopback(where, "cannot listen at")
         self._listener, where = listen(where)
         self.address = str(where)
         loop().call_soon_threadsafe(self._watch)
 
     def close(self) -> None:
-        """Stop listening and close visitors; streams that were taken stay open."""
+        """Stop listening, and close connections that are not admitted yet."""
         wait_for(self._close())
 
     async def _close(self) -> None:
@@ -127,8 +124,10 @@ class Listener:
         except BlockingIOError:
             return
         except OSError as error:
-            # It stays readable while nothing can be accepted: look away meanwhile.
-            _log.warning("%s accepts nobody now: %s", self.address, reason(error))
+            # Pause, because the socket stays readable while no accept succeeds.
+            _log.warning(
+                "%s cannot accept connections now: %s", self.address, reason(error)
+            )
             loop().remove_reader(self._listener)
             loop().call_later(_REST_S, self._watch)
             return
@@ -145,8 +144,8 @@ class Listener:
 
     def _welcome(self, stream: Stream) -> None:
         if self._closing or not self._has_room():
-            said = "%s has no room for %s: others have shown a certificate"
-            _log.warning(said, self.address, stream.peer)
+            text = "%s refused %s: too many connections with certificates are pending"
+            _log.warning(text, self.address, stream.peer)
             stream.close()
             return
         visitor = loop().create_task(self._visit(stream))
@@ -159,7 +158,7 @@ class Listener:
             stream.close()
 
     def _has_room(self) -> bool:
-        """Whether there is room for one more, if need be in place of another one."""
+        """Whether a connection may be added. May close another one to make room."""
         if len(self._visitors) < VISITORS_MAX:
             return True
         anonymous = [
@@ -170,10 +169,8 @@ class Listener:
         crowd = Counter([host for _, host in anonymous]).most_common(1)
         for visitor, host in anonymous:
             if host == crowd[0][0]:
-                self._refused(
-                    self._visitors.pop(visitor),
-                    "it has said nothing yet, and others come",
-                )
+                why = "it has not completed its greeting, and other connections wait"
+                self._refused(self._visitors.pop(visitor), why)
                 visitor.cancel()
                 return True
         return False
@@ -183,43 +180,43 @@ class Listener:
             async with asyncio.timeout(HELLO_S):
                 worker, received = await self._admission(stream)
         except TimeoutError:
-            self._refused(stream, f"no whole hello came within {HELLO_S:g} s")
+            self._refused(stream, f"it sent no complete greeting within {HELLO_S:g} s")
         except (OSError, JoinError) as error:
             self._refused(stream, str(error))
-        except Exception as error:  # A mistake of ours must not end the listener.
-            _log.exception("%s met an error of its own", self.address)
+        except Exception as error:  # A bug of jdag must not end the listener.
+            _log.exception("%s: internal error", self.address)
             self._refused(stream, str(error))
         else:
             visitor = asyncio.current_task()
             assert visitor is not None
-            self._entered[visitor] = self._visitors.pop(visitor)  # It stays open.
+            self._entered[visitor] = self._visitors.pop(visitor)  # Keep it open.
             try:
                 await asyncio.to_thread(self._take, worker, stream, received)
             except Exception:
-                _log.exception("%s could not hand over a stream", self.address)
+                _log.exception("%s: cannot use an admitted stream", self.address)
                 stream.close()
 
     async def _admission(self, stream: Stream) -> tuple[Worker, int]:
-        """Exchange greetings; an error says why the peer is not let in."""
         if isinstance(stream, TlsStream):
             await _when(stream, stream.shake_hands, select.POLLIN)
         ours = opening()
         await _write(stream, ours)
         hello = await _read(stream, HELLO_BYTES)
-        theirs = opened(hello, "it", "this worker")
-        pair = next((one for one in self._pairs() if is_by(one, ours, hello)), None)
+        peer_received = opened(hello, "it", "this worker")
+        pairs = self._pairs()
+        pair = next((pair for pair in pairs if is_by(pair, ours, hello)), None)
         try:
             if pair is None:
-                raise JoinError("it does not prove that it is a worker of this session")
+                raise JoinError("it did not prove that it is a worker of this session")
             admit, names = self._admit, stream.certificate
             received = await asyncio.to_thread(admit, pair.dialler, names)
         except JoinError as error:
             verdict = GIVEN_UP if error.given_up else UNKNOWN
-            with suppress(BlockingIOError):  # Said if its socket takes it at once.
+            with suppress(BlockingIOError):  # Do not wait until the answer is sent.
                 stream.send([memoryview(hello_answer(pair, ours, hello, verdict))])
             raise
         await _write(stream, hello_answer(pair, ours, hello, WELCOME, received))
-        return pair.dialler, theirs
+        return pair.dialler, peer_received
 
     def _refused(self, stream: Stream, why: str) -> None:
         _log.warning("%s refused %s: %s", self.address, stream.peer, why)
@@ -241,40 +238,36 @@ def dial(
     name: str | None = None,
     timeout_s: float,
 ) -> tuple[Stream, int]:
-    """Connect to the listener of another node; from any thread that may block.
+    """Connect to the listener of another node; block for at most `timeout_s`.
 
-    Args:
-        address: of the listener.
-        pair: this worker as the dialler, and the peer as the listener.
-        received: how many frames of the other side have come.
-        tls: without it only loopback may be dialled.
-        name: whom the certificate there is to be for; the address's host if None.
-        timeout_s: how long this may take.
+    This worker is the dialler of `pair`. `received` is the number of frames received
+    from the peer. `name` is the expected name in the peer's certificate; None means the
+    host of the address.
 
     Returns:
-        The stream, and the number of frames that the other side has received.
+        The stream, and the number of frames that the peer has received.
 
     Raises:
-        JdagError: names the address and why it cannot be reached.
-        JoinError: nothing listens there; or the peer has another version of the
-            protocol, does not know this worker, or has given it up.
+        JdagError: the address cannot be reached; the message contains the reason.
+        JoinError: nothing listens at the address; or the peer has another version of
+            the protocol, does not know this worker, or considers it lost.
     """
     where = parse(address)
     if tls is None:
-        hold_to_loopback(where, "is dialled")
+        hold_to_loopback(where, "cannot dial")
     due_ns = time.monotonic_ns() + int(timeout_s * 1e9)
-    there = f"worker {pair.listener!r} at {address}"
+    peer = f"worker {pair.listener!r} at {address}"
     try:
         stream = _connected(where, tls, name or where.host, timeout_s)
         return wait_for(_greet(stream, pair, received, due_ns))
     except TimeoutError as error:
-        said = f"cannot reach {there}: no answer within {timeout_s:g} s"
-        raise JdagError(said) from error
+        text = f"cannot reach {peer}: no answer within {timeout_s:g} s"
+        raise JdagError(text) from error
     except ConnectionRefusedError as error:
-        said = f"cannot reach {there}: {reason(error)}"
-        raise JoinError(said, reached=False, absent=True) from error
+        text = f"cannot reach {peer}: {reason(error)}"
+        raise JoinError(text, reached=False, absent=True) from error
     except OSError as error:
-        raise JdagError(f"cannot reach {there}: {reason(error)}") from error
+        raise JdagError(f"cannot reach {peer}: {reason(error)}") from error
 
 
 def _connected(where: Address, tls: Tls | None, name: str, timeout_s: float) -> Stream:
@@ -295,37 +288,36 @@ async def _greet(
         async with asyncio.timeout((due_ns - time.monotonic_ns()) / 1e9):
             if isinstance(stream, TlsStream):
                 await _when(stream, stream.shake_hands, select.POLLIN)
-            said = opening(received)
-            await _write(stream, said)
-            theirs = await _read(stream, OPENING.size)
-            opened(theirs, f"worker {pair.listener!r}", "this process")
-            proof = pair.proof("dialler", theirs, said)
+            record = opening(received)
+            await _write(stream, record)
+            peer_record = await _read(stream, OPENING.size)
+            opened(peer_record, f"worker {pair.listener!r}", "this process")
+            proof = pair.proof("dialler", peer_record, record)
             await _write(stream, proof)
             reply = await _read(stream, ANSWER_BYTES)
-        return stream, answered(pair, theirs, said + proof, reply)
+        return stream, answered(pair, peer_record, record + proof, reply)
     except BaseException:
         stream.close()
         raise
 
 
 async def _read(stream: Stream, count: int) -> bytes:
-    data, came = bytearray(count), 0
-    while came < count:
-        rest = memoryview(data)[came:]
-        came += await _when(stream, partial(stream.recv_into, rest), select.POLLIN)
+    data, received = bytearray(count), 0
+    while received < count:
+        rest = memoryview(data)[received:]
+        received += await _when(stream, partial(stream.recv_into, rest), select.POLLIN)
     return bytes(data)
 
 
 async def _write(stream: Stream, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        send = partial(stream.send, [left])
-        left = left[await _when(stream, send, select.POLLOUT) :]
+    rest = memoryview(data)
+    while rest:
+        send = partial(stream.send, [rest])
+        rest = rest[await _when(stream, send, select.POLLOUT) :]
     await _when(stream, stream.flush, select.POLLOUT)
 
 
 async def _when(stream: Stream, do: Callable[[], _Result], event: int) -> _Result:
-    """Do it as soon as it does not block: when the stream can be read, or written."""
     while True:
         try:
             return do()
@@ -335,10 +327,10 @@ async def _when(stream: Stream, do: Callable[[], _Result], event: int) -> _Resul
 
 
 async def _ready(descriptor: int, writes: bool) -> None:
-    ready, here = asyncio.Event(), loop()
-    watch, forget = here.add_reader, here.remove_reader
+    ready, events = asyncio.Event(), loop()
+    watch, forget = events.add_reader, events.remove_reader
     if writes:
-        watch, forget = here.add_writer, here.remove_writer
+        watch, forget = events.add_writer, events.remove_writer
     watch(descriptor, ready.set)
     try:
         await ready.wait()

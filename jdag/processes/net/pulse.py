@@ -1,14 +1,15 @@
-"""Signs of life of a process that computes and cannot answer.
+"""Signs of life of a process that computes and cannot answer pings.
 
-One call of C may hold Python's interpreter lock for longer than the deadline: `sorted`
-of a large list, a compilation. No thread of the process then answers pings. So each
-process of a session has a helper process (`jdag.processes.net.pulse_helper`), whose
-address and key it sends to all its peers, in the first frame of each connection. A node
-asks the helper of a peer that is silent for half of the deadline. An answer is a sign
-of life.
+A single C call, such as `sorted` of a large list or a compilation, may hold Python's
+interpreter lock for longer than the deadline. Meanwhile no thread of the process can
+answer pings. Each process of a session therefore has a helper process
+(`jdag.processes.net.pulse_helper`). The first frame of each connection contains the
+helper's address and key. If a peer is silent for half of the deadline, the node queries
+the peer's helper. A reply is a sign of life.
 
-If there is none (UDP is blocked, the helper was killed, the system has no /proc, the
-deadline is below 0.4 s), the peer is lost as one without a helper is.
+Without a reply the peer is lost at the deadline, as if it had no helper. There is no
+reply if UDP is blocked, if the helper was killed, if the system has no /proc, or if the
+deadline is below 0.4 s.
 """
 
 import ipaddress
@@ -32,113 +33,103 @@ from jdag.processes.net.pulse_helper import (
 
 _ENDING_S = 5.0
 _READS_MAX = 64
-_ASKED_MAX = 8
+_EXPECTED_MAX = 8
 
 _log = logging.getLogger(__name__)
 
 
 class Helper:
-    """The helper process of this one, from now until `close`; may raise OSError.
-
-    `host`, where its socket is bound, is the one of this process, as others know it.
-    """
+    """The helper process of this process. The constructor starts it on `host`."""
 
     def __init__(self, host: str) -> None:
         self._key = os.urandom(KEY_BYTES)
         with datagrams(Address(host), binds=True) as bound:
             self._address = Address(*bound.getsockname()[:2])
             arguments = (str(os.getpid()), str(bound.fileno()))
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", pulse_helper.__file__, *arguments],
                 pass_fds=(bound.fileno(),),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 cwd="/",
-                start_new_session=True,  # Signals of a terminal do not reach it.
+                start_new_session=True,  # The helper gets no signals of the terminal.
             )
-        assert self._process.stdin is not None
-        with suppress(OSError), self._process.stdin as keys:
+        assert self.process.stdin is not None
+        with suppress(OSError), self.process.stdin as keys:
             keys.write(self._key)
 
     @property
-    def pid(self) -> int:
-        """Its process."""
-        return self._process.pid
-
-    @property
     def frame(self) -> dict[str, str]:
-        """The control frame by which a peer can ask it."""
         return {"pulse": str(self._address), "key": self._key.hex()}
 
     def close(self) -> None:
-        """End it; idempotent."""
-        self._process.kill()
+        self.process.kill()
         with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_ENDING_S)
+            self.process.wait(_ENDING_S)
 
 
 def helper_at(host: str) -> Helper | None:
-    """Start the helper of this process; None without a host, or if that fails."""
     try:
         return Helper(host) if host else None
     except OSError as error:
-        _log.info("no helper process: %s", error)
+        _log.info("cannot start the helper process: %s", error)
         return None
 
 
 class Pulse:
-    """What is asked of the helper of one peer, by the peer's frame.
+    """Queries the helper process of one peer.
 
-    Raises:
-        ProtocolError: the frame is malformed.
+    Raises ProtocolError if the address or key in the peer's frame is malformed.
     """
 
     def __init__(self, address: str, key: str) -> None:
         try:
             self._address = Address.read(address)
-            ipaddress.ip_address(self._address.host)  # A name would be looked up.
+            # A host name is refused, because it would require a lookup.
+            ipaddress.ip_address(self._address.host)
             self._key = bytes.fromhex(key)
         except (AssertionError, ValueError):
-            raise ProtocolError(f"no helper can be asked at {address!r}") from None
+            raise ProtocolError(
+                f"{address!r} is not the address of a helper process"
+            ) from None
         self._socket: socket.socket | None = None
-        self._asked: dict[bytes, int] = {}  # The answers that may come, and when asked.
+        self._expected: dict[bytes, int] = {}  # Maps expected replies to query times.
         self._heard_ns = 0
 
     def look(self, now_ns: int, heard_ns: int, quarter_ns: int) -> None:
-        """Ask, if a ping has not been answered, or the last answer was the helper's.
+        """Query the helper if the peer was silent for half of the deadline.
 
-        `quarter_ns` is a quarter of the deadline.
+        If the last sign of life was a reply of the helper, a quarter of the deadline is
+        enough. `quarter_ns` is a quarter of the deadline.
         """
         quarters = 1 if heard_ns == self._heard_ns else 2
         if now_ns - heard_ns >= quarters * quarter_ns:
             self.ask(now_ns)
 
     def ask(self, now_ns: int) -> None:
-        """Ask whether the peer computes; never blocks."""
         nonce = os.urandom(NONCE_BYTES)
         try:
             if self._socket is None:
                 self._socket = datagrams(self._address, binds=False)
             self._socket.send(question(self._key, nonce))
         except OSError as error:
-            _log.debug("%s: a helper is not asked: %s", self._address, error)
+            _log.debug("%s: a helper cannot be queried: %s", self._address, error)
         else:
-            self._asked[pulse_answer(self._key, nonce)] = now_ns
-            if len(self._asked) > _ASKED_MAX:
-                del self._asked[next(iter(self._asked))]
+            self._expected[pulse_answer(self._key, nonce)] = now_ns
+            if len(self._expected) > _EXPECTED_MAX:
+                del self._expected[next(iter(self._expected))]
 
     def heard_ns(self) -> int:
-        """Return when the last question that was answered was asked; 0: never."""
-        with suppress(OSError):  # Nothing has come, or nothing listens there.
-            for _ in range(_READS_MAX if self._asked else 0):
+        """Return the time of the newest query that was answered, or 0."""
+        with suppress(OSError):  # No reply arrived, or nothing listens at the address.
+            for _ in range(_READS_MAX if self._expected else 0):
                 assert self._socket is not None
-                came = self._socket.recv(TAG_BYTES + 1)
-                self._heard_ns = max(self._heard_ns, self._asked.pop(came, 0))
+                reply = self._socket.recv(TAG_BYTES + 1)
+                self._heard_ns = max(self._heard_ns, self._expected.pop(reply, 0))
         return self._heard_ns
 
     def close(self) -> None:
-        """Ask no more."""
-        self._asked.clear()
+        self._expected.clear()
         if self._socket is not None:
             self._socket.close()

@@ -1,7 +1,7 @@
-"""Receiving side of a connection: bytes from its stream become events.
+"""The receiving side of a connection: converts the bytes of its stream to events.
 
-The invariants are those of `jdag.processes.net.connection`. Frames about shared memory
-go to `borrowed` (the peer's) and `pool` (this node's).
+The invariants in `jdag.processes.net.connection` apply. Frames about shared memory are
+passed to `borrowed` (the peer's segments) and `pool` (this node's segments).
 """
 
 import json
@@ -26,38 +26,38 @@ from jdag.processes.net.streams import Stream
 from jdag.wire.frames import FRAME_BYTES, FrameKind, Header, unpack_header
 
 BUFFER_BYTES = 256 * 1024
-READS_MAX = 16  # In one turn, so that other connections get theirs.
+READS_MAX = 16  # Reads per loop iteration; other connections must be read too.
 DIGEST_BYTES = 32
 PING, PONG = b"?", b"!"
 
 
 class ReceivedDefinition(NamedTuple):
-    """A function that later messages call by this digest."""
+    """An exported function. Later messages refer to it by its digest."""
 
     digest: bytes
     data: bytes
 
 
 class Control(NamedTuple):
-    """A control frame: what the peer's node asks or tells beside the engines."""
+    """A control frame, decoded from JSON: a query, a reply or a notice of a node."""
 
-    what: Any  # JSON.
+    content: Any
 
 
 class Broken(NamedTuple):
-    """The stream ended; another one may be adopted."""
+    """The stream ended. The connection may adopt a new stream."""
 
     why: str
 
 
 class Failed(NamedTuple):
-    """The peer was silent, or broke the protocol: it is to be given up."""
+    """The peer was silent or broke the protocol, and must be treated as lost."""
 
     why: str
 
 
 class Exhausted(NamedTuple):
-    """This node has no memory for what the peer sent."""
+    """This node has no memory for the peer's data."""
 
     why: str
 
@@ -66,24 +66,23 @@ PeerEvent = Delivery | ReceivedDefinition | Control | Broken | Failed | Exhauste
 
 
 class FrameCounters:
-    """The numbers of a connection's frames, which outlive its streams.
+    """The frame numbers of a connection. They continue when its stream is replaced.
 
-    Frames are numbered from 1. A stream keeps their order and loses none, so only over
-    a new one is anything sent again.
+    Frames are numbered from 1. A stream delivers all frames in order, so frames are
+    resent only over a new stream.
     """
 
     __slots__ = ("acknowledged", "received", "sent", "unacknowledged")
 
     def __init__(self) -> None:
-        self.sent = self.received = self.acknowledged = 0  # The last frame of each.
+        self.sent = self.received = self.acknowledged = 0  # Last frame numbers.
         self.unacknowledged: deque[Parcel] = deque()
 
     def acknowledge(self, last: int) -> None:
-        """Record that the peer has all frames up to `last`; may raise ProtocolError."""
         if not self.acknowledged <= last <= self.sent:
             raise ProtocolError(
-                f"frames up to {last} are acknowledged; {self.sent} was the last that "
-                f"was sent, and {self.acknowledged} acknowledged before"
+                f"the peer acknowledged frames up to number {last}; expected a number "
+                f"from {self.acknowledged} to {self.sent}"
             )
         for _ in range(last - self.acknowledged):
             self.unacknowledged.popleft()
@@ -91,8 +90,6 @@ class FrameCounters:
 
 
 class FrameReader:
-    """Reads the frames of one connection; `numbers` counts them."""
-
     def __init__(
         self,
         numbers: FrameCounters,
@@ -101,10 +98,10 @@ class FrameReader:
         pool: SharedMemoryPool,
         borrowed: BorrowedMemory,
     ) -> None:
-        self.nbytes = 0  # Of the payloads of numbered frames that came, ever.
-        self.pinged = False  # Whether the peer wants a sign of life.
-        self.paused = False  # After a control frame, until `read` is called again.
-        self.more = False  # Whether there may be more that the poller does not see.
+        self.nbytes = 0  # Payload bytes of all numbered frames received.
+        self.pinged = False  # Whether the peer waits for a sign of life.
+        self.paused = False  # Set by a control frame until `read` is called again.
+        self.more = False  # Whether input may exist that the poller does not report.
         self._numbers = numbers
         self.assembler = assembler
         self._buffers = buffers
@@ -112,31 +109,26 @@ class FrameReader:
         self._borrowed = borrowed
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._end = 0
-        # The rest of a frame that is read in place; and its header and payload.
+        # A frame that is read in place: its missing part, then its header and payload.
         self._direct: memoryview | None = None
         self._direct_frame: tuple[Header, memoryview] | None = None
 
     def interrupt(self) -> None:
-        """Drop incomplete frames."""
         self.paused = False
         self._end = 0
         self._direct = self._direct_frame = None
 
     def clear(self) -> None:
-        """Free all memory; nothing may be read afterwards."""
+        """Free all memory. `read` must not be called afterwards."""
         self.interrupt()
         self._buffer = memoryview(b"")
         self.assembler.clear()
 
     def read(self, stream: Stream, events: list[PeerEvent]) -> bool:
-        """Read available frames, bounded so that other connections get their turn.
+        """Read available frames, up to a limit; return whether any bytes arrived.
 
-        Reading pauses after a control frame, which may announce a worker that the next
-        frame names. Returns whether any bytes arrived.
-
-        Raises:
-            ConnectionError: the stream ended.
-            ProtocolError: a frame or message is malformed.
+        The limit lets other connections be read too. Reading pauses after a control
+        frame, because the frame may announce a worker that the next frame names.
         """
         heard = False
         self.more = True
@@ -159,22 +151,25 @@ class FrameReader:
             else:
                 self._direct = room[got:]
                 if self._direct_frame is not None and got == len(room):
-                    header, whole = self._direct_frame
+                    header, target = self._direct_frame
                     self._direct = self._direct_frame = None
-                    self._take(header, whole, stream, events)
+                    self._take(header, target, stream, events)
             if got < len(room) and not (stream.buffered and stream.pending()):
                 self.more = self.paused
                 break
         return heard
 
     def _parse(self, stream: Stream, events: list[PeerEvent]) -> None:
-        """Take the frames that are whole; read the rest of a large one in place."""
+        """Handle complete frames. An incomplete large frame will be read in place."""
         buffer, start, end = self._buffer, 0, self._end
         while end - start >= FRAME_BYTES and not self.paused:
             header = unpack_header(buffer, start)
             sequence, _, length, kind = header
             if sequence and sequence != self._numbers.received + 1:
-                raise ProtocolError(f"frame {sequence} after {self._numbers.received}")
+                raise ProtocolError(
+                    f"received frame number {sequence}; expected number "
+                    f"{self._numbers.received + 1}"
+                )
             body = start + FRAME_BYTES
             is_chunk = kind is FrameKind.CHUNK
             if end - body >= length:
@@ -186,12 +181,11 @@ class FrameReader:
                     payload = target
                 self._take(header, payload, stream, events)
             elif is_chunk or FRAME_BYTES + length > BUFFER_BYTES:
-                # What is announced takes memory as it comes.
                 take = self.assembler.target if is_chunk else self._buffers.aligned
-                whole = take(length)
-                whole[: end - body] = buffer[body:end]
-                self._direct = whole[end - body :]
-                self._direct_frame = header, whole
+                target = take(length)
+                target[: end - body] = buffer[body:end]
+                self._direct = target[end - body :]
+                self._direct_frame = header, target
                 self._end = 0
                 return
             else:
@@ -207,7 +201,7 @@ class FrameReader:
         stream: Stream,
         events: list[PeerEvent],
     ) -> None:
-        """Handle a complete frame; the payload of a chunk is in place already."""
+        """Handle a complete frame. The payload of a chunk is already in place."""
         sequence, acknowledged, length, kind = header
         numbers = self._numbers
         if acknowledged > numbers.acknowledged:
@@ -233,21 +227,23 @@ class FrameReader:
             self.pinged = True
 
     def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
-        what, numbers = payload[:1], payload[1:]
-        if what == LENT:
+        kind, numbers = payload[:1], payload[1:]
+        if kind == LENT:
             events += self.assembler.lent(*struct.unpack("<QQ", numbers))
             return
         (segment,) = struct.unpack("<Q", numbers)
-        if what == FREED:
+        if kind == FREED:
             self._pool.freed(segment, clock_ns())
         else:
-            assert what == FORGOTTEN, what
+            assert kind == FORGOTTEN, kind
             self._borrowed.forget(segment)
 
     def _offered(self, payload: bytes, stream: Stream) -> None:
-        """Take a new segment, whose descriptor came with this frame."""
+        """Map a new shared memory segment, whose descriptor came with this frame."""
         if len(payload) != 16:
-            raise ProtocolError(f"{payload!r} offers no segment")
+            raise ProtocolError(
+                f"an offer of shared memory has {len(payload)} bytes; expected 16"
+            )
         number = int.from_bytes(payload[1:8], "little")
         nbytes = int.from_bytes(payload[8:], "little")
         try:

@@ -1,30 +1,29 @@
-"""Shared memory for large arrays between two workers of one host, used again.
+"""Shared memory for large arrays between two workers on one host; segments are reused.
 
-A segment that was used before carries an array there and back in half the time of a
-Unix socket or less (64 MiB: 11 ms of 30; 16 MiB: 3.5 of 8; TCP: 85 and 21). Below 4 MiB
-the copies alone take as long (1 MiB: 0.47 ms of 0.35), but an array that goes by the
-socket takes a turn of both loops for each few chunks, which makes segments the faster
-from 256 KiB on (a call there and back with 1 MiB: 1.7 ms of 4.8 on busy cores). A fresh
-one never pays (64 MiB: 117 ms), as its pages are made one by one; glibc's settings
-change nothing.
+A round trip of an array in a reused segment takes at most half of the time that a Unix
+socket takes (64 MiB: 11 ms instead of 30 ms; 16 MiB: 3.5 ms instead of 8 ms; TCP takes
+85 ms and 21 ms). Below 4 MiB, copying alone takes about as long as the socket (1 MiB:
+0.47 ms instead of 0.35 ms). But on the socket, every few chunks need an iteration of
+both event loops, so segments are faster for arrays of at least 256 KiB (a call with an
+argument and a result of 1 MiB: 1.7 ms instead of 4.8 ms on busy cores). A new segment
+is always slower than the socket (64 MiB: 117 ms), because its pages are allocated one
+by one. Settings of glibc do not help.
 
-So segments are made ahead, on a thread, when an array of some size has found none for
-the second time, and what finds none goes by the socket at once. A segment is a memfd
-without a name: it is gone with the last process that maps it, whatever kills that.
+Segments are therefore created in advance, on a thread, when no segment was available
+for an array of some size for the second time. An array without a segment is sent over
+the socket at once. A segment is an unnamed memfd. The system frees it when no process
+maps it any more.
 
-Inputs:  the writer (`SharedMemoryPool`): `take`, `lent`, `freed`, `sweep`; the reader
-         (`BorrowedMemory`): `offered`, `borrow`, `forget`.
-Asks:  the writer: that what is `made` is passed to the reader, and that it is told to
-       forget the numbers that `sweep` gives, after all that was lent before;
-       the reader: that the writer is told the numbers for which `freed` is called.
+The connection offers each `created` segment to the reader, makes the reader forget the
+numbers that `sweep` returns, and reports the reader's calls of `freed` to the writer.
+An offered segment counts as lent until the reader reports it as free. A segment that
+was lost, or that the reader cannot map, is therefore never used. A segment that is not
+free after `LENT_NS_MAX` is left to the reader, because an array still uses it. Both
+ends exist longer than their connections.
 
-How it works. A segment that was offered counts as lent, and the reader's word that it
-is free says that it can be written; so one that got lost, or for which the reader has
-no room, is never used. One that is not free after `LENT_NS_MAX` is the reader's to
-keep: an array lives in it. Both ends outlive connections, and end with their worker.
-
-Invariants: what is lent is never written, nor is it lent again; the reader maps nothing
-that could shrink below it; at most `bytes_max` are free or lately lent.
+Invariants: a lent segment is neither written nor lent again. The reader maps only
+memory that cannot shrink. The total size of the segments that are free or were recently
+lent is at most `bytes_max`.
 """
 
 import errno
@@ -53,23 +52,23 @@ LENT_NS_MAX = 10 * 10**9
 IDLE_NS_MAX = 10 * 10**9
 _SIZES_MAX = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-# Python's maps hold a descriptor each, unless told not to (from 3.13 on).
+# Python's mmap keeps a descriptor open. From Python 3.13 on, this can be disabled.
 _UNTRACKED = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 _log = logging.getLogger(__name__)
 
 
 class SharedSegment:
-    """Memory of the writer that a reader maps too.
+    """A block of the writer's memory that a reader maps too.
 
-    `descriptor` is open until the reader has mapped it. `nbytes` is the whole size,
-    which may exceed the requested size.
+    `descriptor` is open until the reader has mapped the segment. `nbytes` may exceed
+    the requested size.
     """
 
     __slots__ = ("_bytes", "descriptor", "nbytes", "number", "since_ns")
 
     def __init__(self, nbytes: int) -> None:
-        """Make one with all of its pages; OSError if there is no room."""
+        """Allocate all pages. Raises OSError if there is not enough memory."""
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self.descriptor = os.memfd_create("jdag", flags)
         try:
@@ -82,18 +81,14 @@ class SharedSegment:
         self.nbytes = nbytes
         self.number = 0
         self.since_ns = 0
-        self._bytes[:: mmap.PAGESIZE] = (
-            0  # Fault the pages in now, rather than in the first copy.
-        )
+        self._bytes[:: mmap.PAGESIZE] = 0  # Cause all page faults now.
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Copy bytes to an offset; releases the GIL."""
-        np.copyto(
-            self._bytes[offset : offset + view.nbytes], np.frombuffer(view, np.uint8)
-        )
+        """Copy bytes to an offset. The copy releases the GIL."""
+        target = self._bytes[offset : offset + view.nbytes]
+        np.copyto(target, np.frombuffer(view, np.uint8))
 
     def shut(self) -> None:
-        """Close the descriptor; the memory stays."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
@@ -110,8 +105,9 @@ def _map(descriptor: int, nbytes: int) -> np.ndarray:
 class SharedMemoryPool:
     """The segments that one worker lends to another.
 
-    `peer` is for the log. `offer` is called, on any thread, when a segment was `made`,
-    and must not block. All methods are called on one thread. Times are ns of one clock.
+    Log messages contain the name `peer`. `offer` is called, on any thread, when a
+    segment was `created`; it must not block. All methods are called on one thread.
+    Times are nanoseconds of one clock.
     """
 
     def __init__(
@@ -124,16 +120,16 @@ class SharedMemoryPool:
         self._peer = peer
         self._offer = offer
         self._bytes_max = bytes_max
-        self._free: list[SharedSegment] = []  # Those used last are at the end.
+        self._free: list[SharedSegment] = []  # Least recently used first.
         self._lent: dict[int, SharedSegment] = {}
-        self._gone: list[int] = []
+        self._dropped: list[int] = []
         self._missed: dict[int, None] = {}
         self._counter = 0
         self._rests_until_ns = 0
         self._complained = False
         self._is_closed = False
         self._maker: threading.Thread | None = None
-        self.made: deque[SharedSegment] = deque()  # Those to be offered.
+        self.created: deque[SharedSegment] = deque()  # Segments that must be offered.
 
     def take(self, nbytes: int, now_ns: int) -> SharedSegment | None:
         """Return a free segment for `nbytes`, or None to use the socket."""
@@ -151,11 +147,10 @@ class SharedMemoryPool:
         self._lent[segment.number] = segment
 
     def offered(self, now_ns: int) -> None:
-        """Record that the first of `made` was passed to the reader, or cannot be."""
-        self.lent(self.made.popleft(), now_ns)
+        """Record that the first `created` segment was offered, or cannot be offered."""
+        self.lent(self.created.popleft(), now_ns)
 
     def freed(self, number: int, now_ns: int) -> None:
-        """Take a segment back from the reader; ignores segments already dropped."""
         segment = self._lent.pop(number, None)
         if segment is not None:
             segment.shut()
@@ -163,32 +158,32 @@ class SharedMemoryPool:
             self._free.append(segment)
 
     def sweep(self, now_ns: int) -> tuple[int, ...]:
-        """Drop segments lent or free for too long; return numbers to be forgotten."""
+        """Drop segments that were lent or free for too long; return their numbers."""
         for segment in list(self._lent.values()):
             if now_ns - segment.since_ns > LENT_NS_MAX:
                 del self._lent[segment.number]
                 if segment.descriptor >= 0:
-                    self._rest(f"{self._peer} maps no more shared memory", now_ns)
+                    self._rest(f"{self._peer} does not map shared memory", now_ns)
                 self._drop(segment)
         for segment in list(self._free):
             if now_ns - segment.since_ns > IDLE_NS_MAX:
                 self._free.remove(segment)
                 self._drop(segment)
-        gone, self._gone = tuple(self._gone), []
-        return gone
+        dropped, self._dropped = tuple(self._dropped), []
+        return dropped
 
     def close(self) -> None:
-        """Release all segments; the reader keeps what it has mapped."""
+        """Release all segments. The reader keeps the segments that it has mapped."""
         self._is_closed = True
         for segment in (*self._free, *self._lent.values()):
             segment.shut()
         self._free.clear()
         self._lent.clear()
-        self._shut_made()
+        self._shut_created()
 
-    def _shut_made(self) -> None:
-        with suppress(IndexError):  # The maker thread and `close` race for it.
-            self.made.popleft().shut()
+    def _shut_created(self) -> None:
+        with suppress(IndexError):  # The maker thread and `close` may both call this.
+            self.created.popleft().shut()
 
     def _miss(self, size: int, now_ns: int) -> None:
         repeated = size in self._missed
@@ -203,8 +198,8 @@ class SharedMemoryPool:
             self._maker.start()
 
     def _busy(self, now_ns: int) -> bool:
-        """Whether one is being made or offered, or making one failed lately."""
-        if self._maker is not None or self.made or now_ns < self._rests_until_ns:
+        """Whether a segment is being created or offered, or a creation just failed."""
+        if self._maker is not None or self.created or now_ns < self._rests_until_ns:
             return True
         return any(segment.descriptor >= 0 for segment in self._lent.values())
 
@@ -218,27 +213,27 @@ class SharedMemoryPool:
 
     def _make(self, number: int, size: int, now_ns: int) -> None:
         try:
-            made = SharedSegment(size)
+            segment = SharedSegment(size)
         except OSError as error:
             self._rest(f"no shared memory is available: {reason(error)}", now_ns)
         else:
-            made.number = number
-            self.made.append(made)
+            segment.number = number
+            self.created.append(segment)
         self._maker = None
-        if self._is_closed:  # No thread waits for the maker.
-            self._shut_made()
+        if self._is_closed:  # `close` does not wait for this thread.
+            self._shut_created()
         self._offer()
 
     def _drop(self, segment: SharedSegment) -> None:
         segment.shut()
-        self._gone.append(segment.number)
+        self._dropped.append(segment.number)
 
     def _rest(self, why: str, now_ns: int) -> None:
-        """Make no segments for a while; log the reason once."""
         self._rests_until_ns = now_ns + IDLE_NS_MAX
         if not self._complained:
             self._complained = True
-            _log.warning("%s; large arrays go to %s by the socket", why, self._peer)
+            text = "%s; large arrays are sent to %s over the socket"
+            _log.warning(text, why, self._peer)
 
 
 def _rounded(nbytes: int) -> int:
@@ -250,8 +245,8 @@ def _rounded(nbytes: int) -> int:
 class BorrowedMemory:
     """The segments that another worker lends to this one.
 
-    `freed(number)` may be called on any thread at any moment, wherever an array is
-    released, so it must only record the number.
+    `freed(number)` is called when an array is released, which may happen on any thread
+    at any time. It must therefore only record the number.
     """
 
     def __init__(self, peer: str, freed: Callable[[int], None]) -> None:
@@ -262,15 +257,16 @@ class BorrowedMemory:
         self._complained = False
 
     def offered(self, number: int, nbytes: int, descriptor: int) -> None:
-        """Map a segment, close its descriptor and tell the writer that it is free.
+        """Map a segment, close its descriptor and report it as free.
 
-        A segment without room is dropped and never reported free. Raises
-        ConnectionError if it is not what a writer makes.
+        A segment that cannot be mapped is dropped. An invalid segment raises
+        ConnectionError.
         """
         try:
-            self._hold_to_what_writers_make(number, nbytes, descriptor)
+            self._check_offer(number, nbytes, descriptor)
             if len(self._mapped.keys() | self._out.keys()) >= MAPPINGS_MAX:
-                raise OSError(errno.EMFILE, f"{MAPPINGS_MAX} segments are mapped")
+                text = f"already {MAPPINGS_MAX} segments of shared memory are mapped"
+                raise OSError(errno.EMFILE, text)
             self._mapped[number] = _map(descriptor, nbytes)
         except ConnectionError:
             raise
@@ -282,36 +278,31 @@ class BorrowedMemory:
             os.close(descriptor)
 
     def refused(self, error: OSError) -> None:
-        """Log once that a segment cannot be mapped; it is never reported free."""
+        """Log once that a segment cannot be mapped. It is never reported as free."""
         if not self._complained:
             self._complained = True
-            said = "large arrays come from %s by the socket: no shared memory: %s"
-            _log.warning(said, self._peer, reason(error))
+            text = "large arrays of %s arrive over the socket, not in shared memory: %s"
+            _log.warning(text, self._peer, reason(error))
 
-    def _hold_to_what_writers_make(
-        self, number: int, nbytes: int, descriptor: int
-    ) -> None:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes or nbytes <= 0:
-            said = f"offered {nbytes} bytes in a segment of {found.st_size}"
+    def _check_offer(self, number: int, nbytes: int, descriptor: int) -> None:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes or nbytes <= 0:
+            mistake = f"{nbytes} bytes in a shared file of {status.st_size} bytes"
         elif not _seals(descriptor) & fcntl.F_SEAL_SHRINK:
-            said = "offered a segment that can shrink"
+            mistake = "shared memory that can shrink"
         elif number in self._mapped or number in self._out:
-            said = f"offered segment {number} twice"
+            mistake = f"shared memory segment {number} twice"
         else:
             return
-        raise ConnectionError(f"{self._peer} {said}")
+        raise ConnectionError(f"{self._peer} offered {mistake}")
 
     def borrow(self, number: int, nbytes: int) -> memoryview:
-        """Return the front of a segment, writable; it is freed when no view is left.
-
-        Raises ConnectionError if the segment is unknown, too small or already lent.
-        """
+        """Return the first `nbytes` of a segment. It is freed when no view is left."""
         mapped = self._mapped.get(number)
         if mapped is None or number in self._out or not 0 < nbytes <= mapped.nbytes:
             raise ConnectionError(
-                f"{self._peer} lent {nbytes} bytes in segment {number}, which is"
-                " unknown, smaller or lent already"
+                f"{self._peer} sent {nbytes} bytes in shared memory segment {number},"
+                " which is unknown, smaller or lent already"
             )
         lent = mapped[:nbytes]
         self._out[number] = weakref.ref(lent, partial(self._returned, number))
@@ -322,20 +313,17 @@ class BorrowedMemory:
         if self._out.pop(number, None) is not None:
             self._freed(number)
 
-    def let_go(self) -> None:
-        """Have JAX release the memory of deleted arrays.
-
-        JAX does so at its next call, which may never come, and on garbage collection.
-        """
+    def release_deleted(self) -> None:
+        """Make JAX release deleted arrays now instead of at its next call."""
         if self._out:
             gc.collect(0)
 
     def forget(self, number: int) -> None:
-        """Unmap a segment that the writer dropped; an array in it lives on."""
+        """Unmap a segment that the writer dropped. An array in it stays valid."""
         self._mapped.pop(number, None)
 
     def close(self) -> None:
-        """Drop all segments; arrays live on, and nothing is reported free any more."""
+        """Drop all segments without reporting them as free. Arrays stay valid."""
         self._out.clear()
         self._mapped.clear()
 
@@ -344,4 +332,4 @@ def _seals(descriptor: int) -> int:
     try:
         return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError:
-        return 0  # A file without support for seals.
+        return 0  # This file does not support seals.

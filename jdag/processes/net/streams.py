@@ -1,12 +1,14 @@
 """Non-blocking streams of bytes between two nodes.
 
-The loop that owns a stream receives and sends when epoll says so. Streams through TLS
-(`jdag.processes.net.tls`) are used alike. Nothing here frames or resends.
+The loop that owns a stream receives and sends when epoll reports the stream as ready.
+TLS streams (`jdag.processes.net.tls`) have the same interface. This layer has no frames
+and does not resend data.
 
-Invariants: `recv_into` and `send` move at least one byte or raise. Besides
-BlockingIOError they raise only ConnectionError, with the peer's address and the reason;
-after it the stream can only be closed. No call raises a signal. A descriptor that came
-over a Unix socket is taken, or closed with the stream.
+Invariants: `recv_into` and `send` transfer at least one byte or raise an error. The
+error is BlockingIOError, or ConnectionError with the peer's address and the reason.
+After a ConnectionError the stream can only be closed. No call causes a SIGPIPE signal.
+A descriptor received over a Unix socket is either taken by the caller or closed with
+the stream.
 """
 
 import array
@@ -19,34 +21,34 @@ from collections.abc import Sequence
 from jdag.errors import reason
 from jdag.processes.net.peer_identity import Names
 
-# Over loopback TCP 64 MiB took 17 ms with 1 MiB, 27 with what Linux gives by itself
-# (Unix sockets: 15 to 16 with either), and more brings little.
+# Sending 64 MiB over loopback TCP took 17 ms with this size, and 27 ms with the default
+# of Linux (Unix sockets: 15 to 16 ms with both). Larger buffers gain little.
 SOCKET_BUFFER_BYTES = 1 << 20
 
-# One call takes no more views than this on Linux (IOV_MAX).
+# Linux's limit for the number of buffers per call (IOV_MAX).
 VIEWS_MAX = 1024
 
-# A node passes a descriptor for each new piece of shared memory, which are few.
+# Maximum number of received descriptors that are not yet taken. A node sends one
+# descriptor for each new segment of shared memory.
 DESCRIPTORS_MAX = 64
 _DESCRIPTOR = array.array("i").itemsize
 _NO_MORE_DESCRIPTORS = (errno.ETOOMANYREFS, errno.ENOMEM, errno.ENOBUFS)
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR)
-# As enums, they take a microsecond to look at.
+# These are plain ints because access to an enum member would take a microsecond.
 _TRUNCATED = int(socket.MSG_CTRUNC)
 _CLOSED_BY_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 _NO_SIGNAL = int(socket.MSG_NOSIGNAL)
 
 
 class SocketStream:
-    """One end of a plain TCP or Unix connection; the stream owns the socket.
+    """One end of a plain TCP or Unix connection. The stream owns the socket.
 
     Attributes:
-        peer: the other end, as error messages name it.
         local: whether both ends are on one host, so that descriptors can be passed.
         certificate: the names in the certificate of the other end; None without TLS,
-            and nothing before the handshake is done.
-        buffered: whether bytes may wait inside of it, so that `pending` and `flush`
-            are to be called.
+            empty before the handshake is done.
+        buffered: whether the stream buffers bytes, so that `pending` and `flush` must
+            be called.
     """
 
     certificate: Names = None
@@ -61,24 +63,17 @@ class SocketStream:
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connected.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
         if not self.local:
-            # Small messages are what callers wait for.
+            # Send small messages at once, because callers wait for them.
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def fileno(self) -> int:
-        """Return the descriptor that epoll watches; -1 once closed."""
         return self._socket.fileno()
 
     def recv_into(self, view: memoryview) -> int:
-        """Fill the front of a view, return how many bytes.
-
-        Raises:
-            BlockingIOError: there are none now.
-            ConnectionError: there will be no more.
-        """
         try:
             if not self.local:
                 count = self._socket.recv_into(view)
-            else:  # A descriptor whose bytes are read without it would be lost.
+            else:  # Reading the bytes alone would lose the descriptor.
                 count, beside, flags, _ = self._socket.recvmsg_into(
                     (view,), _ANCILLARY_BYTES, _CLOSED_BY_EXEC
                 )
@@ -93,23 +88,22 @@ class SocketStream:
         return count
 
     def _keep_descriptors(self, ancillary: Sequence[tuple[int, int, bytes]]) -> None:
-        came = array.array("i")
+        descriptors = array.array("i")
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                came.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
-        # Each of ours comes alone: one that is missing found no room in this process.
-        self._descriptors.extend(came or (None,))
+                descriptors.frombytes(data[: len(data) - len(data) % _DESCRIPTOR])
+        # Peers send one descriptor at a time. If it is missing, this process has
+        # reached its limit of open files.
+        self._descriptors.extend(descriptors or (None,))
         if len(self._descriptors) > DESCRIPTORS_MAX:
             raise ConnectionError(
-                f"over {DESCRIPTORS_MAX} descriptors came that no frame announced"
+                f"received over {DESCRIPTORS_MAX} descriptors that no frame announced"
             )
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """Take bytes from the front of some views, not all empty; return how many.
+        """Send bytes from the start of `views`; return the number of sent bytes.
 
-        Raises:
-            BlockingIOError: there is no room now.
-            ConnectionError: the connection has ended.
+        At least one view must not be empty.
         """
         try:
             count = self._socket.sendmsg(views[:VIEWS_MAX], (), _NO_SIGNAL)
@@ -120,27 +114,24 @@ class SocketStream:
         return count or self.send(_filled(views))
 
     def pending(self) -> bool:
-        """Whether bytes are here that epoll does not see."""
+        """Whether bytes are available that epoll does not report."""
         return False
 
     def wants_write(self) -> bool:
-        """Whether bytes that were taken wait here for room to write: see `flush`."""
+        """Whether `flush` has buffered bytes to write."""
         return False
 
     def flush(self) -> None:
-        """Write what was taken and waits here, or raise BlockingIOError.
-
-        It is for after the last `send`: `recv_into` and `send` do as much.
-        """
+        """Write buffered bytes or raise BlockingIOError. Call this after `send`."""
 
     def send_segment(self, views: Sequence[memoryview], descriptor: int) -> int:
-        """Send, with a descriptor beside the first byte; only where `local`.
+        """Send bytes together with a descriptor. Only for a `local` stream.
 
         The caller keeps its descriptor.
 
         Raises:
-            OSError: the kernel passes no more descriptors now: nothing was sent, and
-                the stream is as it was.
+            OSError: the kernel cannot send more descriptors now. Nothing was sent, and
+                the stream can still be used.
         """
         assert self.local, self.peer
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))
@@ -156,17 +147,17 @@ class SocketStream:
             raise broken(self.peer, error) from error
 
     def take_segment(self) -> int:
-        """Return the first descriptor that came and was not yet taken.
+        """Return the first received descriptor that was not yet taken.
 
-        It has come when the byte has that it was sent with. The caller closes it.
+        The caller must close it.
 
         Raises:
-            ConnectionError: there is none.
-            OSError: this process had no room for it (EMFILE).
+            ConnectionError: no descriptor was received.
+            OSError: this process had too many open files to receive it (EMFILE).
         """
         if not self._descriptors:
             raise ConnectionError(
-                f"{self.peer} announced shared memory and passed none"
+                f"{self.peer} announced shared memory, but sent no descriptor for it"
             )
         descriptor = self._descriptors.popleft()
         if descriptor is None:
@@ -174,7 +165,6 @@ class SocketStream:
         return descriptor
 
     def close(self) -> None:
-        """Close this end; may be called again."""
         self._socket.close()
         while self._descriptors:
             descriptor = self._descriptors.popleft()
@@ -182,20 +172,18 @@ class SocketStream:
                 os.close(descriptor)
 
 
-Stream = SocketStream  # That of TLS derives from it.
+Stream = SocketStream  # `TlsStream` is a subclass.
 
 
 def peer_closed(peer: str) -> ConnectionError:
-    """Say that the other end closed the connection."""
     return ConnectionError(f"{peer} closed the connection")
 
 
 def broken(peer: str, error: OSError) -> ConnectionError:
-    """Say why a connection cannot be used any more."""
     return ConnectionError(f"the connection to {peer} broke: {reason(error)}")
 
 
 def _filled(views: Sequence[memoryview]) -> list[memoryview]:
     filled = [view for view in views if len(view)]
-    assert filled, "a stream was asked to send nothing"
+    assert filled, "expected a view that is not empty"
     return filled

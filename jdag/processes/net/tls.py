@@ -1,13 +1,13 @@
-"""Mutual TLS from three files, for the control plane and the data plane.
+"""Mutual TLS for the control plane and the data plane, configured by three files.
 
 Every node has a certificate, its key, and the certificates of the authorities (`ca`).
-Both ends of a connection show their certificates and verify the other's against `ca`.
-The dialling end also checks the name that it dialled (a host, an address or a worker's
-name) against the names in the certificate. TLS 1.3 only.
+Both ends of a connection send their certificates, and verify the other's certificate
+with `ca`. The dialling end also checks that the certificate contains the dialled name
+(a host, an address or a worker's name). Only TLS 1.3 is used.
 
-A TlsStream keeps TLS between two buffers in memory, so that no call blocks and bytes
-once taken are never asked for again. A truncated connection looks like its end: frames
-have lengths, and links count them.
+A TlsStream runs TLS between two buffers in memory, so that no call blocks and a caller
+need not pass accepted bytes again. A truncated connection cannot be distinguished from
+an orderly end. This is harmless, because frames have lengths and numbers.
 """
 
 import ssl
@@ -22,13 +22,13 @@ from jdag.errors import JdagError, reason, spelled
 from jdag.processes.net.peer_identity import Names, names_in
 from jdag.processes.net.streams import SocketStream, peer_closed
 
-# What is encrypted before the socket is asked again, and the most that waits for it.
+# Maximum number of bytes per call of TLS, and thus of bytes that wait for the socket.
 _TAKEN_MAX = 1 << 18
 
 
 @dataclass(frozen=True)
 class Tls:
-    """The certificate of a node and the authorities that it trusts; see `load_tls`."""
+    """The certificate of a node, and the authorities that it trusts; see `load_tls`."""
 
     ca: bytes = field(repr=False)
     certificate: bytes = field(repr=False)
@@ -37,56 +37,52 @@ class Tls:
     dialling: ssl.SSLContext
 
     def serve(self, plain: SocketStream) -> "TlsStream":
-        """Return the TLS stream of an accepted connection."""
         return TlsStream(plain, self.serving, None)
 
     def dial(self, plain: SocketStream, name: str) -> "TlsStream":
-        """Return the TLS stream of a connection that this process made to `name`."""
         return TlsStream(plain, self.dialling, name)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Return the credentials of a client of a control server."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.certificate)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Return those of a control server; it wants a certificate of every client."""
         pair = (self.key, self.certificate)
         return grpc.ssl_server_credentials([pair], self.ca, require_client_auth=True)
 
 
 def load_tls(ca: Path, certificate: Path, key: Path) -> Tls:
-    """Read the files of a node, in PEM form, and check that they fit each other.
+    """Read the PEM files of a node, and check that they match.
 
     Raises:
-        JdagError: names the file and what is wrong: missing, unreadable, not PEM, a key
-            of another certificate or with a passphrase, a certificate that has expired,
-            is not yet valid, was not issued by `ca`, or may not be used at both ends.
+        JdagError: a file is missing, unreadable or not in PEM form; the key belongs to
+            another certificate or has a passphrase; or the certificate has expired, is
+            not yet valid, was not issued by `ca`, or may not be used at both ends. The
+            message names the file and the mistake.
     """
     files = _read("ca", ca), _read("certificate", certificate), _read("key", key)
     serving = _context(ssl.PROTOCOL_TLS_SERVER, ca, certificate, key)
-    serving.num_tickets = 0  # No session is ever resumed.
+    serving.num_tickets = 0  # TLS sessions are never resumed.
     dialling = _context(ssl.PROTOCOL_TLS_CLIENT, ca, certificate, key)
     try:
         _try_on_itself(serving, dialling)
     except ssl.SSLCertVerificationError as error:
         raise JdagError(
-            f"TLS certificate {certificate} is not one that others with ca {ca} would"
-            f" take: {error.verify_message}"
+            f"TLS certificate {certificate} is not valid for peers that use ca {ca}: "
+            f"{error.verify_message}"
         ) from error
     return Tls(*files, serving, dialling)
 
 
-def _read(what: str, path: Path) -> bytes:
+def _read(role: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except (OSError, ValueError) as error:
-        said = f"TLS {what} {spelled(path)}: {reason(error)}"
-        raise JdagError(said) from error
+        raise JdagError(f"TLS {role} {spelled(path)}: {reason(error)}") from error
 
 
 def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContext:
     def _refuse_passphrase() -> str:
-        raise JdagError(f"TLS key {key} has a passphrase; give one without")
+        raise JdagError(f"TLS key {key} has a passphrase; use a key without passphrase")
 
     context = ssl.SSLContext(side)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -94,23 +90,22 @@ def _context(side: int, ca: Path, certificate: Path, key: Path) -> ssl.SSLContex
     try:
         context.load_verify_locations(ca)
     except ssl.SSLError as error:
-        raise JdagError(f"TLS ca {ca} has no certificate in PEM form") from error
+        raise JdagError(f"TLS ca {ca} contains no certificate in PEM form") from error
     try:
         context.load_cert_chain(certificate, key, password=_refuse_passphrase)
     except ssl.SSLError as error:
+        text = f"TLS certificate {certificate} or key {key} is not in PEM form"
         if error.reason == "KEY_VALUES_MISMATCH":
-            said = f"TLS key {key} is not the key of certificate {certificate}"
-            raise JdagError(said) from error
-        said = f"TLS certificate {certificate} or key {key} is not in PEM form"
-        raise JdagError(said) from error
+            text = f"TLS key {key} is not the key of certificate {certificate}"
+        raise JdagError(text) from error
     return context
 
 
 def _try_on_itself(serving: ssl.SSLContext, dialling: ssl.SSLContext) -> None:
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    server = serving.wrap_bio(there, back, server_side=True)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = serving.wrap_bio(to_server, to_client, server_side=True)
     dialling.check_hostname = False
-    client = dialling.wrap_bio(back, there)
+    client = dialling.wrap_bio(to_client, to_server)
     dialling.check_hostname = True
     for end in (client, server, client, server):
         with suppress(ssl.SSLWantReadError):  # The other end goes on.
@@ -118,7 +113,7 @@ def _try_on_itself(serving: ssl.SSLContext, dialling: ssl.SSLContext) -> None:
 
 
 class TlsStream(SocketStream):
-    """A stream through TLS; `name` is the dialled name, None at the accepting end."""
+    """A stream with TLS. `name` is the dialled name, or None at the accepting end."""
 
     buffered = True
 
@@ -141,19 +136,13 @@ class TlsStream(SocketStream):
 
     @property
     def certificate(self) -> Names:  # type: ignore[override]
-        """See SocketStream; nothing before the handshake is done."""
         try:
             return names_in(self._tls.getpeercert())
         except ValueError:
             return ()
 
     def shake_hands(self) -> None:
-        """Continue the handshake; the accepting end may just read instead.
-
-        Raises:
-            BlockingIOError: it waits for the other end.
-            ConnectionError: it has failed.
-        """
+        """Continue the handshake. Raises BlockingIOError until the peer replies."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -162,8 +151,8 @@ class TlsStream(SocketStream):
                 try:
                     self._fetch()
                 except ConnectionError as error:
-                    said = f"{error}, in the TLS handshake"
-                    raise ConnectionError(said) from error
+                    text = f"{error}, during the TLS handshake"
+                    raise ConnectionError(text) from error
             except ssl.SSLError as error:
                 raise self._failed(error) from error
             else:
@@ -171,36 +160,34 @@ class TlsStream(SocketStream):
                 return
 
     def recv_into(self, view: memoryview) -> int:
-        """See SocketStream."""
         self._push()
-        came = 0
-        while came < len(view):
+        received = 0
+        while received < len(view):
             try:
-                rest = view[came:]
+                rest = view[received:]
                 count: int = self._tls.read(len(rest), rest)  # type: ignore[assignment]
             except ssl.SSLWantReadError:
                 self._push()
-                if came:
+                if received:
                     break
                 self._more = False
                 self._fetch()
             except ssl.SSLError as error:
-                if came:
+                if received:
                     break
                 raise self._failed(error) from error
             else:
-                if not count and not came:
+                if not count and not received:
                     raise peer_closed(self.peer)
-                came += count
-        self._more = came == len(view)
-        return came
+                received += count
+        self._more = received == len(view)
+        return received
 
     def send(self, views: Sequence[memoryview]) -> int:
-        """See SocketStream."""
         self.flush()
         try:
             count = self._tls.write(_front(views))
-        except ssl.SSLWantReadError:  # The handshake is not done yet.
+        except ssl.SSLWantReadError:  # The handshake is not complete yet.
             self._push()
             raise BlockingIOError from None
         except ssl.SSLError as error:
@@ -209,15 +196,12 @@ class TlsStream(SocketStream):
         return count
 
     def pending(self) -> bool:
-        """See SocketStream."""
         return self._more
 
     def wants_write(self) -> bool:
-        """See SocketStream."""
         return bool(self._unsent) or self._outgoing.pending > 0
 
     def flush(self) -> None:
-        """See SocketStream."""
         self._push()
         if self.wants_write():
             raise BlockingIOError
@@ -236,29 +220,28 @@ class TlsStream(SocketStream):
                 return
 
     def _failed(self, error: ssl.SSLError) -> ConnectionError:
-        # TLS tells the other end why; if it has gone, this end's error matters more.
+        # The pending output contains the reason for the other end. If the connection is
+        # already closed, only this end reports an error.
         with suppress(ConnectionError):
             self._push()
+        why = _REASONS.get(error.reason, str(error.reason).replace("_", " ").lower())
         if isinstance(error, ssl.SSLCertVerificationError):
             why = error.verify_message
-        else:
-            why = _SAID.get(error.reason, str(error.reason).replace("_", " ").lower())
         return ConnectionError(f"TLS with {self.peer} failed: {why}")
 
 
-# Reasons of OpenSSL when the other end is set up differently.
-_SAID = {
-    "HTTP_REQUEST": "it does not speak TLS",
-    "WRONG_VERSION_NUMBER": "it does not speak TLS",
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate",
-    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it asks for a certificate",
+# Descriptions of OpenSSL errors that the configuration of the other end causes.
+_REASONS = {
+    "HTTP_REQUEST": "it does not use TLS",
+    "WRONG_VERSION_NUMBER": "it does not use TLS",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it sent no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": "it requires a certificate",
     "TLSV1_ALERT_DECRYPT_ERROR": "it does not trust the issuer of our certificate",
     "TLSV1_ALERT_UNKNOWN_CA": "it does not trust the issuer of our certificate",
 }
 
 
 def _front(views: Sequence[memoryview]) -> bytes | memoryview:
-    """Join what one call takes; a large view is not copied."""
     front: list[memoryview] = []
     room = _TAKEN_MAX
     for view in views:
@@ -267,5 +250,5 @@ def _front(views: Sequence[memoryview]) -> bytes | memoryview:
             room -= len(front[-1])
         if not room:
             break
-    assert front, "a stream was asked to send nothing"
+    assert front, "expected a view that is not empty"
     return front[0] if len(front) == 1 else b"".join(front)

@@ -1,1 +1,1 @@
-"""What a session is: its file, its members, and the control plane."""
+"""Sessions: the cluster file, the members, and the control plane."""

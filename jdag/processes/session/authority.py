@@ -1,7 +1,7 @@
-"""A certificate authority for one session whose processes start on hosts not yet known.
+"""A certificate authority for one session, for workers whose hosts are not yet known.
 
-Each process of the session gets the authority itself, as it gets the token, and issues
-a certificate to its worker on its host. The package cryptography does the work.
+Each process of the session receives the authority together with the token. The process
+then issues a certificate for its worker and host. Requires the package cryptography.
 """
 
 import datetime
@@ -14,7 +14,7 @@ try:
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.x509.oid import NameOID
-except ImportError:  # It is of the extra jdag[ray].
+except ImportError:  # The extra jdag[ray] installs it.
     IS_USABLE = False
 else:
     IS_USABLE = True
@@ -24,54 +24,50 @@ _NAME = "jdag session"
 
 
 class Authority(NamedTuple):
-    """The certificate of an authority, and its key, in PEM form."""
-
     certificate: str
     key: str
 
-    def __repr__(self) -> str:  # Without the secret.
+    def __repr__(self) -> str:  # Hides the key.
         return "Authority(...)"
 
     def issue(self, worker: str, host: str, folder: Path) -> tuple[Path, Path, Path]:
-        """Write the three files of `jdag.processes.net.tls` for a worker on a host."""
         ca, certificate, key = (folder / name for name in ("ca", "certificate", "key"))
-        own = ec.generate_private_key(ec.SECP256R1())
+        private = ec.generate_private_key(ec.SECP256R1())
         issuer: Any = serialization.load_pem_private_key(self.key.encode(), None)
         try:
-            named: Any = x509.IPAddress(ipaddress.ip_address(host))
+            subject_name: Any = x509.IPAddress(ipaddress.ip_address(host))
         except ValueError:
-            named = x509.DNSName(host)
-        made = _builder(worker, own).add_extension(
-            x509.SubjectAlternativeName([named]), critical=False
+            subject_name = x509.DNSName(host)
+        builder = _builder(worker, private).add_extension(
+            x509.SubjectAlternativeName([subject_name]), critical=False
         )
         ca.write_text(self.certificate)
-        certificate.write_text(_pem(made.sign(issuer, hashes.SHA256())))
+        certificate.write_text(_pem(builder.sign(issuer, hashes.SHA256())))
         key.touch(mode=0o600)
-        key.write_text(_key_pem(own))
+        key.write_text(_key_pem(private))
         return ca, certificate, key
 
 
 def fresh_authority() -> Authority:
-    """Return a new authority."""
     key = ec.generate_private_key(ec.SECP256R1())
     limits = x509.BasicConstraints(ca=True, path_length=0)
-    made = _builder(_NAME, key).add_extension(limits, critical=True)
-    return Authority(_pem(made.sign(key, hashes.SHA256())), _key_pem(key))
+    builder = _builder(_NAME, key).add_extension(limits, critical=True)
+    return Authority(_pem(builder.sign(key, hashes.SHA256())), _key_pem(key))
 
 
 def _builder(subject: str, key: Any) -> Any:
-    def named(name: str) -> x509.Name:
+    def x509_name(name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
-    now = datetime.datetime.now(datetime.UTC)
+    today = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
-        .subject_name(named(subject))
-        .issuer_name(named(_NAME))
+        .subject_name(x509_name(subject))
+        .issuer_name(x509_name(_NAME))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)  # Clocks of hosts differ.
-        .not_valid_after(now + _LIFE)
+        .not_valid_before(today - _SKEW)  # The clocks of hosts may differ.
+        .not_valid_after(today + _LIFE)
     )
 
 

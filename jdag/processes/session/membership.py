@@ -1,8 +1,9 @@
-"""Membership: the workers of a session as known to one process; no I/O.
+"""Membership: the workers of a session as known to one process. No I/O.
 
-The tables below define what may follow what, and the error texts.
-Invariants: main alone numbers the incarnations of a name: 0, 1, ... A newer one means
-that all former ones are lost. A lost incarnation never comes back.
+The tables below define the state transitions; error messages are derived from them.
+
+Invariants: only main numbers the incarnations of a worker: 0, 1, ... When a new
+incarnation exists, all former ones are lost. A lost incarnation never returns.
 """
 
 import threading
@@ -17,14 +18,14 @@ IDLE, HELD, STOPPING = "idle", "held", "stopping"
 
 Transitions = Mapping[tuple[str, str], str]
 
-# A worker, as main and the other workers see it: (state, event) to the next state.
+# The states of a worker as seen by other processes: next state by (state, event).
 MEMBER: Transitions = {
     (ABSENT, "attach"): JOINED,
     (JOINED, "lose"): LOST,
     (LOST, "lose"): LOST,
-    (LOST, "attach"): JOINED,  # As the next incarnation.
+    (LOST, "attach"): JOINED,  # The next incarnation joins.
 }
-# A worker process, as it sees itself: one caller at a time holds it.
+# The states of a worker process as seen by itself. HELD: a main program uses it.
 LEASE: Transitions = {
     (IDLE, "attach"): HELD,
     (HELD, "end"): IDLE,
@@ -36,90 +37,72 @@ LEASE: Transitions = {
 
 
 def after(table: Transitions, subject: str, state: str, event: str) -> str:
-    """Return the state after an event.
-
-    Raises:
-        JoinError: the state does not permit the event; names the states that do.
-    """
     following = table.get((state, event))
     if following is None:
-        allowed = " or ".join([one for one, known in table if known == event])
-        raise JoinError(
-            f"{subject} is {state}; to {event} it, it would have to be {allowed}"
-        )
+        allowed = " or ".join([before for before, name in table if name == event])
+        raise JoinError(f"cannot {event} {subject}: it is {state}; expected {allowed}")
     return following
 
 
 @dataclass
 class Member:
-    """Another worker of a session, and the process that has its name now.
+    """Another worker of a session, and its current process.
 
-    `is_dialled`: this process dials it, and not the other way round. `whereabouts` is
-    None until main has announced them.
+    `is_dialled` is true if this process dials the other one, and false if the other one
+    dials this process. `whereabouts` is None until main has announced the process.
     """
 
     state: str = ABSENT
     incarnation: int = 0
-    why: str = ""  # It is lost.
+    why: str = ""  # The reason for the loss of the worker.
     whereabouts: WorkerAddress | None = None
     is_dialled: bool = False
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The modules whose functions may be named there."""
         return () if self.whereabouts is None else self.whereabouts.allow
 
 
 class Membership:
-    """The workers of a session, as the process of `here` sees them; thread-safe."""
+    """The workers of a session, as seen by the process of `worker`. Thread-safe."""
 
-    def __init__(self, here: str, workers: Sequence[str], incarnation: int = 0) -> None:
-        self.here = here
+    def __init__(
+        self, worker: str, workers: Sequence[str], incarnation: int = 0
+    ) -> None:
+        self.worker = worker
         self.incarnation = incarnation
-        self._members = {name: Member() for name in workers if name != here}
+        self._members = {name: Member() for name in workers if name != worker}
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Member:
-        """Another worker; JoinError if the name is none of the others'."""
         if name not in self._members:
-            raise JoinError(f"{name!r} is none of the others of {self.here!r}")
+            raise JoinError(
+                f"{name!r} is not a peer of {self.worker!r} in this session"
+            )
         return self._members[name]
 
     @property
     def incarnations(self) -> dict[str, int]:
-        """The number of each worker that is not lost, this one and absent ones too."""
-        others = {
-            name: one.incarnation
-            for name, one in self._members.items()
-            if one.state != LOST
-        }
-        return {self.here: self.incarnation, **others}
+        others = {n: m.incarnation for n, m in self._members.items() if m.state != LOST}
+        return {self.worker: self.incarnation, **others}
 
     @property
     def joined(self) -> tuple[str, ...]:
-        """The other workers that are neither absent nor lost."""
-        return tuple(n for n, one in self._members.items() if one.state == JOINED)
+        return tuple(n for n, m in self._members.items() if m.state == JOINED)
 
     @property
     def announced(self) -> dict[str, WorkerAddress]:
-        """Where the other workers are that have joined, as far as that is known."""
         return {
-            name: one.whereabouts
-            for name, one in self._members.items()
-            if one.state == JOINED and one.whereabouts is not None
+            name: member.whereabouts
+            for name, member in self._members.items()
+            if member.state == JOINED and member.whereabouts is not None
         }
 
     @property
     def lost(self) -> dict[str, str]:
-        """Why each lost worker is lost."""
-        return {n: one.why for n, one in self._members.items() if one.state == LOST}
+        return {n: m.why for n, m in self._members.items() if m.state == LOST}
 
     def next_incarnation(self, name: str) -> int:
-        """Return the number that the next process of this name gets.
-
-        Raises:
-            JoinError: no process may take the name now.
-        """
         member = self[name]
         after(MEMBER, f"worker {name!r}", member.state, "attach")
         return member.incarnation + (member.state == LOST)
@@ -132,17 +115,16 @@ class Membership:
         *,
         is_dialled: bool | None = None,
     ) -> None:
-        """Record the process of a name, or more facts about the same one.
+        """Record the process of a worker, or more information about the process.
 
-        Raises:
-            JoinError: a newer one has joined.
+        Raises JoinError if a newer incarnation has replaced the process.
         """
         with self._lock:
             member = self[name]
             if incarnation < member.incarnation:
                 raise JoinError(_replaced(name, incarnation, member.incarnation))
             if incarnation > member.incarnation or member.state == ABSENT:
-                if member.state == JOINED:  # Nobody has noticed its loss.
+                if member.state == JOINED:  # The former's loss was not detected.
                     self._apply(name, "lose")
                 self._apply(name, "attach")
                 member.incarnation = incarnation
@@ -153,7 +135,6 @@ class Membership:
                 member.is_dialled = is_dialled
 
     def lose(self, name: str, incarnation: int, why: str) -> None:
-        """Record the loss of an incarnation; ignored for a former one."""
         with self._lock:
             member = self[name]
             if member.state != ABSENT and incarnation == member.incarnation:
@@ -161,22 +142,21 @@ class Membership:
                 self._apply(name, "lose")
 
     def admit(self, name: str, incarnation: int) -> None:
-        """Refuse a process that is lost or was replaced: JoinError, `given_up`."""
         member = self[name]
-        known = member.incarnation
-        if incarnation < known:
-            raise JoinError(_replaced(name, incarnation, known), given_up=True)
+        newest = member.incarnation
+        if incarnation < newest:
+            raise JoinError(_replaced(name, incarnation, newest), given_up=True)
         if member.state == LOST:
-            said = f"worker {self.here!r} has given {name!r} up: {member.why}"
-            raise JoinError(said, given_up=True)
+            text = f"worker {self.worker!r} considers {name!r} lost: {member.why}"
+            raise JoinError(text, given_up=True)
 
     def _apply(self, name: str, event: str) -> None:
         member = self._members[name]
         member.state = after(MEMBER, f"worker {name!r}", member.state, event)
 
 
-def _replaced(name: str, incarnation: int, known: int) -> str:
+def _replaced(name: str, incarnation: int, newest: int) -> str:
     return (
-        f"incarnation {incarnation} of {name!r} is gone, and {known} has joined in its "
-        "place; the old process has to stop"
+        f"incarnation {incarnation} of {name!r} was replaced by {newest}; stop the old "
+        "process"
     )

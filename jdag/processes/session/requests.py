@@ -1,8 +1,8 @@
-"""Requests of the control plane: one class per rpc, validated before use.
+"""Requests of the control plane. Each rpc has a class; requests are validated.
 
-Non-empty answers are validated too. Every text, list and number is bounded. Main sends
-Attach, Mesh, Peer and Detach to workers; Info requires the cluster's token; any process
-may send Health.
+Replies with content are validated too. Every string, list and number is bounded. Main
+sends AttachWorker, Mesh, Peer and Detach to workers. Info requires the cluster's token.
+Any process may send Health.
 """
 
 from typing import Annotated, Any
@@ -23,31 +23,31 @@ _Handshake = Annotated[dict[str, Any], Meta(max_length=64)]
 
 
 class Request(Struct, frozen=True, forbid_unknown_fields=True):
-    """A request: unknown fields are refused, and nothing is converted."""
+    """Base class of requests. Unknown fields and values of other types are refused."""
 
-    def __repr__(self) -> str:  # Without its secrets.
+    def __repr__(self) -> str:  # Hides the secrets.
         return f"{type(self).__name__}(...)"
 
     @property
     def key(self) -> str:
-        """The token or secret that authenticates the caller, if any."""
         return str(getattr(self, "token", "") or getattr(self, "secret", ""))
 
 
 class ScheduleCsv(Struct, frozen=True, forbid_unknown_fields=True):
-    """A schedule of pipelines: its workers, and the CSV of their lists."""
+    """A pipeline schedule: its workers, and the workers' action lists as CSV."""
 
     workers: Annotated[tuple[_Name, ...], Meta(max_length=WORKERS_MAX)]
     csv: Annotated[str, Meta(max_length=LISTS_MAX)]
 
 
 class AttachWorker(Request, frozen=True):
-    """Begin a session: `main` takes the asked process for its `worker`.
+    """Begin a session: the receiver becomes `worker` in the session of `main`.
 
-    By `secret` the two know each other from now on; `secrets` has those by which the
-    worker and each of the others do. `control` is where main itself answers Health, if
-    it does. `settings` has the fields of `SessionSettings`, of which `schedule` is sent
-    as CSV. `watched`, `program`: see `jdag.processes.session.session_info.SessionInfo`.
+    From now on, `secret` authenticates main and the worker to each other. `secrets`
+    contains the secrets that the worker shares with the other workers. `control` is the
+    address at which main answers Health, or "". `settings` contains the fields of
+    `SessionSettings`; its `schedule` is sent as CSV. See `SessionInfo` for `watched`
+    and `program`.
     """
 
     token: _Text
@@ -65,7 +65,6 @@ class AttachWorker(Request, frozen=True):
     program: _Text = ""
 
     def session_settings(self) -> SessionSettings:
-        """Return the settings of the session; JdagError if one is unusable."""
         listed, schedule = self.schedule, None
         if listed is not None:
             schedule = from_csv(listed.csv, workers=listed.workers)
@@ -75,7 +74,7 @@ class AttachWorker(Request, frozen=True):
 
 
 class WorkerAddress(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which process a name stands for, where it is reached, and what it allows."""
+    """The address of a worker's process, and the modules that the process allows."""
 
     incarnation: Incarnation
     data: _Text
@@ -83,7 +82,7 @@ class WorkerAddress(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Mesh(Request, frozen=True):
-    """Register these peers, and dial some; answered when all are connected."""
+    """Register `peers`, and connect to the peers in `dial` before the reply."""
 
     secret: _Text
     peers: Annotated[dict[_Name, WorkerAddress], Meta(max_length=WORKERS_MAX)]
@@ -91,9 +90,9 @@ class Mesh(Request, frozen=True):
 
 
 class Peer(Request, frozen=True):
-    """Know that a new incarnation of a worker joins, and will dial.
+    """Register a new incarnation of a worker, which will dial the receiver.
 
-    By `shared` the two know each other.
+    `shared` is the secret that authenticates the two workers to each other.
     """
 
     secret: _Text
@@ -109,17 +108,17 @@ class Detach(Request, frozen=True):
 
 
 class Info(Request, frozen=True):
-    """Return what this process is and does."""
+    """Query the state of the process."""
 
     token: _Text
 
 
 class Health(Request, frozen=True):
-    """Return that this process is alive."""
+    """Query whether the process is alive."""
 
 
 class WorkerAttached(Struct, frozen=True):
-    """Answer to AttachWorker: where the worker is dialled, what it says of itself."""
+    """Reply to AttachWorker: the worker's data address and its properties."""
 
     data: _Text
     allow: _Modules

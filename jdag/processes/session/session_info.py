@@ -12,25 +12,25 @@ from jdag.schedules.actions import ScheduleStep
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """The session of a node, as the control plane tells it.
+    """The session of a node, as set by the control plane.
 
-    `worker` is its name, `main` the one whose program runs, `settings` what all nodes
-    are configured by. `members` are the other workers; the control plane changes them
-    before it calls `Node.joined`, and the node notes there which it has lost.
-
-    `dial(peer, received)` connects to a peer of which so many messages were received,
-    and returns the stream and how many the peer has received. It blocks for up to
-    `deadline_s`, so it needs a thread of its own. It raises JoinError, or OSError. Only
-    members with `is_dialled` are dialled from here: the others dial this process.
-
-    `look(peer)` is for a peer that dials this process and whose stream has ended: it
-    raises JoinError if its process is known to have ended, and blocks likewise.
-
-    `watched`: main is told how each process of a worker ended by its parent. A peer
-    that is not reached any more is then lost by that report, which says why.
-
-    `program` is the name of main's script. `helper`: the helper process, which others
-    ask whether this one computes.
+    Attributes:
+        main: the name of the node that runs the user's program.
+        settings: the settings of the session, equal on all nodes.
+        members: the other workers. The control plane updates `members` before it calls
+            `Node.joined`; the node records losses.
+        dial: `dial(peer, received)` connects to a peer; `received` is the number of
+            frames received from it. Returns the stream, and the number of frames that
+            the peer has received. Blocks for up to `deadline_s`, so it must be called
+            on a separate thread. Raises JoinError or OSError. Only for members with
+            `is_dialled`; the other members dial this process.
+        look: `look(peer)` checks a peer that dials this process and whose stream has
+            ended. Raises JoinError if the peer's process is known to have ended. May
+            block as long as `dial`.
+        watched: whether the parent of each worker process reports to main when the
+            process ends. An unreachable peer is then lost when this report arrives; the
+            report contains the reason.
+        program: the name of main's script.
     """
 
     worker: str
@@ -38,14 +38,12 @@ class SessionInfo:
     settings: SessionSettings
     members: Membership
     dial: Callable[[str, int], tuple[Stream, int]]
-    look: Callable[[str], object] = lambda peer: None  # The peer is assumed alive.
+    look: Callable[[str], object] = lambda peer: None  # Assume that the peer is alive.
     watched: bool = False
     program: str = ""
     helper: Helper | None = None
 
     @property
     def steps(self) -> tuple[ScheduleStep, ...]:
-        """The list of this worker in the schedule; empty if it has none."""
         schedule = self.settings.schedule
-        lists = {} if schedule is None else schedule.lists
-        return lists.get(self.worker, ())
+        return () if schedule is None else schedule.lists.get(self.worker, ())

@@ -11,13 +11,7 @@ import pytest
 import jdag
 from jdag import sim
 from jdag.errors import ContextError
-from tests.tools.collective_programs import (
-    HOW,
-    bits,
-    said,
-    sums,
-    trains,
-)
+from tests.tools.collective_programs import HOW, bits, said, sums, trains
 from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import nothing_is_left
 from tests.tools.replica_cases import SHAPES, factors
@@ -38,11 +32,7 @@ def made():
 
 
 def together(cluster, program, among=TRAINERS):
-    """What one program gives on each of several workers."""
     return cluster.run(dict.fromkeys(among, program))
-
-
-# ------------------------------------------------------------------------------ values
 
 
 @pytest.mark.parametrize("how", HOW)
@@ -126,9 +116,6 @@ def test_the_main_programs_worker_may_be_a_member(made):
     assert len({tuple(each) for each in found.values()}) == 1
 
 
-# --------------------------------------------------------------------- time and memory
-
-
 def test_a_barrier_takes_the_time_of_its_messages(made):
     def program(cluster):
         n = TRAINERS.index(cluster.here)
@@ -163,9 +150,6 @@ def test_a_loop_of_collectives_holds_no_more_at_its_end(made):
     assert held[:-1] == [held[0]] * 33, held  # After the last one others end.
 
 
-# ------------------------------------------------------------------------------ errors
-
-
 DISAGREE = {
     "the call": (lambda c: c.barrier(), lambda c: c.all_gather(1.0)),
     "how": (lambda c: c.all_reduce(1.0), lambda c: c.all_reduce(1.0, how="tree")),
@@ -179,23 +163,16 @@ DISAGREE = {
 def test_what_members_disagree_about_is_named(made, what):
     one, other = DISAGREE[what]
     programs = {"t0": one, "t1": other, "t2": one}
-    found = made.run({name: partial(said_of, call) for name, call in programs.items()})
+    found = made.run({name: partial(said, call) for name, call in programs.items()})
     for text in found.values():
         assert f"cannot be completed: {what} is " in text
         assert "test_collectives.py" in text and "in 't1'" in text
 
 
-def said_of(call, cluster):
-    return said(call, cluster)
-
-
 WRONG: dict[str, Any] = {
     "there is no worker 'x'": {"among": ["t0", "x"]},
     "'t3' is not among programs of this": {"among": ["t0", "t1", "t3"]},
-    "'t1' is among \\['t0', 't1', 't1'\\] twice": {"among": ["t0", "t1", "t1"]},
     "'t0' is not among the members: \\['t1', 't2'\\]": {"among": ["t1", "t2"]},
-    "takes several workers": {"among": "t0"},
-    "workers in an order": {"among": {"t0", "t1"}},
     "how='star'": {"how": "star"},
 }
 
@@ -213,17 +190,6 @@ def test_a_wrong_argument_is_an_error_of_its_caller_and_no_call(made, text):
     assert [total, found["t1"], found["t2"]] == [3.0] * 3
 
 
-def test_another_number_of_shares_than_of_members_is_refused(made):
-    def program(cluster):
-        texts = [said(cluster.all_to_all, [1.0]), said(cluster.reduce_scatter, [1.0])]
-        return texts, float(cluster.all_reduce(1.0))
-
-    for texts, total in together(made, program, ("t0", "t1", "t2")).values():
-        assert total == 3
-        for text in texts:
-            assert "a list of 3 pytrees, one for each worker in order, and" in text
-
-
 def test_what_cannot_be_added_or_is_no_array_is_refused(made):
     def program(cluster):
         return (
@@ -238,7 +204,7 @@ def test_what_cannot_be_added_or_is_no_array_is_refused(made):
     for flags, names, root, rank, total in found.values():
         assert "adds numbers, and the ref of 't0' is bool[1]" in flags
         assert "'t2' waits in cluster.all_reduce, called at" in flags
-        assert names.startswith("cluster.all_gather takes a pytree of arrays; it got")
+        assert names.startswith("cluster.all_gather takes a pytree of arrays, not")
         assert "'t3' is not among the members: ['t0', 't1', 't2']" in root
         assert "0 is not among the members: ['t0', 't1', 't2']" in rank
         assert total == 3
@@ -252,15 +218,11 @@ def test_outside_of_cluster_run_collectives_say_where_they_belong(made):
 
     @jdag.program
     def inner(ctx):
-        return said_as(ContextError, made.all_reduce, 1.0)
+        with pytest.raises(ContextError) as caught:
+            made.all_reduce(1.0)
+        return str(caught.value)
 
     with made.context() as ctx:
         text = ctx.call("t0", inner)
     assert "cluster.all_reduce on Cluster(" in text
-    assert "in a program on 't0': it is of a program on 'main'" in text
-
-
-def said_as(kind, call, *args):
-    with pytest.raises(kind) as caught:
-        call(*args)
-    return str(caught.value)
+    assert "in a program on 't0': it belongs to a program on 'main'" in text

@@ -21,8 +21,6 @@ X = jnp.cos(W) + 2
 
 
 class Log:
-    """Hooks that note what they are given, by name."""
-
     def __init__(self) -> None:
         self.given: list[tuple[str, Any]] = []
 
@@ -39,7 +37,6 @@ def _logged(program: Any, log: Log, ctx: Any, *args: Any) -> Any:
 
 
 def agree(cluster: Any, program: Any, *args: Any, **settings: Any) -> list[str]:
-    """Hold a cluster's run against the oracle's; return which hooks were applied."""
     logs = Log(), Log()
     ours, theirs = (partial(_logged, program, log) for log in logs)
     found = [
@@ -134,7 +131,7 @@ def test_what_cannot_be_hooked_is_refused_as_on_a_cluster(cluster: Any):
     foreign = cluster.put("b", W)
     cases: list[tuple[Any, type, str]] = [
         (lambda ctx, w, h: ctx.on_gradient(h, abs), JdagError, "takes a leaf"),
-        (lambda ctx, w, h: ctx.on_cotangent(3, abs), JdagError, "takes a ref first"),
+        (lambda ctx, w, h: ctx.on_cotangent(3, abs), JdagError, "takes a ref as first"),
         (lambda ctx, w, h: ctx.on_cotangent(h, 3), JdagError, "takes a function"),
         (
             lambda ctx, w, h: ctx.on_cotangent(stop_gradient(w), abs),

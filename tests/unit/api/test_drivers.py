@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import inspect
 import os
 import re
 import signal
@@ -17,13 +18,7 @@ import pytest
 import jdag
 from jdag.api import drivers
 from jdag.engine.names import TEXT_MAX
-from jdag.errors import (
-    JdagError,
-    JoinError,
-    RemoteError,
-    ScenarioError,
-    WorkerLost,
-)
+from jdag.errors import JdagError, JoinError, RemoteError, ScenarioError, WorkerLost
 from jdag.processes.launch import launch as launch_module
 from jdag.processes.launch.main_session import Session
 from tests.tools.error_texts import fails_with
@@ -193,26 +188,21 @@ def test_launched_workers_bound_calls_and_one_that_is_killed_is_lost_with_its_li
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"workers": []}, "workers = \\[\\]: allowed is a list of one name or more"),
-        ({"workers": ["a", "a"]}, "none twice"),
+        ({"workers": []}, r"workers = \[\]: expected a list of 1 to 65,536 different"),
         ({"workers": ["a", "b#1"]}, "b#1"),
         ({"workers": None}, "workers = None"),
         ({"workers": ["a", "b"], "allow": "mine"}, "allow = 'mine': .*\\[\"mymodels"),
         ({"workers": ["a", "b"], "deadline_s": "9"}, "deadline_s = '9': .* seconds"),
         ({"workers": ["a", "b"], "ready_s": -1}, "ready_s = -1: .* seconds"),
-        ({"workers": ["a", "b"], "env": {"N": 1}}, "env.N = 1: .*texts by name"),
+        ({"workers": ["a", "b"], "env": {"N": 1}}, r"env\.N = 1: .*names to strings"),
+        ({"workers": ["a", "b"], "logs": 5}, "logs = 5: expected .* writable folder"),
         (
-            {"workers": ["a", "b"], "logs": 5},
-            "logs = 5: allowed is the path of a folder",
+            {"workers": ["a", "b"], "logs": "x\0y"},
+            r"x00y': .* writable folder",
         ),
-        ({"workers": ["a", "b"], "logs": "x\0y"}, r"logs = 'x\\x00y': .* of a folder"),
         ({"workers": ["a", "b"], "journal": ""}, "journal = '': .* of a folder"),
-        ({"workers": ["a", "b"], "device": 3}, "device = 3: allowed is cpu, gpu, or"),
-        ({"workers": "trainer"}, "workers = 'trainer': allowed is a list of one name"),
-        ({"workers": [1, 2]}, r"workers = \[1, 2\]: allowed is a list"),
-        ({"workers": {"a", "b"}}, "workers = {'[ab]', '[ab]'}: allowed is a list"),
+        ({"workers": ["a", "b"], "device": 3}, "device = 3: expected cpu, gpu, or"),
         ({"workers": ["a", "b"], "value_bytes_max": True}, "max = True: .*an integer"),
-        ({"workers": ["a", "ps 0"]}, "'ps 0'\\]: .*each of letters, digits, _, -"),
     ],
 )
 def test_what_launch_cannot_use_is_refused_in_a_line(
@@ -233,15 +223,15 @@ def test_a_device_that_a_worker_has_not_is_named() -> None:
 def test_what_is_no_path_of_a_file_cannot_be_connected_to(path: Any) -> None:
     with pytest.raises(ScenarioError) as caught:
         jdag.connect(path, name="a")
-    said = f"path = {path!r}: allowed is the path of a cluster's TOML file, such as"
+    said = f"path = {path!r}: expected the path of the TOML file of a cluster, such"
     assert str(caught.value).startswith(said)
 
 
 def test_a_setting_that_simulate_has_not_is_refused_with_those_it_has() -> None:
-    said = "simulate has no setting faluts: allowed is one of .*do you mean faults"
+    said = "simulate has no setting faluts: expected one of .*did you mean faults"
     with pytest.raises(ScenarioError, match=said):
         jdag.simulate(["a"], seed=0, faluts=[])  # type: ignore[call-arg]
-    with fails_with(ScenarioError, "api.carrier_has_gone_leave_it"):
+    with fails_with(ScenarioError, "api.carrier_was_removed"):
         jdag.launch(["a"], carrier="grpc")  # type: ignore[call-arg]
     with fails_with(TypeError, "api.simulate_missing_argument_seed"):
         jdag.simulate(["a"])  # type: ignore[call-arg]
@@ -292,7 +282,7 @@ def test_the_caller_shares_the_gpu_of_workers_on_its_host_unless_told_otherwise(
 
 @pytest.mark.second
 def test_a_module_that_a_worker_is_to_allow_and_has_not_is_named() -> None:
-    said = "worker 'b' did not start: allow names nowhere.x: not importable"
+    said = "worker 'b' did not start: allow contains nowhere.x: expected modules"
     with pytest.raises(JoinError, match=said):
         jdag.launch(["a", "b"], allow=["tests", "nowhere.x"])
 
@@ -318,7 +308,7 @@ def test_who_connects_while_workers_start_waits_for_them(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = ("b", "c", "d")
-    find, failed = Session._find, {name: 0 for name in late}
+    find, failed = Session._check_reachable, {name: 0 for name in late}
 
     def not_yet(session: Session, peer: str) -> None:
         failed[peer] += 1
@@ -326,7 +316,7 @@ def test_who_connects_while_workers_start_waits_for_them(
             raise JoinError(f"{peer} is not there", reached=False, absent=True)
         find(session, peer)
 
-    monkeypatch.setattr(Session, "_find", not_yet)
+    monkeypatch.setattr(Session, "_check_reachable", not_yet)
     with workers.connect() as cluster:
         refs = [cluster.put(name, jnp.arange(3.0)) for name in late]
         assert sum(float(jnp.sum(ref.fetch())) for ref in refs) == 9.0
@@ -342,7 +332,7 @@ def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
         raise JoinError("b is not there", reached=False, absent=True)
 
     text = workers.path.read_text()
-    monkeypatch.setattr(Session, "_find", refuses)
+    monkeypatch.setattr(Session, "_check_reachable", refuses)
     workers.path.write_text(f"ready_s = 3600\n{text}")
     try:
         with fails_with(JoinError, "api.the_token_is_wrong"):
@@ -351,16 +341,7 @@ def test_a_worker_that_refuses_is_not_waited_for_nor_are_the_others(
         workers.path.write_text(text)
 
 
-def test_a_cluster_that_is_closed_says_so(workers: Workers) -> None:
-    with workers.connect() as cluster:
-        w = cluster.put("b", jnp.ones(3))
-    with fails_with(JdagError, "api.closed"):
-        w.fetch()
-
-
 class Trainer:
-    """Something with a method that runs as a program."""
-
     def train(self, cluster: Any) -> int:
         return len(cluster.workers)
 
@@ -373,3 +354,10 @@ def test_a_method_of_an_object_is_refused_since_its_object_would_stay_here(
         fails_with(JdagError, "api.trainer_train_cannot_go_to"),
     ):
         cluster.run({"b": Trainer().train})
+
+
+@pytest.mark.parametrize("make", [jdag.launch, jdag.connect, jdag.simulate])
+def test_each_option_is_documented(make: Any):
+    text = inspect.getdoc(make) or ""
+    for name in inspect.signature(make).parameters:
+        assert f"\n    {name}: " in text, name

@@ -95,7 +95,7 @@ def test_a_loss_that_depends_on_nothing_has_zero_gradients(cluster):
     ("program", "given", "error", "text"),
     [  # Of roots more in test_roots; these may be constants.
         (lambda ctx, w: None, ONES, RootError, "root 0 is None"),
-        (lambda ctx, w: ctx.call("b", jnp.sin, X), ONES, RootError, "size has to be"),
+        (lambda ctx, w: ctx.call("b", jnp.sin, X), ONES, RootError, "size must be"),
         (loss, {"n": [np.int64(3)]}, JdagError, r"argument 0\['n'\]\[0\]: int64\[\]"),
         (lambda ctx, w: ctx.call("b", layer, X, w), ONES, RemoteError, "layer failed"),
     ],
@@ -131,7 +131,7 @@ def test_what_returns_more_than_a_loss_is_told_of_has_aux(cluster, transform, ha
     def several(ctx, w, *_):
         return [ctx.call("b", jnp.sum, w)] * 3
 
-    texts = r"sum several .* has_aux=True", r"\(loss, aux\), and this one \[Ref"
+    texts = r"sum several .* has_aux=True", r"\(loss, aux\), but this one \[Ref"
     with pytest.raises(RootError, match=texts[has_aux]):
         transform(several, cluster, has_aux=has_aux)(ONES, ONES)
 

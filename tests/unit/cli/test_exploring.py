@@ -64,7 +64,7 @@ def test_a_program_that_raises_in_every_order_is_one_line(tmp_path, what, jobs):
     code, said = command("explore", path, "--runs", 30, "--jobs", jobs)
     raised = f"{what.partition('(')[0]}: no such ({tmp_path.name}.py:7 in program)"
     assert code == 2 and said == (
-        f"jdag: {path}: program = '{tmp_path.name}:made': allowed is one that does not "
+        f"jdag: {path}: program = '{tmp_path.name}:made': expected one that does not "
         f"raise; it raised {raised}\n"
     )
 
@@ -73,7 +73,7 @@ def test_a_program_that_now_raises_in_every_order_is_repeated_in_one_line(tmp_pa
     bug = saved(tmp_path / "bug.json")
     code, said = command("replay", bug, f"{__name__}:raises")
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"jdag: program = '{__name__}:raises': allowed is one that ")
+    assert said.startswith(f"jdag: program = '{__name__}:raises': expected one that ")
     assert "it raised ValueError: mine (test_exploring.py:" in said
 
 
@@ -88,7 +88,7 @@ def test_a_property_that_raises_or_is_gone_is_told_in_one_line(tmp_path, name, s
     bug = saved(tmp_path / "bug.json", property=f"{__name__}:{name}")
     code, told = command("replay", bug, f"{__name__}:fine")
     assert code == 2 and told.count("\n") == 1
-    assert told.startswith(f"jdag: property = '{__name__}:{name}': allowed is {said}")
+    assert told.startswith(f"jdag: property = '{__name__}:{name}': expected {said}")
 
 
 def test_what_is_given_to_a_failure_is_checked(tmp_path):
@@ -97,12 +97,12 @@ def test_what_is_given_to_a_failure_is_checked(tmp_path):
     given: Any = 5
     runs: Any
     for runs in (0, "x", True):
-        with fails_with(ScenarioError, "cli.runs_allowed_is_an_integer"):
+        with fails_with(ScenarioError, "cli.runs_is_no_integer"):
             failure.shrink(runs)
-    with fails_with(ScenarioError, "cli.none_x_json_no_such"):
+    with fails_with(ScenarioError, "cli.folder_of_file_is_missing"):
         failure.save(tmp_path / "none" / "x.json")
     for use in (failure.save, lambda path: jdag.replay(path, fine)):
-        with fails_with(ScenarioError, "cli.path_5_allowed_is_the"):
+        with fails_with(ScenarioError, "cli.path_is_no_path"):
             use(given)
 
 
@@ -122,23 +122,23 @@ def test_a_saved_run_that_is_broken_is_told_with_its_file_and_key(tmp_path, wron
     code, said = command("replay", bug, f"{__name__}:fine")
     (key,) = wrong
     assert code == 2 and said.count("\n") == 1
-    assert said.startswith(f"jdag: {bug} is no run that jdag explore saved: {key}")
+    assert said.startswith(f"jdag: {bug} is not a run that jdag explore saved: {key}")
 
 
 def test_a_scenario_that_is_not_here_is_to_be_given(tmp_path):
     bug = saved(tmp_path / "bug.json", scenario="none/boom.toml")
     code, said = command("replay", bug)
-    assert code == 2 and said.startswith("jdag: none/boom.toml is no file in ")
-    assert said.endswith(f"or name it: jdag replay {bug} FILE\n")
+    assert code == 2 and said.startswith("jdag: none/boom.toml does not exist in ")
+    assert said.endswith(f"or give the path: jdag replay {bug} FILE\n")
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((None, {"w": 2.0}, {"w": "a"}), "program = None: allowed is a function of"),
-        ((fine, None, {}), "params = None: allowed is arrays by name"),
-        ((fine, {"w": 2.0}, {}), "placement = {}: allowed is the worker of each of"),
-        ((fine, {"w": 2.0}, "main"), "placement = 'main': allowed is the worker of"),
+        ((None, {"w": 2.0}, {"w": "a"}), "program = None: expected a function of"),
+        ((fine, None, {}), "params = None: expected arrays by name"),
+        ((fine, {"w": 2.0}, {}), "placement = {}: expected the worker of each of"),
+        ((fine, {"w": 2.0}, "main"), "placement = 'main': expected the worker of"),
     ],
 )
 def test_a_case_that_is_unusable_is_one_line(given, said):
@@ -147,5 +147,5 @@ def test_a_case_that_is_unusable_is_one_line(given, said):
 
 
 def test_a_property_that_returns_neither_a_bool_nor_none_is_told():
-    with fails_with(ScenarioError, "cli.what_the_property_returns_0"):
+    with fails_with(ScenarioError, "cli.property_returns_a_number"):
         jdag.explore(fine, ["a", "b"], lambda run: 0, runs=5)

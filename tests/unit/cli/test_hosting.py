@@ -36,7 +36,6 @@ main()
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A file of main m and two workers."""
     (tmp_path / "token").write_text(TOKEN)
     tables = ['token_file = "token"']
     for name in ("m", "a", "b"):
@@ -63,7 +62,6 @@ def running(*arguments: object) -> Iterator[subprocess.Popen[str]]:
 
 
 def until(command: subprocess.Popen[str], words: str) -> str:
-    """Read what it prints up to a line with these words."""
     assert command.stdout is not None
     printed = ""
     for line in command.stdout:
@@ -83,7 +81,7 @@ def test_up_starts_the_workers_of_this_host_and_stops_them_at_ctrl_c(file: Path)
     logs = file.parent / "logs"
     settings = load_cluster_file(file)
     with running("up", file, "--except", "m", "--logs", logs) as command:
-        printed = until(command, "Ctrl-C stops them")
+        printed = until(command, "press Ctrl-C to stop the workers")
         for name in "ab":
             assert str(settings.worker(name).control) in printed
             assert str(logs / f"{name}.log") in printed
@@ -131,49 +129,28 @@ def test_who_cannot_read_the_token_beside_the_file_can_take_no_worker(file: Path
         until(command, "worker a: at ")
         settings = load_cluster_file(file)
         client = ControlClient("worker 'a'", settings.worker("a").control)
-        with fails_with(JoinError, "cli.it_wants_a_token_and"):
+        with fails_with(JoinError, "cli.token_is_missing"):
             client.ask(Info(token=""))
         assert client.ask(Info(token=settings.token))["worker"] == "a"
         client.close()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        (
-            ("worker", "FILE", "--name", "c"),
-            "FILE: name = 'c': allowed is one of m, ",
-        ),
-        (
-            ("worker", "FILE", "--name", "a", "--device", "tpu"),
-            "--device = 'tpu': all",
-        ),
-        (
-            ("worker", "nowhere.toml", "--name", "a"),
-            "nowhere.toml: No such file",
-        ),
-        (("up", "FILE", "--logs", "/proc"), "logs = '/proc': allowed is the path of"),
-        (("worker", "FILE"), "Missing option '--name'"),
-        (
-            ("up", "FILE", "--except", "x"),
-            "FILE: name = 'x': allowed is one of m,",
-        ),
-        (("up", "FILE", "--only", "x"), "FILE: name = 'x': allowed is one of m,"),
-        (
-            ("up", "FILE", "--only", "a", "--except", "a"),
-            "file = 'FILE': allowed is",
-        ),
+        ("worker FILE --name c", "FILE: name = 'c': expected one of m, "),
+        ("worker FILE --name a --device tpu", "--device = 'tpu': expected"),
+        ("worker nowhere.toml --name a", "nowhere.toml: No such file"),
+        ("up FILE --logs /proc", "logs = '/proc': expected the path of"),
+        ("up FILE --except x", "FILE: name = 'x': expected one of m,"),
+        ("up FILE --only x", "FILE: name = 'x': expected one of m,"),
+        ("up FILE --only a --except a", "file = 'FILE': expected"),
     ],
 )
-def test_a_mistake_is_one_line(file: Path, arguments: tuple[str, ...], words: str):
-    made = [str(file) if one == "FILE" else one for one in arguments]
-    code, _, said = command(*made)
-    assert code == 2
-    if "Missing" not in words:  # What typer says itself has more lines.
-        assert said.startswith(f"jdag: {words.replace('FILE', str(file))}")
-        assert said.count("\n") == 1
-    else:
-        assert words in said
+def test_a_mistake_is_one_line(file: Path, arguments: str, message: str):
+    code, _, err = command(*arguments.replace("FILE", str(file)).split())
+    assert code == 2 and err.count("\n") == 1
+    assert err.startswith(f"jdag: {message.replace('FILE', str(file))}")
 
 
 def test_up_takes_the_workers_of_this_host_alone(file: Path):
@@ -185,7 +162,7 @@ def test_up_takes_the_workers_of_this_host_alone(file: Path):
     text = file.read_text() + '\n[tls]\nca = "x"\ncertificate = "x"\nkey = "x"\n'
     file.write_text(text + '[workers.far]\ncontrol = "192.0.2.1:7000"\n')
     assert chosen(load_cluster_file(file), [], ["m"]) == ["a", "b"]
-    with fails_with(ScenarioError, "cli.allowed_is_a_file_with"):
+    with fails_with(ScenarioError, "cli.no_worker_to_start"):
         chosen(load_cluster_file(file), [], ["m", "a", "b"])
 
 

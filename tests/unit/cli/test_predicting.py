@@ -43,7 +43,7 @@ def test_a_prediction_is_printed_beside_real_steps(
     ("arguments", "error"),
     [
         (["calibrate", "{}/none.toml"], "none.toml: No such file"),
-        (["calibrate", "{}/mine.toml", "--device", "x"], "--device = 'x': allowed is"),
+        (["calibrate", "{}/mine.toml", "--device", "x"], "--device = 'x': expected"),
         (["calibrate", "{}/mine.toml", "-o", "{}/x/y.toml"], "out = "),
         (["predict", "{}/none.toml"], "none.toml: No such file"),
         (["predict", "{}/mine.toml", "--costs", "{}/x.toml"], "x.toml: No such file"),

@@ -17,7 +17,6 @@ WHOLE = dict.fromkeys(NAMES, "x")
 
 
 def played(case: str, folder: Path) -> None:
-    """Play a case in a process that may fork."""
     script = [sys.executable, "-m", "tests.tools.run_folder_cases", case, str(folder)]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -39,7 +38,7 @@ def test_what_others_put_in_a_folder_stays_there(tmp_path: Path):
     assert sorted(os.listdir(tmp_path)) == [".jdag", "a.txt", "mine"]
     (tmp_path / "b.txt").mkdir()
     for names in (NAMES, ("a.txt",)):
-        with fails_with(FolderError, "cli.it_has_b_txt_in"):
+        with fails_with(FolderError, "cli.folder_has_b_txt"):
             write(tmp_path, "y", names)
     assert (tmp_path / "mine" / "c.txt").read_text() == "mine"
     assert (tmp_path / "a.txt").read_text() == "x"
@@ -48,12 +47,13 @@ def test_what_others_put_in_a_folder_stays_there(tmp_path: Path):
 def test_a_folder_with_something_else_in_it_is_refused_and_left_as_it_is(
     tmp_path: Path,
 ):
-    for name, inside in (("photos", "cat.png"), ("other", ".jdag/next/cat.png")):
+    files = ("a", "cat.png"), ("b", ".jdag/next/cat.png"), ("c", "result.json")
+    for name, inside in files:
         path = tmp_path / name / inside
         path.parent.mkdir(parents=True)
         path.write_text("cat")
         before = sorted(tmp_path.rglob("*"))
-        with fails_with(FolderError, "cli.in_it_which_jdag_did"):
+        with fails_with(FolderError, "cli.folder_has_other_files"):
             write(tmp_path / name, "x")
         assert sorted(tmp_path.rglob("*")) == before
 
@@ -70,7 +70,7 @@ def test_links_are_replaced_and_never_followed(tmp_path: Path):
     assert not (inside / "c.txt").is_symlink()
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / ".jdag").symlink_to(outside / ".jdag")
-    with fails_with(FolderError, "cli.it_has_jdag_in_it"):
+    with fails_with(FolderError, "cli.folder_has_other_jdag_folder"):
         write(tmp_path / "linked", "new")
     (inside / ".jdag" / "lock").unlink()
     (inside / ".jdag" / "lock").symlink_to(outside / "a.txt")
@@ -82,9 +82,9 @@ def test_links_are_replaced_and_never_followed(tmp_path: Path):
 def test_a_folder_in_use_is_refused(tmp_path: Path):
     with replacing(tmp_path, NAMES) as made:
         (made / "a.txt").write_text("x")
-        with fails_with(FolderError, "cli.it_is_in_use_another"):
+        with fails_with(FolderError, "cli.folder_is_in_use"):
             write(tmp_path, "y")
-    is_refused = fails_with(FolderError, "cli.has_changed_it_meanwhile")
+    is_refused = fails_with(FolderError, "cli.folder_has_changed")
     with is_refused, reading(tmp_path):
         write(tmp_path, "y")
     assert content(tmp_path) == dict.fromkeys(NAMES, "y")
@@ -110,7 +110,7 @@ def test_a_commit_that_jdag_did_not_write_is_refused(tmp_path: Path, name):
     write(folder, "x")
     path = folder / ".jdag" / "commit.json"
     path.write_bytes(msgspec.json.encode([name] if name == 3 else {name: False}))
-    with fails_with(FolderError, "cli.commit_json_is_not_as"):
+    with fails_with(FolderError, "cli.commit_is_invalid"):
         write(folder, "y")
     path.unlink()
     assert content(folder) == WHOLE

@@ -17,7 +17,6 @@ def call(among=ALL, line=1, **agreed):
 
 
 def arrived(place, *arrivals):
-    """What comes of calls by name, one after the other."""
     return [place.arrive(name, one) for name, one in arrivals]
 
 
@@ -71,7 +70,7 @@ def test_whoever_waits_for_a_program_that_ended_is_told_and_so_is_who_comes_late
         "  'a' waits in cluster.all_reduce, called at train.py:1 in train"
     )
     assert told == {"a": text}
-    later = "\n  'b' came later, in cluster.all_reduce, called at train.py:3 in"
+    later = "\n  'b' called later: cluster.all_reduce, called at train.py:3 in"
     assert place.arrive("b", call(line=3)) == ({}, {"b": f"{text}{later} train"})
     ((_, next_one),) = arrived(place, ("a", call(line=4)))
     assert "'c' has returned\n  'a' waits in" in next_one["a"]
@@ -115,7 +114,7 @@ def test_after_an_error_numbers_still_match_for_a_member_that_comes_later():
     arrived(place, ("a", call(line=2)), ("b", call(line=2)))  # Their second ones.
     complete, errors = place.arrive("c", call(x=1))  # Its first.
     assert not complete and "x is 1 in 'a' and 2 in 'b'" in errors["c"]
-    assert "'c' came later" in errors["c"]
+    assert "'c' called later" in errors["c"]
     complete, _ = place.arrive("c", call(line=2))
     assert [one.given for one in complete.values()] == [2, 2, 2]
     assert not any(place._owed.values()) and not place._waiting
@@ -146,7 +145,7 @@ def test_a_ring_of_groups_is_told_and_whoever_waits_outside_of_it_goes_on():
         assert f" {group}" in said
     # c and a meet what they crossed, and then the same group counts on.
     _, late = place.arrive("a", call("ca"))
-    assert "'a' came later" in late["a"]
+    assert "'a' called later" in late["a"]
     place.arrive("c", call("ca", 4))
     assert list(place.arrive("a", call("ca", 4))[0]) == ["c", "a"]
     assert list(place.arrive("a", outside)[0]) == ["d", "a"]

@@ -43,22 +43,17 @@ def test_what_a_context_refuses_the_oracle_refuses():
         return str(told.value)
 
     assert "takes each worker once" in asked(lambda c, p: c.replicate(["a", "a"], p))
-    assert "one worker or more" in asked(lambda c, p: c.replicate([], p))
     assert "how='star'" in asked(lambda c, p: c.replicate(["a"], p, "star"))
-    assert "there is none in" in asked(lambda c, p: c.replicate(["a"], ()))
     unequal = asked(lambda c, p: c.all_reduce({"a": p["w"], "b": p["b"]}))
-    assert "of 'a' is float64[3], of 'b' float64[2]" in unequal
-    assert "by its name" in asked(lambda c, p: c.all_reduce([p["w"]]))
-    assert "by its name" in asked(lambda c, p: c.all_gather([p["w"]]))
-    assert "there is none in" in asked(lambda c, p: c.all_gather({"a": ()}))
+    assert "of 'a' is float64[3], but of 'b' it is float64[2]" in unequal
+    assert "names of workers" in asked(lambda c, p: c.all_reduce([p["w"]]))
+    assert "() has no refs" in asked(lambda c, p: c.all_gather({"a": ()}))
     few = asked(lambda c, p: c.all_to_all({"a": [p["w"]], "b": [p["w"]] * 2}))
-    assert (
-        "a list of 2 pytrees, one for each worker in order, and of 'a' it got 1" in few
-    )
+    assert "a list of 2 pytrees, one for each worker in order; 'a' has 1" in few
     whole = asked(lambda c, p: c.reduce_scatter({"a": p, "b": p}))
-    assert "of 'a' it got " in whole and "dict" in whole
+    assert "'a' has " in whole and "dict" in whole
     shares = {"a": lambda p: [p["w"], p["w"]], "b": lambda p: [p["w"], p["b"]]}
     unequal = asked(
         lambda c, p: c.reduce_scatter({name: make(p) for name, make in shares.items()})
     )
-    assert "of 'a' is float64[3], of 'b' float64[2]" in unequal
+    assert "of 'a' is float64[3], but of 'b' it is float64[2]" in unequal

@@ -3,13 +3,7 @@
 import numpy as np
 import pytest
 
-from jdag.collectives.routes import (
-    HOW,
-    check_how,
-    routes_among,
-    routes_from,
-    routes_up,
-)
+from jdag.collectives.routes import HOW, check_how, routes_among, routes_from, routes_up
 from jdag.errors import JdagError
 from tests.tools.error_texts import fails_with
 

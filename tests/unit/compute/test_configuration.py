@@ -13,7 +13,6 @@ import jdag
 from jdag.compute.configuration import LEFT_OUT, compared, configuration
 from jdag.errors import JdagError
 from tests.tools.compute_cases import setting
-from tests.tools.error_texts import fails_with
 
 
 def test_every_setting_is_compared_or_left_out_for_one_reason():
@@ -42,32 +41,22 @@ def test_a_setting_that_jax_traces_under_is_not_left_out_unless_it_only_checks()
     assert len(compared()) < 60
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("jax_threefry_partitionable", False),
-        ("jax_random_seed_offset", 5),
-        ("jax_disable_most_optimizations", True),
-    ],
-)
-def test_a_setting_that_changed_after_the_cluster_was_made_is_refused(
-    name: str, value: Any
-):
-    with jdag.simulate(["a", "b"], seed=1) as cluster, cluster.context() as ctx:
-        with (
-            setting(name, value),
-            pytest.raises(JdagError, match=f"{name} is {value!r} and was .* per clust"),
-        ):
-            ctx.call("b", jnp.sin, jnp.ones(3))
-        ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
+CHANGED = {
+    "jax_threefry_partitionable": False,
+    "jax_random_seed_offset": 5,
+    "jax_disable_most_optimizations": True,
+}
 
 
-def test_a_context_manager_of_jax_around_calls_is_refused():
+@pytest.mark.parametrize("name", [*CHANGED, ""])
+def test_a_setting_that_changed_after_the_cluster_was_made_is_refused(name: str):
+    changed: Any = jax.threefry_partitionable(False)  # Its context manager.
+    if name:
+        changed = setting(name, CHANGED[name])
+    name = name or "jax_threefry_partitionable"
+    text = f"{name} is {CHANGED[name]!r} and was .*: set it first, then make"
     with jdag.simulate(["a", "b"], seed=1) as cluster, cluster.context() as ctx:
-        with (
-            jax.threefry_partitionable(False),
-            fails_with(JdagError, "compute.jax_threefry_partitionable_is_false"),
-        ):
+        with changed, pytest.raises(JdagError, match=text):
             ctx.call("b", jnp.sin, jnp.ones(3))
         with jax.log_compiles(False), jax.numpy_rank_promotion("raise"):
             ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
@@ -83,7 +72,6 @@ def test_equal_settings_are_one_configuration_also_when_they_come_back():
 
 
 def drawn(x):
-    """What depends on three settings: random bits, the width of floats, a matmul."""
     config: Any = jax.config
     is_low = config.jax_default_matmul_precision == "bfloat16"
     return jax.random.uniform(jax.random.key(3), (3,)), x * np.arange(3.0), x + is_low
@@ -131,9 +119,21 @@ def test_each_thread_computes_under_the_context_managers_the_cluster_was_made_in
 @pytest.mark.parametrize(
     ("under", "value", "said"),
     [
-        (jax.transfer_guard, "disallow", "host_to_device is 'disallow', and values t"),
-        (jax.transfer_guard, "disallow_explicit", "is 'disallow_explicit', and values"),
-        (jax.disable_jit, True, r"jax_disable_jit is True, .* debug by jdag.simulate"),
+        (
+            jax.transfer_guard,
+            "disallow",
+            "host_to_device = 'disallow': expected .* allows transfers, because values",
+        ),
+        (
+            jax.transfer_guard,
+            "disallow_explicit",
+            "= 'disallow_explicit': expected .* allows transfers, because values r",
+        ),
+        (
+            jax.disable_jit,
+            True,
+            "jax_disable_jit = True: expected False, .* debug with jdag.simulate",
+        ),
     ],
 )
 def test_what_processes_cannot_compute_under_is_refused(make, under, value, said):

@@ -26,12 +26,10 @@ def total(*arrays: Any) -> Any:
 
 
 def shown(made: CutPlan) -> list[tuple[str, int, int]]:
-    """Of each segment worker, level and number of nodes."""
     return [(piece.worker, piece.level, len(piece.nodes)) for piece in made.pieces]
 
 
 def predecessors(graph: DataflowGraph) -> list[list[int]]:
-    """The nodes that each node reads from, that of its residuals too."""
     maker = {v: at for at, node in enumerate(graph.nodes) for v in (~at, *node.outputs)}
     return [
         [maker[name] for slots in node.inputs for name in slots if name in maker]
@@ -40,11 +38,9 @@ def predecessors(graph: DataflowGraph) -> list[list[int]]:
 
 
 def assert_convex(graph: DataflowGraph, made: CutPlan) -> None:
-    """Brute force: no path leaves a segment and comes back; each node is in one."""
     before = predecessors(graph)
-    assert sorted(at for piece in made.pieces for at in piece.nodes) == [
-        *range(len(graph.nodes))
-    ]
+    nodes = sorted(at for piece in made.pieces for at in piece.nodes)
+    assert nodes == [*range(len(graph.nodes))]
     for piece in made.pieces:
         inside = set(piece.nodes)
         behind: list[bool] = []  # Whether a path comes from inside by the outside.
@@ -60,7 +56,6 @@ def assert_convex(graph: DataflowGraph, made: CutPlan) -> None:
 
 
 def check(made: Recorded, expected: Values, rng: Random, **options: Any) -> CutPlan:
-    """Cut a graph with its gradients as results; run it in some orders."""
     results = [*made.gradients.values()]
     found = made.cut(results, **options)
     assert_convex(made.graph, found)
@@ -167,10 +162,8 @@ def test_a_leaf_that_is_read_on_two_other_workers_is_sent_by_its_owner() -> None
     found = check(made, made.one_by_one(), Random(0))
     first, parts_by_worker = found.pieces[0], dict(found.parts)
     assert (first.worker, first.nodes, first.segment.makes) == ("b", (), ())
-    assert [(hop.to, hop.slots) for hop in first.segment.hops] == [
-        ("a", (w.number,)),
-        ("c", (w.number,)),
-    ]
+    hops = [(hop.to, hop.slots) for hop in first.segment.hops]
+    assert hops == [("a", (w.number,)), ("c", (w.number,))]
     assert [read.slot for read in parts_by_worker["b"].reads] == [w.number]
     assert not parts_by_worker["a"].reads
     assert found.inputs == (("a", (x.number,)), ("c", (x.number,)))
@@ -192,9 +185,8 @@ def test_inputs_and_constants_go_to_their_readers_and_are_results_too() -> None:
     assert (parts["a"].segments, parts["a"].reports) == ((), False)
     there = step(found, made.given, Random(0))["a"]
     expected = made.one_by_one()
-    assert [bits(there[slot]) for slot in results] == [
-        bits(expected[slot]) for slot in results
-    ]
+    for slot in results:
+        assert bits(there[slot]) == bits(expected[slot])
 
 
 def test_what_nobody_waits_for_runs_and_reports() -> None:
@@ -203,16 +195,10 @@ def test_what_nobody_waits_for_runs_and_reports() -> None:
     y = made.call("b", layer, w, x)
     made.call("c", layer, w, y)
     found = made.cut([y.number])
-    assert [(worker, part.reports) for worker, part in found.parts] == [
-        ("b", False),
-        ("c", True),
-    ]
+    reports = [(worker, part.reports) for worker, part in found.parts]
+    assert reports == [("b", False), ("c", True)]
     last = found.pieces[-1].segment
-    assert (last.function.name.rpartition(".")[2], last.makes, last.hops) == (
-        "layer",
-        (),
-        (),
-    )
+    assert (last.function.name, last.makes, last.hops) == ("layer", (), ())
     step(found, made.given, Random(0))
 
 
@@ -238,13 +224,8 @@ def test_a_move_home_and_back_stays() -> None:
     (back,) = made.move("a", [there])
     made.differentiate(made.call("a", total, back))
     found = check(made, made.one_by_one(), Random(0))
-    assert [(worker, level) for worker, level, _ in shown(found)] == [
-        ("a", 0),
-        ("b", 1),
-        ("a", 2),
-        ("b", 3),
-        ("a", 4),
-    ]
+    levels = [(worker, level) for worker, level, _ in shown(found)]
+    assert levels == [*zip("ababa", range(5), strict=True)]
 
 
 def test_residuals_for_another_segment_are_one_bundle() -> None:

@@ -28,7 +28,6 @@ def nodes_of(made: Recorded, kind: NodeKind) -> list[DataflowNode]:
 
 
 def makers(made: Recorded, addends: Sequence[int]) -> list[str]:
-    """Of each addend the call site of what makes it; if it has none, the kind."""
     nodes = {slot: node for node in made.graph.nodes for slot in node.outputs}
     return [nodes[one].site or nodes[one].kind.value for one in addends]
 

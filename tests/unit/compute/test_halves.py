@@ -44,7 +44,6 @@ def cotangents_for(pair: Any, count: int = 3) -> list[list[Any]]:
 def in_halves(
     pair: Any, residuals: Any, weights: tuple[bool, ...], cotangents: Any
 ) -> tuple[list[Any], Stash]:
-    """Both halves, one after the other: the results as the vjp orders them."""
     made = halves(pair, weights)
     first, stash = made.input_half(residuals, cotangents)
     assert bits(made.weight_half(stash)) == bits(made.weight_half(stash))
@@ -56,7 +55,6 @@ def in_halves(
 
 
 def check(call: Call, *weights: bool, count: int = 3) -> tuple[BackwardHalves, Stash]:
-    """Compare halves with the whole vjp; the stash with what is known before."""
     cotangents = cotangents_for(call.pair, count)
     made = halves(call.pair, weights).cut((count,) * len(cotangents))
     found, stash = in_halves(call.pair, call.residuals, weights, cotangents)
@@ -74,9 +72,6 @@ def check(call: Call, *weights: bool, count: int = 3) -> tuple[BackwardHalves, S
 
 def holds(stash: Stash, value: Any) -> bool:
     return any(one is value for one in stash.keeps)
-
-
-# Functions
 
 
 def layer(w: Any, b: Any, x: Any) -> Any:
@@ -139,9 +134,6 @@ def of_block(size: int) -> tuple[Call, tuple[bool, ...]]:
 
 
 CASES = [of_layer, of_mlp, of_block]
-
-
-# Bits and flops
 
 
 def flops(compiled: Any, *args: Any) -> float:
@@ -261,9 +253,6 @@ def test_random_functions_have_the_bits_of_the_whole(
     check(Call(drawn, *leaves, steps=static(tuple(steps))), *weights)
 
 
-# The stash
-
-
 def test_the_stash_holds_activations_and_not_weights() -> None:
     call, weights = of_mlp(8)
     made, stash = check(call, *weights)
@@ -305,9 +294,6 @@ def test_the_stash_is_known_without_running_anything() -> None:
     assert made.input_avals == made.weight_avals[:1]
 
 
-# Exceptions
-
-
 def deep(w: Any, v: Any, x: Any) -> Any:
     return jnp.tanh(jnp.sin(x @ w) @ v)
 
@@ -337,7 +323,6 @@ def test_a_scan_runs_in_the_first_half() -> None:
 
 
 def uncut(pair: Any, residuals: Any, cotangents: Any) -> Stash:
-    """The first half is the whole vjp; the stash is the result of the second."""
     found, stash = in_halves(pair, residuals, (True, False), cotangents)
     assert bits(found) == bits(pair.vjp(residuals, cotangents))
     assert stash.halves is None and len(stash.keeps) == 1

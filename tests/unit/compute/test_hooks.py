@@ -16,18 +16,11 @@ from tests.tools.error_texts import fails_with
 COTANGENT = jnp.arange(6.0).reshape(2, 3)
 
 
-def test_what_a_hook_returns_takes_the_place_of_what_it_is_given():
-    np.testing.assert_array_equal(hooked(jnp.negative, COTANGENT), -COTANGENT)
-
-
-def test_none_leaves_it_as_it_is():
+def test_what_a_hook_returns_takes_the_place_of_what_it_is_given_unless_it_is_none():
+    replaced = hooked(lambda c: c * float(c[1, 2]), COTANGENT)
+    np.testing.assert_array_equal(replaced, COTANGENT * 5)
     seen: list[Any] = []
-    assert hooked(seen.append, COTANGENT) is COTANGENT
-    assert seen[0] is COTANGENT
-
-
-def test_a_hook_is_given_values_that_it_can_look_at():
-    assert hooked(lambda c: c * float(c[1, 2]), COTANGENT)[1, 2] == 25
+    assert hooked(seen.append, COTANGENT) is seen[0] is COTANGENT
 
 
 def test_an_array_that_the_hook_goes_on_writing_to_is_not_what_goes_on():
@@ -46,7 +39,7 @@ def test_what_goes_on_has_no_weak_type():
 @pytest.mark.parametrize(
     ("hook", "said"),
     [
-        (lambda c: c[0], r"returned float64\[3\], and the cotangent is float64\[2,3\]"),
+        (lambda c: c[0], r"returned float64\[3\], but the cotangent is float64\[2,3\]"),
         (lambda c: c.astype("float32"), r"returned float32\[2,3\]"),
         (lambda c: c.astype(int), r"returned int64\[2,3\]"),
         (lambda c: 2.0, "returned a float,"),

@@ -60,7 +60,6 @@ W, X = jnp.arange(9.0).reshape(3, 3) / 9, jnp.ones((3, 2))
 
 
 def held(values: str, *arrays: Any) -> Machine:
-    """A machine that holds these arrays, or their shapes, as x 0, x 1, ..."""
     machine = Machine(values)
     for index, array in enumerate(arrays):
         value = aval_of(array) if machine.abstract else array
@@ -87,9 +86,10 @@ def vjp(made: Pair, *addends: tuple[Key, ...], outputs: int, last: bool) -> Vjp:
 @pytest.mark.parametrize("values", ["real", "abstract"])
 def test_a_forward_reads_its_inputs_and_holds_outputs_and_residuals(values: str):
     made = pair_of(affine, W, X)
-    machine = held(values, W, X)
-    assert machine.run(forward(made, inputs=2, outputs=2)) is None
-    assert machine.values.held == 2 + 2 + 1
+    for kept in (False, True):
+        machine = held(values, W, X)
+        assert machine.run(forward(made, inputs=2, outputs=2, kept=kept)) is None
+        assert machine.values.held == 2 + 2 + kept
     outputs = [machine.values.get(each) for each in keys("y", 2)]
     if values == "abstract":
         assert outputs == list(made.out_avals)
@@ -97,15 +97,7 @@ def test_a_forward_reads_its_inputs_and_holds_outputs_and_residuals(values: str)
         assert all(map(np.array_equal, outputs, affine(W, X)))
 
 
-def test_a_forward_that_nobody_differentiates_holds_no_residuals():
-    machine = held("real", W, X)
-    made = pair_of(affine, W, X, tracked=(False, False))
-    assert machine.run(forward(made, inputs=2, outputs=2, kept=False)) is None
-    assert machine.values.held == 2 + 2
-
-
 def differentiated(values: str, addends: list[Any], *, last: bool) -> Machine:
-    """Forward and vjp of affine; the cotangent of its first output in addends."""
     made = pair_of(affine, W, X)
     machine = held(values, W, X)
     machine.run(forward(made, inputs=2, outputs=2))
@@ -178,7 +170,6 @@ def sigmoid(x: jax.Array) -> jax.Array:
 
 @pytest.mark.parametrize("fn", [affine, sigmoid, jnp.exp, jnp.multiply])
 def test_abstract_residuals_hold_the_same_bytes_when_their_arguments_go(fn: Any):
-    """In any order: what real residuals share with values, abstract ones share too."""
     args = (W, X) if fn is affine else (W, W) if fn is jnp.multiply else (W,)
     made = pair_of(fn, *args)
     machines = [held(kind, *[arg + 1 for arg in args]) for kind in ("real", "abstract")]
@@ -199,17 +190,6 @@ def test_abstract_residuals_hold_the_same_bytes_when_their_arguments_go(fn: Any)
     assert real.bytes_peak == abstract.bytes_peak
 
 
-def broken(machine: Machine) -> BaseException | None:
-    made = pair_of(breaks, W, tracked=(False,))
-    return machine.run(forward(made, inputs=1, outputs=1, kept=False))
-
-
-def test_what_a_function_raises_is_given_back_and_nothing_new_is_held():
-    machine = held("real", W)
-    assert isinstance(broken(machine), ValueError)
-    assert machine.values.held == 1
-
-
 def test_a_vjp_that_raises_has_used_up_what_it_read():
     made = pair_of(one_way, W)
     machine = held("real", W)
@@ -221,8 +201,9 @@ def test_a_vjp_that_raises_has_used_up_what_it_read():
 
 
 def test_a_failure_says_what_where_and_shows_the_users_frames_alone():
-    error = broken(held("real", W))
-    assert error is not None
+    machine, made = held("real", W), pair_of(breaks, W, tracked=(False,))
+    error = machine.run(forward(made, inputs=1, outputs=1, kept=False))
+    assert isinstance(error, ValueError) and machine.values.held == 1
     failure = failure_of(error, "b", PATH, "m:breaks")
     assert failure.error == "RemoteError"
     assert failure.message == "ValueError: no such weight"

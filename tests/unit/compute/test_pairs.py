@@ -19,8 +19,6 @@ from jdag.errors import JdagError
 from tests.tools.compute_cases import Call, Leaf, array, assert_same, setting
 from tests.tools.error_texts import fails_with
 
-# Gradients
-
 
 def test_an_output_that_got_no_cotangent_counts_as_zero() -> None:
     def several(x: Any) -> dict[str, Any]:
@@ -115,11 +113,8 @@ def test_a_weak_scalar_promotes_as_in_jax_and_comes_out_strong() -> None:
     call = Call(lambda x, y: (y, jnp.where(x > 0, 1.0, 0.0), 3), Leaf(x), 2.0)
     assert not any(output.weak_type for output in call.outputs)
     assert call.pair.out_avals == tuple(map(aval_of, call.outputs))
-    assert [str(a) for a in call.pair.out_avals] == [
-        "float64[]",
-        "float64[3]",
-        "int64[]",
-    ]
+    types = [str(aval) for aval in call.pair.out_avals]
+    assert types == ["float64[]", "float64[3]", "int64[]"]
 
 
 def test_a_weak_leaf_gets_a_strong_gradient() -> None:
@@ -143,9 +138,6 @@ def test_a_call_without_tracked_inputs_or_outputs_keeps_no_residuals() -> None:
     integers = Call(lambda x: jnp.argmax(jnp.sin(x)), Leaf(array(3)))
     assert integers.kept is None
     assert integers.pair.out_tracked == (False,)
-
-
-# Residuals
 
 
 def test_arguments_and_outputs_are_kept_as_they_are_not_copied() -> None:
@@ -215,9 +207,6 @@ def test_a_retrace_under_another_setting_of_jax_uses_its_own_residuals() -> None
     assert_same(call.pair.vjp(after, one), [3 * x * x])
 
 
-# What goes wrong
-
-
 def test_what_the_function_raises_while_it_is_traced_comes_out_as_it_is() -> None:
     def wrong(x: Any) -> Any:
         raise LookupError("mine")
@@ -272,12 +261,8 @@ def test_an_output_that_is_no_array_is_named(output: Any, where: str) -> None:
 
 def test_none_and_python_scalars_are_outputs() -> None:
     call = Call(lambda x: (None, 2, True, 1.5, np.ones(2)), array(3))
-    assert [str(aval) for aval in call.pair.out_avals] == [
-        "int64[]",
-        "bool[]",
-        "float64[]",
-        "float64[2]",
-    ]
+    types = [str(aval) for aval in call.pair.out_avals]
+    assert types == ["int64[]", "bool[]", "float64[]", "float64[2]"]
 
 
 def test_deleted_arrays_are_named_in_forward_and_vjp() -> None:
@@ -297,9 +282,6 @@ def test_a_tracked_integer_is_refused() -> None:
     parts = split((jnp.arange(3),), {}, lambda _: False)
     with fails_with(JdagError, "compute.argument_0_of_is_tracked"):
         pair(jnp.sin, parts.template, (aval_of(jnp.arange(3)),), (True,))
-
-
-# Unjitted
 
 
 def eager(w: Any, x: Any, n: Any) -> Any:

@@ -28,7 +28,6 @@ FORWARD, VJP, SUM, FILL, *_ = NodeKind
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """Count what XLA compiles, or fetches compiled from the cache on disk."""
     found: list[str] = []
 
     def listener(event: str, duration_secs: float, **_: Any) -> None:
@@ -43,17 +42,9 @@ def compilations() -> Iterator[list[str]]:
 
 
 def linked(forward: SegmentFunction, backward: SegmentFunction) -> None:
-    arrays, outputs = len(forward.avals), len(backward.outputs)
-    link(
-        [
-            SimpleNamespace(
-                function=forward, needs=tuple(range(arrays)), makes=(900, 901)
-            ),
-            SimpleNamespace(
-                function=backward, needs=(900, 901), makes=tuple(range(outputs))
-            ),
-        ]
-    )
+    arrays, outputs = tuple(range(len(forward.avals))), range(len(backward.outputs))
+    first = SimpleNamespace(function=forward, needs=arrays, makes=(900, 901))
+    link([first, SimpleNamespace(function=backward, needs=(900, 901), makes=outputs)])
 
 
 def assert_near(found: Any, expected: Any) -> None:
@@ -255,7 +246,7 @@ def test_its_types_are_known_without_running() -> None:
 def test_a_node_that_does_not_fit_is_refused(nodes: Any) -> None:
     tape = Tape(array(3), array(4))
     pairs, calls = (tape.pair_of(square, 0),), (("", ""),)
-    with pytest.raises(ValueError, match=r"fit|has not|argument"):
+    with pytest.raises(ValueError, match=r"do not match|missing value|argument"):
         SegmentFunction(pairs, tape.avals, (1,), nodes, (), (), calls, False)
 
 
@@ -285,11 +276,7 @@ def test_an_error_names_the_call_or_in_a_fused_segment_all_calls(exact: bool) ->
     assert failed_call(ValueError()) is None
 
 
-def like(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
-@unjitted(shapes=like)
+@unjitted(shapes=lambda x: x)
 def on_host(x: Any) -> Any:
     assert not isinstance(x, jax.core.Tracer)
     return jnp.asarray(np.asarray(x) * 2)

@@ -8,18 +8,8 @@ import numpy as np
 import pytest
 
 from jdag.compute.avals import Aval, aval_of
-from jdag.compute.pairs import Pair
 from jdag.compute.values import Values
 from tests.tools.compute_cases import pair_of
-
-
-def square(w: jax.Array, x: jax.Array) -> jax.Array:
-    return jnp.sin(w @ x) ** 2
-
-
-def squared() -> tuple[Pair, list[Any]]:
-    args = [jnp.ones((4, 4)), jnp.ones((4, 8))]
-    return pair_of(square, *args), args
 
 
 def test_bytes_follow_what_is_held_and_the_peak_stays() -> None:
@@ -74,7 +64,8 @@ def test_a_value_put_in_place_of_another_counts_the_other_back() -> None:
 
 
 def test_what_residuals_and_keys_keep_alive_counts_once_until_both_are_gone() -> None:
-    made, args = squared()
+    args = [jnp.ones((4, 4)), jnp.ones((4, 8))]
+    made = pair_of(lambda w, x: jnp.sin(w @ x) ** 2, *args)
     outputs, residuals = made.forward(args)
     assert residuals is not None and residuals.nbytes > 0
     values = Values()

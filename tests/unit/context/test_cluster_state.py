@@ -46,7 +46,7 @@ def test_a_home_made_under_jit_is_refused_outside_of_it_and_the_other_way_round(
 @pytest.mark.parametrize(
     ("worker", "text"),
     [
-        ("ps10", "no worker 'ps10' (do you mean ps1?); the workers"),
+        ("ps10", "no worker 'ps10' (did you mean ps1?); the workers"),
         ("nothing like it", "no worker 'nothing like it'; the workers are 'tr', 'ps1'"),
         (1, "takes the name of a worker first, not 1; the workers are 'tr', 'ps1'"),
         (np.zeros(2), "takes the name of a worker first, not array([0., 0.]); the wo"),

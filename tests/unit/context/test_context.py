@@ -8,15 +8,9 @@ import pytest
 
 from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program
-from jdag.errors import (
-    GraphError,
-    JdagError,
-)
+from jdag.errors import GraphError, JdagError
 from tests.tools.error_texts import fails_with
-from tests.tools.face_cases import (
-    ONES,
-    total,
-)
+from tests.tools.face_cases import ONES, total
 
 
 def test_one_cotangent_alone_will_do_for_one_root(cluster):
@@ -26,9 +20,6 @@ def test_one_cotangent_alone_will_do_for_one_root(cluster):
         ctx.backward(loss, cotangents=2, retain_graph=True)
         ctx.backward(loss, cotangents=np.float64(3))
         np.testing.assert_array_equal(ctx.gradient(w).fetch(), 5 * ONES)
-
-
-# ---- errors
 
 
 def test_double_backward_is_refused_by_name(cluster):
@@ -61,9 +52,6 @@ def test_the_mode_is_one_that_there_is(cluster):
         loss = ctx.call("c", total, w)
         with fails_with(JdagError, "context.mode_slow_allowed_is_smart"):
             ctx.backward(loss, mode="slow")
-
-
-# ---- gradients
 
 
 def test_gradients_come_back_in_the_structure_of_the_leaves(cluster):

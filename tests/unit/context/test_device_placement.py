@@ -39,14 +39,12 @@ def mixed(a: Any, b: Any, c: Any, d: Any) -> Any:
 
 
 def there_and_back(ctx: Any, t1: Any, t2: Any, one: str = "b/cpu:1") -> Any:
-    """sum(8 t2 + 3 t1), from a worker's default device to another and back."""
     zero = ctx.call("b", lambda a, b: a + 2 * b, t1, t2)
     first = ctx.call(one, lambda x, b: 2 * x + 2 * b, zero, t2)
     return ctx.call("b", lambda y, a, b: jnp.sum(y + a + 2 * b), first, t1, t2)
 
 
 def web(ctx: Any, params: Any, place: Any) -> Any:
-    """Sums of ten addends and more, over devices and workers, as `place` has them."""
     w, v = params
     hidden = [ctx.call(place(n), mixed, w, v, w, float(n + 1) / 7) for n in range(10)]
     hidden += [ctx.call(place(n), mixed, h, w, v, h) for n, h in enumerate(hidden)]
@@ -74,7 +72,6 @@ def cluster_of(seed: int = 0, **settings: Any) -> Any:
 
 
 def where(ref: Any) -> set[int]:
-    """The numbers of the devices that a ref's array is on, where it is held."""
     driver = ref.holder.state.cluster.driver
     driver.settle()
     host, key = driver._env.hosts[ref.worker], ref.key
@@ -253,7 +250,9 @@ def here_what_is_kept_stays_on_its_device() -> None:
 
 
 def here_a_device_that_is_not_there_is_named_with_those_that_are() -> None:
-    said = r"worker 'b' has no device '{}'; it has cpu:0, cpu:1, cpu:2, cpu:3$"
+    said = (
+        r"worker 'b' has no device '{}'; it has the devices cpu:0, cpu:1, cpu:2, cpu:3$"
+    )
     with cluster_of() as cluster, cluster.context() as ctx:
         for device in ("cpu:4", "gpu:0"):
             for use in (
@@ -356,7 +355,6 @@ def test_abstract_values_have_devices_by_form_alone_and_no_arrays():
 
 
 def timed(places: list[str]) -> tuple[int, int]:
-    """When three calls and their pass are over, and how long devices of b worked."""
     with cluster_of(values="abstract", devices=COSTS) as cluster:
         w = cluster.put("b", T1)
         with cluster.context() as ctx:

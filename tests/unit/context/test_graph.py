@@ -30,7 +30,6 @@ def piped():
 
 
 def drawn(mode, *, passes=1):
-    """The graph after passes over a sum to which one of three products is no part."""
     with jdag.simulate(WORKERS, seed=0) as cluster:
         w, y = cluster.put("home", jnp.ones(3)), cluster.put("other", jnp.ones(3))
         with cluster.context() as ctx:
@@ -50,9 +49,6 @@ def total_of(ctx, value):
     return ctx.call(value.worker, total, value)
 
 
-# --------------------------------------------------------------------- as a mapping
-
-
 def test_a_graph_counts_what_each_worker_has():
     graph = drawn("smart")
     assert list(graph) == list(WORKERS)
@@ -70,9 +66,6 @@ def test_a_graph_before_any_pass_awaits_nothing():
     vertices = graph_of(graph).vertices
     assert {vertex.awaited for vertex in vertices} == {0}
     assert {vertex.need for vertex in vertices} == {""}
-
-
-# ------------------------------------------------------------- what a pass made of it
 
 
 def test_smart_tells_the_sends_that_it_needs_from_those_that_it_does_not():
@@ -125,9 +118,6 @@ def test_a_graph_knows_the_last_pass_that_came_by():
     assert said["third"] is None
 
 
-# ------------------------------------------------------------------------- as a whole
-
-
 def test_a_graph_joins_the_fragments_by_their_transfers(piped):
     graph = graph_of(piped)
     kinds = [vertex.kind for vertex in graph.vertices]
@@ -167,9 +157,6 @@ def test_the_dot_of_a_context_leaves_no_worker_out():
                 total_of(ctx, leaf)
             dot = ctx.graph().dot("many")
     assert dot.count("subgraph cluster_") == DRAWN_WORKERS_MAX + 3
-
-
-# ------------------------------------------------------------------------------- DOT
 
 
 def test_owed_sends_are_red_and_unneeded_ones_grey():

@@ -30,12 +30,8 @@ from tests.tools.hosted_cases import (
 
 @pytest.fixture(params=["sim", "socket"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Workers a to d, of which a is the main program's."""
     with DRIVERS[request.param].cluster() as made:
         yield made
-
-
-# -------------------------------------------------------------------- both drivers
 
 
 def test_an_object_is_made_and_called_where_it_lives(cluster: Any) -> None:

@@ -132,7 +132,8 @@ def test_a_version_whose_making_failed_holds_the_failure():
     for failed in net.fetch("a", newer, y):
         assert failed.message == (
             "step raised in forward\n"
-            "(not made: leaf 1 on b; what was assigned beside that is not affected)"
+            "(not assigned: leaf 1 on b; other leaves assigned with it are not "
+            "affected)"
         )
     leaves_nothing(scope)
 
@@ -214,7 +215,6 @@ def test_a_version_that_a_pass_reaches_by_zeros_alone_is_not_differentiated():
 
 
 def versions(net, worker):
-    """The versions that a worker holds, by number."""
     return sorted(k.index for k in net.places[worker].values if k.kind == "leaf")
 
 
@@ -286,7 +286,7 @@ def test_an_update_of_a_leaf_that_was_dropped_makes_nothing_and_leaves_nothing()
     net.drain()
     (failed,) = net.fetch("b", newest(x))
     assert failed.message == (
-        "leaf 1 on c is not held here: it was dropped, or is not made yet"
+        "leaf 1 on c is not stored here: it was dropped, or not assigned yet"
     )
     assert net.fetch("b", newest(y))[0][0] == 5
     net.drain()

@@ -1,7 +1,5 @@
 """How a pass ended, as users are told."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import optax
 import pytest
@@ -15,6 +13,7 @@ from jdag.sim.devices import MOVED
 from jdag.sim.faults import Crash
 from jdag.sim.network import LinkModel
 from tests.tools.error_texts import fails_with
+from tests.tools.face_cases import total
 
 OWED = Owed((3, 1), "b", "c", "m:f", "x.py:7 in main")
 
@@ -37,8 +36,8 @@ def test_a_pass_whose_time_is_over_says_what_it_waits_for():
     failure = Failure("PassTimeout", "", "a")
     result = PassResult(2, Outcome.EXPIRED, failure, (OWED,), (), ())
     assert expired(result, 0.5).splitlines() == [
-        "pass 2 took longer than timeout_s=0.5; no cotangent has come for what was "
-        "sent by",
+        "pass 2 took longer than timeout_s=0.5; no cotangent has arrived for the "
+        "values sent by",
         "  call 3.1: b -> c, sent for m:f, called at x.py:7 in main",
     ]
 
@@ -47,7 +46,7 @@ def test_a_pass_that_had_not_begun_says_for_want_of_what():
     failure = Failure("PassTimeout", "acknowledgements of call (1,) on 'b'", "a")
     result = PassResult(1, Outcome.EXPIRED, failure, (), (), ())
     assert expired(result, 1) == (
-        "pass 1 took longer than timeout_s=1; it had not begun: it waited for "
+        "pass 1 took longer than timeout_s=1; it had not begun, since it waited for "
         "acknowledgements of call (1,) on 'b'"
     )
 
@@ -62,10 +61,6 @@ def test_a_stuck_pass_says_what_helps():
     said = stuck_pass_text((OWED,))
     assert "call 3.1: b -> c, sent for m:f, called at x.py:7 in main" in said
     assert "mode='smart'" in said
-
-
-def total(*leaves: Any) -> Any:
-    return sum(jnp.sum(leaf) for leaf in leaves)
 
 
 def two_steps(crash_ns: int, *, settles: bool) -> tuple[list[str], int]:

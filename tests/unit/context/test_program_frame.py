@@ -14,12 +14,7 @@ from jdag.context.refs import stop_gradient
 from jdag.engine.functions import program, unjitted
 from jdag.errors import ContextError, JdagError, RemoteError
 from tests.tools.error_texts import fails_with
-from tests.tools.face_cases import (
-    ONES,
-    fails_forward,
-    raises_at_run_time,
-    total,
-)
+from tests.tools.face_cases import ONES, fails_forward, raises_at_run_time, total
 
 
 def test_a_move_that_cannot_be_is_refused_as_a_move(cluster):
@@ -81,9 +76,6 @@ def test_the_kinds_of_arguments_are_what_section_4_says(cluster):
         assert best.fetch() == 5
 
 
-# ---- programs
-
-
 def test_a_program_gets_and_returns_refs_and_plain_data(cluster):
     w = cluster.put("c", ONES)
 
@@ -98,14 +90,7 @@ def test_a_program_gets_and_returns_refs_and_plain_data(cluster):
 
     with cluster.context() as ctx:
         out = ctx.call(
-            "b",
-            prog,
-            w,
-            np.arange(3),
-            1,
-            word="word",
-            flag=None,
-            axis=static((0, 1)),
+            "b", prog, w, np.arange(3), 1, word="word", flag=None, axis=static((0, 1))
         )
         assert out[0] == w and out[0].tracked and not out[1].tracked
         np.testing.assert_array_equal(out[2], np.arange(3))
@@ -200,9 +185,6 @@ def test_a_ref_of_a_program_that_has_returned_still_names_its_value(cluster):
         assert ctx.call("c", jnp.add, kept[0], 1.0).fetch() == 10
         with fails_with(ContextError, "context.its_program_has_returned"):
             kept[0].fetch()
-
-
-# ---- errors
 
 
 def mismatched(a, b):
@@ -305,7 +287,7 @@ def test_a_ref_of_another_cluster_of_the_same_names_is_said_to_be_of_another(clu
         theirs = other.put("b", ONES)
         said = r"is of another cluster of the same names and this is the cluster of 'a'"
         with pytest.raises(
-            ContextError, match=f"{said}.*; ref.fetch.. gives the value"
+            ContextError, match=f"{said}.*; ref.fetch.. returns the value"
         ):
             cluster.update(jnp.sin, theirs)
     said = "is of another cluster of the same names, which is closed, and this is the"

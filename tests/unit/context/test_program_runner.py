@@ -163,7 +163,7 @@ def test_an_interrupt_in_a_program_reaches_main_and_its_caller_hears_of_it(monke
         == "tests.unit.context.test_program_runner:" + interrupted.__qualname__
     )
     played.simulation.settle()  # What main asked for comes, and nobody is there for it.
-    assert played.simulation._env.waiters.given == {}
+    assert played.simulation._env.waiters.results == {}
 
 
 def dying(log: list[Any]) -> Any:

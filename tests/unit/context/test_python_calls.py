@@ -20,7 +20,6 @@ W = array(3, seed=1)
 
 @jdag.unjitted
 def largest(x: Any, at_least: Any = 0) -> Any:
-    """As many of the largest numbers as there are above a limit, and how many."""
     numbers = np.asarray(x).ravel()
     count = max(int((numbers > 0).sum()), at_least)
     return {"best": np.sort(numbers)[-count:], "count": count}
@@ -42,13 +41,8 @@ def arranged(x: Any, by: Any) -> Any:
 ARRANGED = X[jnp.argsort(X[:, 1])]
 
 
-# ---- without shapes
-
-
 def test_what_holds_objects_and_closures_runs_as_well(cluster):
     class Counter:
-        """An object that is neither a pytree nor hashable by value."""
-
         def __init__(self) -> None:
             self.calls: list[float] = []
 
@@ -93,9 +87,6 @@ def test_what_it_raises_names_it_the_worker_and_the_callers_line(cluster):
         assert ctx.call("c", largest, X)["count"].fetch() == len(BEST)
 
 
-# ---- with shapes
-
-
 def test_with_shapes_refs_come_at_once_and_the_function_runs_when_it_can(cluster):
     with cluster.context() as ctx:
         x = ctx.call("d", jnp.multiply, X, 1.0)
@@ -124,10 +115,13 @@ def test_a_call_with_shapes_takes_no_time_of_its_caller_and_one_without_does():
     [
         (
             lambda x: x[1:],
-            r"returned float64\[3,3\]; its shapes= said float64\[4,3\]",
+            r"returned float64\[3,3\], but its shapes= function declares float64",
         ),
-        (lambda x: (x,), r"returned \('float64\[4,3\]',\); its shapes= said float"),
-        (lambda x: x > 0, r"returned bool\[4,3\]; its shapes= said float64\[4,3\]"),
+        (
+            lambda x: (x,),
+            r"returned \('float64\[4,3\]',\), but its shapes= function declares",
+        ),
+        (lambda x: x > 0, r"returned bool\[4,3\], but its shapes= function declares"),
     ],
 )
 def test_what_it_returns_is_held_against_its_shapes(cluster, returns, said):
@@ -150,12 +144,11 @@ def test_functions_of_one_code_with_other_shapes_are_not_mixed_up(cluster):
             assert ctx.call("b", made(by), W).fetch().shape == (3 * by,)
 
 
-# ---- what is refused
-
-
 def test_tracked_arguments_are_refused_with_what_to_do(cluster):
     w = cluster.put("b", W)
-    said = r"largest is marked by .*stop_gradient\(ref\) makes.*@jdag\.program calls"
+    said = (
+        r"largest is marked by .*stop_gradient\(ref\) makes.*@jdag\.program, which may"
+    )
     with cluster.context() as ctx:
         with pytest.raises(JdagError, match=said):
             ctx.call("b", largest, w)
@@ -175,14 +168,8 @@ def test_where_shapes_have_to_be_known_the_error_names_them(cluster):
         assert ctx.call("b", arranged, X, 1)["sorted"].fetch().shape == X.shape
     with fails_with(JdagError, "context.shapes_takes_a_function_not"):
         jdag.unjitted(shapes=(3,))
-    with (
-        cluster.context() as ctx,
-        fails_with(JdagError, "context.its_shapes_said_int"),
-    ):
+    with cluster.context() as ctx, fails_with(JdagError, "context.its_shapes_said_int"):
         jdag.fetch(ctx.call("b", jdag.unjitted(shapes=lambda x: (4, 3))(np.sin), X))
-
-
-# ---- the oracle
 
 
 def test_the_oracle_gives_what_the_functions_returned_when_it_ran_first(cluster):

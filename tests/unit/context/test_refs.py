@@ -33,8 +33,6 @@ AVAL = aval_of(jnp.ones((2, 3)))
 
 
 class Held:
-    """Holds refs, and reads what `values` has for their keys."""
-
     def __init__(self, values=None):
         self.values = values or {}
         self.state = self
@@ -211,7 +209,7 @@ def test_an_exception_is_of_the_class_that_its_failure_names():
     assert type(error) is RemoteError and error.__cause__ is original
     assert str(error) == (
         "m:f failed on 'c', called at a.py:3 in g: ValueError: x\n"
-        "it came along a <- b <- c\n\nTraceback: user's"
+        "route of workers: a <- b <- c\n\nTraceback: user's"
     )
     assert type(exception_of(Failure("GraphError", "spent", "a"))).__name__ == (
         "GraphError"

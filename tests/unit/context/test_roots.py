@@ -18,17 +18,20 @@ BAD_ROOTS: tuple[tuple[Any, str], ...] = (
     (lambda ctx, w: [], r"no roots: .*ctx.backward\(loss\)"),
     (lambda ctx, w: [ctx.call("b", total, ONES)], "root 0, .* is a constant"),
     (lambda ctx, w: [stop_gradient(ctx.call("b", total, w))], "is a constant"),
-    (lambda ctx, w: [w], "root 0 is leaf 0 on b, itself a leaf"),
+    (lambda ctx, w: [w], "root 0 is leaf 0 on b, a leaf"),
     (
         lambda ctx, w: [ctx.call("b", total, w), ctx.call("c", jnp.sin, w)],
-        r"root 1 is float64\[3,3\], of size 9; .* has to be 1",
+        r"root 1 is float64\[3,3\], of size 9; .* must be 1",
     ),
     (lambda ctx, w: [ctx.call("b", jnp.argmax, w)], "its dtype is int64"),
     (
         lambda ctx, w: [ctx.call("b", lambda a: jnp.sum(a) * 1j, w)],
-        "complex, which needs a cotangent",
+        "which is complex and so needs a cotangent",
     ),
-    (lambda ctx, w: [ctx.call("b", total, w).fetch()], "was fetched, or .* is cut off"),
+    (
+        lambda ctx, w: [ctx.call("b", total, w).fetch()],
+        "were fetched, or .* are not in the graph",
+    ),
     (lambda ctx, w: [[ctx.call("b", total, w)]], r"write ctx.backward\(\*roots\)"),
 )
 
@@ -49,15 +52,15 @@ def test_a_root_that_cannot_be_one_says_why(cluster, roots, text):
     [
         ([ONES], "1 cotangents for 2 roots"),
         ([ONES, 1.0, 1.0], "3 cotangents for 2 roots"),
-        (ONES, "cotangents is a .*; for 2 roots it is a list or tuple"),
+        (ONES, "cotangents is a .*; for 2 roots it must be a list or tuple"),
         ({"h": ONES}, "cotangents is a dict"),
         ([jnp.ones(3), None], r"cotangent 0 is float64\[3\], but root 0 is .*\[3,3\]"),
         ([ONES.astype("float32"), None], "cotangent 0 is float32.* is float64"),
         ([None, None], "root 0 is .*, of size 9"),
         ([ONES, 1j], r"cotangent 1 is ~?complex128\[\]"),
         ([1.0, None], "cotangent 0 is ~?float64"),
-        (["x", None], "cotangent 0: a str is no array"),
-        ([object(), None], "cotangent 0: an object is no array"),
+        (["x", None], "cotangent 0: a str is not an array"),
+        ([object(), None], "cotangent 0: an object is not an array"),
     ],
 )
 def test_cotangents_are_checked_against_their_roots(cluster, cotangents, text):

@@ -4,7 +4,6 @@ import pytest
 
 from jdag.engine.credit import WHOLE
 from jdag.engine.protocol import (
-    Argument,
     Arrived,
     Cotangent,
     Fail,
@@ -27,7 +26,6 @@ from tests.tools.engine_cases import (
     net_of,
     pausing,
 )
-from tests.tools.engine_net import Net, Scope
 from tests.tools.engine_values import (
     ADD,
     DOUBLE,
@@ -38,42 +36,16 @@ from tests.tools.engine_values import (
     Linear,
 )
 
-# -------------------------------------------------------------------------------- order
-
-
-def fan_out(net: Net, width: int) -> tuple[Scope, Argument, Argument]:
-    """One leaf on b, used by calls on c, d and b itself; their sum on a."""
-    leaf = net.put("b", 2, "a")
-    scope = net.open("a")
-    made = [
-        scope.call("cdb"[i % 3], Linear(f"f{i}", ((i + 1,),)), leaf)[0]
-        for i in range(width)
-    ]
-    (total,) = scope.call("a", Linear("total", ((1,) * width,)), *made)
-    return scope, leaf, total
-
-
-# -------------------------------------------------------------------------------- zeros
-
-
-def half_used(net: Net) -> tuple[Scope, Argument, Argument, Argument, Argument]:
-    """Two values in one transfer, of which the root uses the second alone.
-
-    The first was made on b of a leaf on c, so that zeros go on from b to c.
-    """
-    x, y = net.put("c", 3, "a"), net.put("b", 4, "a")
-    scope = net.open("a")
-    (unused,) = scope.call("b", DOUBLE, x)
-    (used,) = scope.call("b", TRIPLE, y)
-    (both,) = scope.call("a", ADD, unused, used)
-    (root,) = scope.call("a", SAME, used)
-    return scope, x, y, root, both
-
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_node_that_got_only_symbolic_zeros_is_not_run(seed: int):
     net = net_of(3, seed)
-    scope, _, _, root, _ = half_used(net)
+    x, y = net.put("c", 3, "a"), net.put("b", 4, "a")
+    scope = net.open("a")
+    (unused,) = scope.call("b", DOUBLE, x)
+    (used,) = scope.call("b", TRIPLE, y)
+    scope.call("a", ADD, unused, used)  # Both values are in one transfer.
+    (root,) = scope.call("a", SAME, used)
     finished(scope, root)
     vjps = [job.function.name for job in net.ran if type(job) is Vjp]
     assert vjps == ["same", "triple"]
@@ -81,9 +53,6 @@ def test_a_node_that_got_only_symbolic_zeros_is_not_run(seed: int):
     assert present == [(False, True), (False,)]
     net.drain()
     assert kept(net, "residuals") == [ResidualsKey(scope.context, (3,), 0)]
-
-
-# --------------------------------------------------------------------- passes and graph
 
 
 def test_residuals_are_dropped_with_the_pass_that_spends_them_and_not_before():
@@ -143,9 +112,6 @@ def test_a_second_cotangent_on_one_transfer_is_refused_and_not_added():
     leaves_nothing(scope)
 
 
-# ------------------------------------------------------------------- forward on its way
-
-
 def test_residuals_of_a_call_that_was_spent_before_it_ran_do_not_stay():
     net, scope, x = begun(2, "b")
     net.pauses = pausing("slow")
@@ -155,9 +121,6 @@ def test_residuals_of_a_call_that_was_spent_before_it_ran_do_not_stay():
     net.let_go()
     net.drain()
     assert net.ran[-1].path == (1,) and kept(net, "residuals") == []
-
-
-# ----------------------------------------------------------------- given cotangents
 
 
 @pytest.mark.parametrize("leave", [True, False])

@@ -15,8 +15,6 @@ from tests.tools.engine_net import Scope
 from tests.tools.engine_values import ADD, DOUBLE, Fuse, Linear
 from tests.tools.error_texts import fails_with
 
-# ------------------------------------------------------------------- errors are values
-
 
 def test_who_computes_on_a_failure_holds_it_and_the_first_argument_counts():
     net, scope, x = begun(3, "b")
@@ -33,24 +31,12 @@ def test_who_computes_on_a_failure_holds_it_and_the_first_argument_counts():
     assert net.leftovers() == []
 
 
-# ----------------------------------------------------------------------------- programs
-
-
-def adds(scope: Scope, worker: str, x: Argument) -> Generator[int, Any, Argument]:
-    """A program: call there, return the ref."""
-    (made,) = scope.call(worker, ADD, x, 1)
-    yield scope.net.asked(scope.worker, x)
-    return made
-
-
-def raises(scope: Scope, x: Argument) -> Generator[int, Any, Argument]:
-    """A program that calls, fetches and then raises."""
-    scope.call("c", DOUBLE, x)
-    yield scope.net.asked(scope.worker, x)
-    raise ValueError(f"no luck on {scope.worker}")
-
-
 def test_a_program_call_leaves_only_when_all_assignments_have_arrived():
+    def adds(scope: Scope, worker: str, x: Argument) -> Generator[int, Any, Argument]:
+        (made,) = scope.call(worker, ADD, x, 1)
+        yield scope.net.asked(scope.worker, x)
+        return made
+
     net = net_of(3)
     net.holds = holding(Acknowledge, sender="c")
     x = net.put("c", 3, "a")
@@ -66,10 +52,10 @@ def test_a_program_call_leaves_only_when_all_assignments_have_arrived():
 def test_a_program_may_not_go_on_in_a_context_that_is_gone():
     net, scope, x = begun(2, "b")
     inner = Scope(net, "b", scope.context, (1,))
-    with fails_with(ContextError, "engine.context_0_1_is_not_open"):
+    with fails_with(ContextError, "engine.context_not_open_on_b"):
         inner.call("b", DOUBLE, x)
     scope.leave()
-    with fails_with(ContextError, "engine.context_0_1_is_not"):
+    with fails_with(ContextError, "engine.context_not_open_on_a"):
         scope.call("b", DOUBLE, x)
     assert net.leftovers() == []
 

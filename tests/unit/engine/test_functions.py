@@ -76,7 +76,7 @@ def test_marks_are_told_of_the_function_and_of_partials_over_it() -> None:
 
 @pytest.mark.parametrize("mark", [program, unjitted])
 def test_what_takes_no_mark_is_refused_by_name(mark: Any) -> None:
-    with fails_with(JdagError, "engine.jdag_cannot_mark_len"):
+    with fails_with(JdagError, "engine.cannot_mark_builtin"):
         mark(len)
 
 

@@ -24,8 +24,6 @@ from tests.tools.engine_values import (
     Linear,
 )
 
-MODES = (Mode.SMART, Mode.FAST)
-
 
 def test_hooks_of_one_value_that_arrive_in_another_order_are_in_the_programs():
     net, scope, x = begun(3, "c", first=5)
@@ -81,18 +79,6 @@ def _seen_by(*hooks: Any) -> tuple[Net, Scope, Any, Any]:
         scope.attach(x, hook, replaces=False)
     (root,) = scope.call("c", TRIPLE, x)
     return net, scope, x, root
-
-
-def test_the_program_goes_on_when_all_who_see_gradients_have_seen_them():
-    net, scope, _, root = _seen_by(slow := Affine("slow"))
-    net.pauses = pausing("slow")
-    waiter = scope.start_backward(root)
-    net.drain()
-    assert waiter not in net.places["a"].resumed
-    net.let_go()
-    net.until("a", waiter)
-    assert [number for number, _ in slow.given] == [3]
-    leaves_nothing(scope)
 
 
 def test_on_one_worker_hooks_see_in_the_order_of_the_program_over_all_leaves():

@@ -68,7 +68,6 @@ def test_a_notice_rides_on_the_next_message_to_where_the_value_is():
 
 
 def test_calls_without_tracking_leave_nothing_in_the_memory_of_an_engine():
-    """So a loop of any length takes no more than its first rounds."""
     net = net_of(3)
     scope = net.open("a")
     (x,) = scope.call("b", DOUBLE, 1)
@@ -187,7 +186,7 @@ def test_a_gradient_that_a_pass_left_as_it_was_goes_with_the_last_of_its_names()
         scope.discard(scope.gradient(x, gone))
         scope.tell_discarded()
         (read,) = net.fetch("a", scope.gradient(x, gone))
-        assert isinstance(read, Failure) and "is not held here" in read.message
+        assert isinstance(read, Failure) and "is not stored here" in read.message
     finished(scope, both, retain=True)
     assert scope.gradients(x, w) == [4, 12]
     scope.discard(*[scope.gradient(w, number) for number in (1, 2, 3)])

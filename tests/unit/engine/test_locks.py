@@ -81,11 +81,7 @@ def test_a_program_that_is_gone_while_it_waits_frees_what_it_had() -> None:
     assert list(locks.forget(THEIRS)) == [after]
 
 
-# ------------------------------------------------------------------- on engines
-
-
 def start(scope: Scope, worker: str, body: Any, *objects: ObjectId) -> None:
-    """Start a program that is handed objects."""
     scope.count += 1
     path = (*scope.path, scope.count)
     told = Launched(scope.context, path, worker, body, (), f"at {path}", objects)
@@ -93,23 +89,21 @@ def start(scope: Scope, worker: str, body: Any, *objects: ObjectId) -> None:
 
 
 def ends(ended: Any) -> list[Any]:
-    """Return the failures of the programs of which news came."""
     if all(isinstance(one, Return) for one in ended):
         return [one.failure for one in ended]
     return [ended[1]]  # What the net makes of the end of a single one.
 
 
 def failures(scope: Scope, count: int) -> list[Any]:
-    """Wait for the ends of so many programs; return their failures."""
-    found: list[Any] = []
-    while len(found) < count:
+    actual: list[Any] = []
+    while len(actual) < count:
         waiter = scope.net.waiter()
         asked = (waiter, scope.context, scope.path, scope.launched, None)
         scope.net.tell(scope.worker, Collected(*asked))
         ended = ends(scope.net.until(scope.worker, waiter))
         scope.launched += len(ended)
-        found += ended
-    return found
+        actual += ended
+    return actual
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -145,49 +139,12 @@ def test_in_any_order_of_events_no_two_programs_have_an_object(seed: int) -> Non
     assert len(ended) == 30 and net.leftovers() == []
 
 
-def test_a_program_below_the_holder_fails_at_once_for_it_would_wait_for_ever() -> None:
-    net = Net("abc", random.Random(0))
-    inner: list[Any] = []
-
-    def never(scope: Scope) -> Any:
-        raise AssertionError("it was started")
-        yield
-
-    def collected(scope: Scope) -> Any:
-        waiter = net.waiter()
-        asked = (waiter, scope.context, scope.path, 0, None)
-        net.tell(scope.worker, Collected(*asked))
-        inner.extend(ends((yield waiter)))
-
-    def between(scope: Scope) -> Any:
-        start(scope, "b", never, X)
-        yield from collected(scope)
-
-    def holder(scope: Scope) -> Any:
-        start(scope, "b", never, Y, X)  # Directly, and by another worker.
-        yield from collected(scope)
-        start(scope, "c", between)
-        scope.count += 1
-        waiter = net.waiter()
-        asked = (waiter, scope.context, scope.path, 1, None)
-        net.tell(scope.worker, Collected(*asked))
-        yield waiter
-
-    scope = net.open("a")
-    start(scope, "b", holder, X)
-    assert failures(scope, 1) == [None]
-    assert [failure.error for failure in inner] == ["ContextError"] * 2
-    for failure, at in zip(inner, ("(1, 1)", "(1, 2, 1)"), strict=True):
-        assert f"{X} is held by the call at at (1,)" in failure.message
-        assert f"this one, at at {at}" in failure.message
-    assert scope.leave() == ()
-    net.drain()
-    assert net.leftovers() == []
-
-
-def test_another_program_of_the_context_waits_and_is_not_below_the_holder() -> None:
+def test_a_call_below_the_holder_is_refused_and_every_other_one_waits() -> None:
     locks = Locks()
     locks.acquire(spawn((1, 2), X))
+    refusal = locks.refusal(Run(OURS, (1, 2, 3), print, (), "x.py:2", (Y, X)))
+    assert f"deadlock: {X} is held by the call at x.py:1" in refusal
+    assert "waits for this call, at x.py:2." in refusal
     for context, path in ((OURS, (1, 3)), (OURS, (1,)), (THEIRS, (1, 2, 1))):
         run = Run(context, path, print, (), "x.py:2", (X,))
         assert locks.refusal(run) == ""

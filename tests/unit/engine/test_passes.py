@@ -37,9 +37,6 @@ def test_every_participant_is_told_the_end_of_a_pass_reached_or_not():
     assert sorted(net.messages(End)) == [("a", "b"), ("a", "c")]
 
 
-# ------------------------------------------------------------- passes given a time
-
-
 def test_a_pass_whose_time_is_over_ends_and_names_what_is_owed():
     net, scope, x = begun(3, "b")
     (y,) = scope.call("b", DOUBLE, x)

@@ -21,7 +21,6 @@ PLAN = ContextId(0, 7, 0)
 
 
 def made(seed, *plans):
-    """A net with two leaves and these plans on them."""
     net = PlanNet(seed)
     w, v = net.put("b", 3), net.put("c", 4)
     for plan in plans or (PLAN,):
@@ -30,27 +29,25 @@ def made(seed, *plans):
 
 
 def expected(w: int, v: int, x: int):
-    """What a step gives, and the leaves after it."""
     y = w * x
     z = v * y + 5
     return z, w + y + x, v + z
 
 
 def held(net):
-    """What workers hold but leaves' versions and constants."""
-    found = []
+    actual = []
     for name, values in net.values.items():
         stored = {
             version.stored
             for leaf in net.engines[name]._state.leaves.values()
             for version in leaf.versions.values()
         }
-        found += [
+        actual += [
             (name, key)
             for key in values
             if key not in stored and not (key.kind == "slot" and key.name == 0)
         ]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -59,8 +56,8 @@ def test_steps_in_any_order_of_events_do_what_the_program_does(seed):
     now = [3, 4]
     for x in (2, 1, 3):
         (z,) = net.step(PLAN, "b", x)
-        found, *now = expected(now[0], now[1], x)
-        assert z == found
+        actual, *now = expected(now[0], now[1], x)
+        assert z == actual
     assert [net.fetch(w), net.fetch(v)] == now
     net.drain()
     assert held(net) == []
@@ -92,8 +89,8 @@ def test_a_failure_anywhere_commits_nowhere_and_the_next_step_is_right(seed, whe
     net.fails = lambda *_: False
     assert [net.fetch(w), net.fetch(v)] == now
     (z,) = net.step(PLAN, "b", 1)
-    found, *now = expected(now[0], now[1], 1)
-    assert z == found and [net.fetch(w), net.fetch(v)] == now
+    actual, *now = expected(now[0], now[1], 1)
+    assert z == actual and [net.fetch(w), net.fetch(v)] == now
     net.drain()
     assert held(net) == []
 
@@ -168,23 +165,22 @@ def test_a_plan_that_nobody_names_is_gone_everywhere_with_its_constants():
 
 
 def crashed(victim, at):
-    """Three steps, in which a worker dies before the event of this number."""
     net, w, v = made(at % 7)
-    net.crash = (victim, net.seen + at)
+    net.crash_at(victim, (at + 1) // 2)  # Each twice, in other orders.
     now, outcomes = (3, 4), []
     for x in (2, 1, 3):
         try:
-            found = net.step(PLAN, "b", x)
+            actual = net.step(PLAN, "b", x)
         except WorkerLost as error:
             assert f"worker '{victim}' is lost" in str(error)
-            found = None
-        if isinstance(found, Failure):
-            assert found.error == "WorkerLost" and found.worker == victim
-            found = None
-        outcomes.append(found)
-        if found is not None:
+            actual = None
+        if isinstance(actual, Failure):
+            assert actual.error == "WorkerLost" and actual.worker == victim
+            actual = None
+        outcomes.append(actual)
+        if actual is not None:
             z, *now = expected(*now, x)
-            assert found == [z]
+            assert actual == [z]
     survivor, leaf = ("b", w) if victim == "c" else ("c", v)
     assert survivor not in net.dead
     assert net.fetch(leaf) == now[survivor == "c"], at

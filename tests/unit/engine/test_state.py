@@ -20,16 +20,16 @@ def test_a_horizon_only_ever_rises_in_whatever_order_it_is_told():
     for told in product(some, repeat=3):
         passed = [any(each.passed(c) for each in told) for c in COUNTERS]
         for one, two, three in permutations(told):
-            known = one.and_(two).and_(three)
+            known = one.union(two).union(three)
             assert [known.passed(c) for c in COUNTERS] == passed, told
 
 
 def test_a_horizon_remembers_no_more_than_what_is_still_live():
     known = Horizon(0, ())
     for counter in range(2, 100):
-        known = known.and_(Horizon(counter, (1,)))
+        known = known.union(Horizon(counter, (1,)))
     assert known == Horizon(99, (1,))
-    assert known.and_(Horizon(1, ())) == Horizon(99, ())
+    assert known.union(Horizon(1, ())) == Horizon(99, ())
 
 
 def test_a_message_about_a_context_of_this_worker_that_was_never_opened_is_ignored():

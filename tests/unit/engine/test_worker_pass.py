@@ -30,17 +30,15 @@ from tests.tools.engine_cases import (
     pausing,
 )
 from tests.tools.engine_net import Net
-from tests.tools.engine_programs import Run, draw, in_modes
+from tests.tools.engine_programs import Run
 from tests.tools.engine_values import DOUBLE, SAME, TRIPLE, Linear
+from tests.tools.random_programs import draw
 from tests.tools.tiers import sized
 
 PROGRAMS = range(sized(40, 150))
 WEIGHED = (Start, Mark, Go, Cotangent, Answer)
 OF_A_PASS = (*WEIGHED, Fail)
 MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
-
-
-# ----------------------------------------------------------------- when a pass begins
 
 
 @MODES
@@ -104,18 +102,14 @@ def test_go_is_said_only_when_no_mark_is_under_way():
     assert scope.gradients(x) == [8]
 
 
-# --------------------------------------------------------------- who is done, and when
-
-
 @MODES
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_when_a_pass_ends_nothing_of_it_is_under_way(program: int, mode: Mode):
-    plan = in_modes(draw(random.Random(program)), lambda: mode)
+    plan = draw(random.Random(program))
     net = Net(plan.workers, random.Random(f"credits {program}"))
     seen = 0
 
     def look(net: Net) -> None:
-        """Look at each End of a pass that did not fail, as soon as it is sent."""
         nonlocal seen
         while seen < len(net.sent):
             _, _, message = net.sent[seen]
@@ -124,7 +118,7 @@ def test_when_a_pass_ends_nothing_of_it_is_under_way(program: int, mode: Mode):
                 _nothing_under_way(net, message)
 
     net.before_step = look
-    run = Run(plan, net)
+    run = Run(plan, net, mode)
     run.all()
     net.drain()
     if mode is Mode.SMART:
@@ -147,7 +141,7 @@ def _nothing_under_way(net: Net, end: End) -> None:
 @MODES
 @pytest.mark.parametrize("program", range(sized(15, 40)))
 def test_at_every_moment_of_a_pass_its_parts_sum_to_the_whole(program: int, mode: Mode):
-    plan = in_modes(draw(random.Random(program)), lambda: mode)
+    plan = draw(random.Random(program))
     net = Net(plan.workers, random.Random(f"parts {program}"))
     looks = 0
 
@@ -161,7 +155,7 @@ def test_at_every_moment_of_a_pass_its_parts_sum_to_the_whole(program: int, mode
                     looks += 1
 
     net.before_step = look
-    Run(plan, net).all()
+    Run(plan, net, mode).all()
     assert looks > 0
 
 
@@ -175,7 +169,6 @@ def _live(net: Net) -> list[tuple[Any, Pass]]:
 
 
 def _parts(net: Net, context: Any, number: int) -> Credit | None:
-    """All parts of a pass, held and under way; None once it has failed somewhere."""
     total = NOTHING
     for other, live in _live(net):
         if (other, live.number) == (context, number):
@@ -183,13 +176,12 @@ def _parts(net: Net, context: Any, number: int) -> Credit | None:
                 return None
             total = credit_sum(total, live.credit)
     for queue in net.queues.values():
-        for message, _ in queue:
-            if type(message) in WEIGHED and (message.context, message.number) == (
-                context,
-                number,
-            ):
-                assert message.credit.units > 0, message
-                total = credit_sum(total, message.credit)
+        weighed = [message for message, _ in queue if type(message) in WEIGHED]
+        for message in [
+            m for m in weighed if (m.context, m.number) == (context, number)
+        ]:
+            assert message.credit.units > 0, message
+            total = credit_sum(total, message.credit)
     return total
 
 
@@ -206,9 +198,6 @@ def test_a_chain_of_any_length_is_answered_once_a_wave(count: int):
         assert scope.backward(y, mode=mode).outcome is Outcome.FINISHED
         assert net.messages(Answer) == [("b", "a")] * waves
         assert scope.gradients(x) == [2 ** (count - 1)]
-
-
-# -------------------------------------------------------------------------------- owed
 
 
 @MODES

@@ -50,16 +50,16 @@ def test_the_command_writes_a_run_that_is_wrong_and_repeats_it(tmp_path):
         assert code == 1 and "wrong: run" in said and f"jdag replay {bug}" in said
         code, said = command("replay", bug, "--trace", tmp_path / "trace.jsonl")
         assert len(read_trace(tmp_path / "trace.jsonl")) > 20
-        assert code == 1 and "wrong: the result has other bits" in said
+        assert code == 1 and "wrong: the result's bits differ" in said
         code, told = command("replay", bug, "--trace", tmp_path / "none" / "trace")
         assert code == 2 and told.startswith(
             said
         )  # What was run is printed all the same.
         assert "the digest differs" not in said
     code, said = command("replay", bug, file)
-    assert code == 0 and "the digest differs" in said and "it is right" in said
+    assert code == 0 and "the digest differs" in said and "the run is right" in said
     assert any(line.startswith("> ") for line in said.splitlines())
-    assert "waited until nothing else could happen" in said
+    assert "delayed until no other event was possible" in said
     assert said.split("\n")[0].split() == ["w0", "w1", "w2", "w3", "w4", "w5"]
 
 
@@ -68,7 +68,7 @@ def test_where_a_wrong_run_is_to_be_written_is_checked_before_the_first_run(tmp_
         with mock.patch.object(exploring, "campaign") as ran:
             code, said = command("explore", CHAIN, "--out", out)
         assert code == 2 and not ran.called
-        assert said.startswith(f"jdag: --out = '{out}': allowed is a file in a folder")
+        assert said.startswith(f"jdag: --out = '{out}': expected the path of a file")
         assert said.count("\n") == 1
 
 
@@ -128,11 +128,10 @@ def test_an_exhaustive_search_that_stops_at_max_runs_does_not_say_that_it_is_ove
     wanted = {"values": "abstract", "strategy": "exhaustive:5", "faults": {}}
     report = campaign(Path(CHAIN), wanted, runs=60)
     assert report.runs + report.redundant == 5
-    assert str(report.bound).startswith("orders are left to run")
+    assert str(report.bound).startswith("orders remain")
 
 
 def fan_out(folder):
-    """A scenario of six workers and five terms."""
     text = Path("scenarios/fan_out_24.toml").read_text()
     text = text.replace("workers = 25", "workers = 6").replace(
         "calls = 24", "calls = 5"
@@ -166,36 +165,39 @@ def test_a_folder_of_another_exploration_is_refused(tmp_path):
     code, _ = command("explore", CHAIN, *options)
     assert code == 0
     code, said = command("explore", CHAIN, *options, "--strategy", "pct")
-    assert code == 2 and "this one differs in: strategy" in said
+    assert code == 2 and "this folder differs in: strategy" in said
     with mock.patch.object(campaigns, "FORMAT", 0):  # Of another version.
         code, other = command("explore", CHAIN, *options)
-    assert code == 2 and "this one differs in: format" in other
+    assert code == 2 and "this folder differs in: format" in other
     assert said.startswith("jdag: --resume = ") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': allowed is an integer >= 1"),
+        (["explore", CHAIN, "--jobs", "0"], "--jobs = '0': expected an integer >= 1"),
         (
             ["explore", CHAIN, "--jobs", "2", "--strategy", "exhaustive"],
-            "--jobs = 2: allowed is one process with exhaustive",
+            "--jobs = 2: expected one process with exhaustive",
         ),
-        (["explore", CHAIN, "--runs", "0"], "--runs = '0': allowed is an integer >= 1"),
-        (["explore", CHAIN, "--runs", "10000001"], "= 10000001: allowed is an integer"),
-        (["explore", CHAIN, "--strategy", "pct:0"], "jdag: depth = 0: allowed is"),
-        (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': allowed is"),
-        (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': allowed is one o"),
-        (["sweep", CHAIN, "--set", "seed=1", "--on", "x"], "jdag: --on = 'x': allowed"),
+        (["explore", CHAIN, "--runs", "0"], "--runs = '0': expected an integer >= 1"),
+        (["explore", CHAIN, "--runs", "10000001"], "= 10000001: expected an integer"),
+        (["explore", CHAIN, "--strategy", "pct:0"], "jdag: depth = 0: expected"),
+        (["explore", CHAIN, "--fault", "fire=1"], "jdag: --fault = 'fire': expected"),
+        (["explore", CHAIN, "--on", "slurm"], "jdag: --on = 'slurm': expected one o"),
+        (
+            ["sweep", CHAIN, "--set", "seed=1", "--on", "x"],
+            "jdag: --on = 'x': expected",
+        ),
         (
             ["explore", CHAIN, "--fault", "crash"],
-            "--fault = 'crash': allowed is KIND=NUMBER",
+            "--fault = 'crash': expected KIND=NUMBER",
         ),
-        (["explore", CHAIN, "--values", "x"], "jdag: --values = 'x': allowed"),
-        (["explore", "scenarios/digits.toml"], "allowed is one that returns a jdag"),
+        (["explore", CHAIN, "--values", "x"], "jdag: --values = 'x': expected"),
+        (["explore", "scenarios/digits.toml"], "expected a program that returns"),
         (["explore", "nowhere.toml"], "nowhere.toml"),
         (["replay", "nowhere.json"], "nowhere.json: No such file"),
-        (["replay", CHAIN, CHAIN], "chain.toml is no run that jdag explore saved"),
+        (["replay", CHAIN, CHAIN], "chain.toml is not a run that jdag explore saved"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words, said):

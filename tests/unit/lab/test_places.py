@@ -11,18 +11,14 @@ import pytest
 import jdag
 from jdag.errors import ScenarioError
 from jdag.lab.exploration import sound
-from jdag.lab.places import at, place_of
+from jdag.lab.places import object_at, place_of
 from jdag.scenario import Case
 from tests import ROOT
 from tests.unit.lab.test_campaign import command
 
 
-def total(*terms):
-    return sum(jnp.sum(term) for term in terms)
-
-
 def program(ctx, params):
-    return ctx.call("b", total, params["w"])
+    return ctx.call("b", jnp.sum, params["w"])
 
 
 CASE = Case(program, {"w": jnp.ones(3)}, {"w": "b"})
@@ -42,7 +38,7 @@ def saved(path, explored=CASE, property=never, change=("", "")):
 def test_what_a_module_has_at_top_level_is_found_by_its_name():
     for thing in (CASE, never, sound):
         place = place_of(thing)
-        assert at(place) is thing and place.partition(":")[0] in sys.modules
+        assert object_at(place) is thing and place.partition(":")[0] in sys.modules
     assert place_of(lambda run: False) == ""
 
 
@@ -55,14 +51,16 @@ def test_a_run_that_was_explored_in_python_is_repeated_by_the_command(tmp_path):
         and "0 . * deliver a -> b (1: Assign 0.1)" in said
     )
     code, said = command("replay", saved(bug, property=lambda run: False))
-    assert code == 1 and "property is found by no name; it said then: <lambda> " in said
+    assert (
+        code == 1 and "the program cannot be imported; it reported: <lambda> " in said
+    )
     path = saved(bug, Case(program, CASE.params, CASE.placement), lambda run: False)
     assert (
-        "does not say where tests.unit.lab.test_places:program is"
+        "does not contain the import path of tests.unit.lab.test_places:program"
         in command("replay", path)[1]
     )
     code, said = command("replay", path, "tests.unit.lab.test_places:CASE")
-    assert code == 1 and "it said then: <lambda>" in said
+    assert code == 1 and "it reported: <lambda>" in said
 
 
 def test_an_error_that_was_not_in_every_order_is_repeated(tmp_path):
@@ -119,7 +117,7 @@ def test_what_a_script_has_above_its_guard_is_found_with_the_same_names(tmp_path
     lost = subprocess.run(replay, capture_output=True, text=True, check=False, **given)
     assert lost.returncode == 2 and lost.stderr.count("\n") == 1
     named = f"jdag replay {replay[-1]} PATH:NAME"
-    assert "script.py is no file in " in lost.stderr and named in lost.stderr
+    assert "script.py does not exist in " in lost.stderr and named in lost.stderr
     replay.append("../script.py:train")
     again = subprocess.run(replay, capture_output=True, text=True, check=False, **given)
     assert (again.returncode, again.stdout) == (1, done.stdout), again.stderr
@@ -128,25 +126,25 @@ def test_what_a_script_has_above_its_guard_is_found_with_the_same_names(tmp_path
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("nowhere:case", "program = 'nowhere:case': allowed is .*No module named"),
+        ("nowhere:case", "program = 'nowhere:case': expected .*No module named"),
         (
             "tests.unit.lab.test_places:CAS",
-            r"has no attribute 'CAS' \(do you mean CASE\?\)",
+            r"has no attribute 'CAS' \(did you mean CASE\?\)",
         ),
         (
             f"{__file__}:CASE",
-            "test_places.py is no script that runs under `if __name__",
+            "test_places.py has no `if __name__ == ",
         ),
-        ("nowhere.py:CASE", r"nowhere\.py is no file in .*: run this in the folder in"),
+        ("nowhere.py:CASE", r"nowhere\.py does not exist in .*: run this com"),
     ],
 )
 def test_what_is_not_found_is_one_line(place, said):
     with pytest.raises(ScenarioError, match=said):
-        at(place)
+        object_at(place)
 
 
 def test_a_run_of_a_drawn_program_is_for_pytest(tmp_path):
     place = place_of(CASE)
     bug = saved(tmp_path / "bug.json", change=(f'"{place}"', '"drawn:{}"'))
     code, said = command("replay", bug)
-    assert code == 2 and f"has drawn: pytest TEST --jdag-replay {bug}" in said
+    assert code == 2 and f"command pytest TEST --jdag-replay {bug}" in said

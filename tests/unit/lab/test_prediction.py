@@ -43,7 +43,6 @@ def pipeline_in(folder: Path, kind: str) -> Path:
 
 
 def makespan_ns(schedule: Schedule) -> int:
-    """A second step of the pipeline of `shapes`, in virtual time."""
     devices = DeviceModel(
         job_ns=40, call_ns=90, functions={"layer": LAYER, "last_layer": LAST}
     )
@@ -123,8 +122,8 @@ def test_costs_that_lack_a_function_are_one_line(tmp_path: Path):
     [
         ("raises", (), "it raised AttributeError: .*scenario_cases.py:"),
         ("no_scalar", (), "mine.toml: "),
-        ("tree", (), "costs = None: allowed is a file of costs, or None if links or"),
-        ("tree", CRASH, r"faults\[0\].kind = 'crash': allowed is no faults"),
+        ("tree", (), "costs = None: expected a file of costs, or None if links or"),
+        ("tree", CRASH, r"faults\[0\].kind = 'crash': expected no faults"),
     ],
 )
 def test_a_scenario_without_a_prediction_is_one_line(

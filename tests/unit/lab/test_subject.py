@@ -25,8 +25,8 @@ def subject(program: Any) -> Subject:
 @pytest.mark.parametrize("program", [of_context, lambda: None, jax.jit(of_context)])
 def test_a_function_that_does_not_take_a_cluster_alone_is_refused(program):
     said = (
-        "program = .*a function of a cluster, which takes one argument; a program of "
-        r"\(ctx, params\) is wrapped in jdag\.scenario\.Case\(program, params, place"
+        "program = .*a function with one argument, a cluster; wrap a program of "
+        r"\(ctx, params\) in jdag\.scenario\.Case\(program, params, place"
     )
     with pytest.raises(ScenarioError, match=said):
         subject(program)

@@ -95,8 +95,6 @@ def always(value: Any) -> Callable[[int], Any]:
 
 
 class Small(ours.Ours):
-    """The same, but what takes long is small."""
-
     def identity(self, value: Any) -> Any:
         return value if value.size > 100_000 else super().identity(value)
 
@@ -117,7 +115,6 @@ LONG = [row for row in rows.TARGETS if "MLP" in row or row == rows.MEMORY]
 
 @pytest.fixture
 def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The MLP is 8 wide; few passes are done in a row."""
     monkeypatch.setattr(rows, "PASSES", 10)
     monkeypatch.setattr(rows, "weights", always(rows.weights(8)))
     monkeypatch.setattr(rows, "batch", always(rows.batch(8)))
@@ -214,8 +211,6 @@ def test_other_numbers_than_the_peers_do_not_count():
 
 
 class Faulty:
-    """Runs of systems in place of processes; one of the later ones meets a fault."""
-
     def __init__(self, name: str, fault: Callable[[Any, dict[str, Any]], int]) -> None:
         self.name = name
         self.fault = fault
@@ -273,7 +268,6 @@ JUDGED = rows.JUDGED
 
 @pytest.fixture
 def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where `run` writes now; its systems are those of `Faulty`."""
     started = {key: [key] for key in rows.SYSTEMS}
     monkeypatch.setattr(run, "RESULTS", tmp_path)
     monkeypatch.setattr(run, "draw", lambda written: b"a picture")  # It takes a second.
@@ -292,13 +286,13 @@ def results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             "RuntimeError: it is broken",
             [44, 27, 27],
         ),
-        ((JUDGED, hangs), 1, "FAST, apart: not done within 900 s", [44, 27, 27]),
-        ((JUDGED, prints_nothing), 1, "it printed no figures", [44, 20, 20]),
+        ((JUDGED, hangs), 1, "FAST, apart: not finished within 900 s", [44, 27, 27]),
+        ((JUDGED, prints_nothing), 1, "it printed no results", [44, 20, 20]),
         ((JUDGED, computes_something_else), 1, "not counted: add is", [44, 0, 0]),
         ((JUDGED, runs_elsewhere), 1, "apart, w1 ran on cores [0, 1], not", [44, 0, 0]),
         ((JUDGED, is_interrupted), 130, "the rest: it was interrupted", [44, 7]),
         ((JUDGED, is_no_system), None, "the rest: OSError: no such program", [44, 0]),
-        ((rows.PEER, prints_nothing), 1, "it printed no figures", [44, 44, 44]),
+        ((rows.PEER, prints_nothing), 1, "it printed no results", [44, 44, 44]),
         ((rows.PLAN, stops_after_some_rows), 1, "2, plan, apart: exit", [44, 44, 44]),
         ((rows.RAY, prints_nothing), 1, "2, Ray, apart: it printed no", [44, 44, 44]),
         (("costs", stops_after_some_rows), 1, "costs: exit code 1", [44, 44, 44]),
@@ -350,7 +344,7 @@ def test_a_run_without_any_figure_leaves_former_results_as_they_are(results: Pat
 def test_figures_are_written_before_the_page_is_made(results: Path):
     systems = mock.patch.object(subprocess, "call", Faulty("", prints_nothing))
     no_page = mock.patch.object(run, "page", side_effect=KeyError("a row"))
-    with systems, no_page, fails_with(KeyError, "paper.a_row"):
+    with systems, no_page, fails_with(KeyError, "paper.row_is_missing"):
         run.main(["--peer", "python", "--rounds", "3"])
     written = json.loads((results / "compare.json").read_text())
     assert written["missing"][0] == "the rest: KeyError: 'a row'"

@@ -73,7 +73,9 @@ def test_what_bounds_a_row_is_said_with_what_was_measured_of_it():
     assert all("1,234 calls of Python" in one for one in said)
     assert "engine 30%" in said[0] and "add: 1,234 us" in said[0] == said[1]
     assert "| add | 1,234 us |" in costs.table(found["rows"])
-    assert bound("identity 16 MiB", {}).endswith("none. Its costs were not measured.")
+    assert bound("identity 16 MiB", {}).endswith(
+        "its pages. Its costs were not measured."
+    )
 
 
 def test_nothing_is_missing_where_all_was_measured():

@@ -19,7 +19,7 @@ FREE = sorted(os.sched_getaffinity(0))
 def test_apart_the_caller_has_one_core_and_the_workers_have_the_others():
     assert pinning.cores_of("apart", {4, 2, 7}) == ([2], [4, 7])
     assert pinning.cores_of("one", {4, 2, 7}) == ([2], [2])
-    with fails_with(SystemExit, "paper.takes_two_cores"):
+    with fails_with(SystemExit, "paper.needs_two_cores"):
         pinning.cores_of("apart", {4})
 
 

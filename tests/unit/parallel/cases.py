@@ -18,12 +18,10 @@ ODD = {"a": 1.0, 1: 2.0}  # JAX cannot sort its keys.
 
 
 def names(count: int, first: int = 0) -> list[str]:
-    """As many devices, by name."""
     return [f"cpu:{(first + number) % 8}" for number in range(count)]
 
 
 def where(tree: Any) -> list[str]:
-    """The device of each leaf."""
     return [f"cpu:{leaf.device.id}" for leaf in jax.tree.leaves(tree)]
 
 
@@ -33,13 +31,11 @@ def array(*shape: int, seed: int = 0, dtype: Any = np.float64) -> jax.Array:
 
 
 def meshed(value: Any, axis: AxisType) -> Any:
-    """A matrix with its rows over a mesh of four devices."""
     mesh = Mesh(np.asarray(jax.devices()[2:6]), ("some",), axis_types=(axis,))
     return jax.device_put(value, NamedSharding(mesh, PartitionSpec("some", None)))
 
 
 def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
-    """All leaves have equal shapes and dtypes, and values within the tolerance."""
     structure: Any = jax.tree.structure(found)
     assert structure == jax.tree.structure(wanted)
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
@@ -55,7 +51,6 @@ def close(found: Any, wanted: Any, tolerance: float = 1e-11) -> None:
 
 
 def normed(params: Any, x: Any, rows: Any) -> Any:
-    """A layer with batch normalisation, reduced over replicas; and its statistics."""
     h = jnp.tanh(x @ params["w"])
     mean = row_mean(h, rows, "all")
     var = row_mean((h - mean) ** 2, rows, "all")
@@ -65,7 +60,6 @@ def normed(params: Any, x: Any, rows: Any) -> Any:
 
 
 def normed_alone(params: Any, x: Any) -> Any:
-    """The same on one device, as anybody would write it."""
     h = jnp.tanh(x @ params["w"])
     mean, var = jnp.mean(h, 0), jnp.var(h, 0)
     out = (h - mean) / jnp.sqrt(var + 1e-5) * params["g"] + params["b"]
@@ -87,7 +81,6 @@ def rows_out(params: Any, x: Any) -> Any:
 
 
 def spread_loss(params: Any, x: Any, output: str) -> Any:
-    """A loss that is computed over several devices; nothing marks it."""
     y = data_parallel(rows_out, params, x, output_device=output)
     return jnp.sum(y**3)
 
@@ -97,7 +90,6 @@ def plain_loss(params: Any, x: Any) -> Any:
 
 
 def program(ctx: Any, params: Any, x: Any, place: str) -> Any:
-    """A program with such a call, in the middle of others."""
     x = ctx.call("a", jnp.cos, x)
     loss = ctx.call(place, spread_loss, params, x, "cpu:2")
     return ctx.call("a", jnp.sin, loss)

@@ -31,7 +31,6 @@ ME = jax.process_index()
 
 
 def mine(rows: Any, counts: tuple[int, int]) -> Any:
-    """The rows of this process."""
     return rows[: counts[0]] if ME == 0 else rows[counts[0] :]
 
 
@@ -40,7 +39,6 @@ def mine_of(tree: Any, counts: tuple[int, int]) -> Any:
 
 
 def layers(p: Any, x: Any) -> Any:
-    """A net whose parameters have different dtypes; an integer is among them."""
     h = jnp.tanh(x @ p["w"][0] * p["n"] + p["w"][1])
     return p["act"](h @ p["low"].astype(h.dtype)), jnp.argmax(jnp.abs(h), 1)
 
@@ -50,15 +48,10 @@ def drawn(seed: int) -> tuple[Any, Any, tuple[int, int], str]:
     dtype = sorted(TOLERANCE)[seed]
     counts = [(3, 5), (4, 4), (1, 6), (0, 3)][seed]
     inner, middle, outer = map(int, chance.integers(1, 5, 3))
-    p = {
-        "w": [
-            array(inner, middle, seed=seed, dtype=dtype),
-            array(middle, seed=seed + 1, dtype=dtype),
-        ],
-        "low": array(middle, outer, seed=seed + 2, dtype=np.float32),
-        "n": np.asarray(2),
-        "act": jnp.sin,
-    }
+    w = array(inner, middle, seed=seed, dtype=dtype)
+    b = array(middle, seed=seed + 1, dtype=dtype)
+    low = array(middle, outer, seed=seed + 2, dtype=np.float32)
+    p = {"w": [w, b], "low": low, "n": np.asarray(2), "act": jnp.sin}
     return p, array(sum(counts), inner, seed=seed + 3, dtype=dtype), counts, dtype
 
 
@@ -112,16 +105,10 @@ def check_batch_normalisation_is_that_of_one_device() -> str:
     for counts in ((5, 2), (1, 7))[: sized(1, 2)]:
         rows = array(sum(counts), 3, seed=7)
         cotangent = array(sum(counts), 4, seed=8)
-        spread = partial(
-            data_parallel,
-            normed,
-            devices=jax.devices(),
-            axis_name="all",
-            has_aux=True,
-        )
-        wanted, alone_vjp, statistics = jax.vjp(
-            normed_alone, params, rows, has_aux=True
-        )
+        axis: Any = {"axis_name": "all", "has_aux": True}
+        spread = partial(data_parallel, normed, devices=jax.devices(), **axis)
+        alone = jax.vjp(normed_alone, params, rows, has_aux=True)
+        wanted, alone_vjp, statistics = alone
         out, vjp, aux = jax.vjp(spread, params, mine(rows, counts), has_aux=True)
         close(out, mine(wanted, counts))
         close(aux, statistics)
@@ -134,7 +121,6 @@ def check_batch_normalisation_is_that_of_one_device() -> str:
 
 
 def counted(p: Any, x: Any, rows: Any) -> Any:
-    """How many real rows there are everywhere, seen from each replica."""
     return p * x, (jax.lax.psum(jnp.sum(rows), "all"), jax.lax.psum(rows, "all"))
 
 
@@ -197,7 +183,6 @@ def refused(said: str, call: Callable[[], Any]) -> str:
 
 
 def gradient(fn: Any = weighted, p: Any = 2.0, x: Any = None, **given: Any) -> Any:
-    """A gradient over all processes, where nothing else is said."""
     x = jnp.ones(4) if x is None else x
     options = {"devices": jax.devices(), **given}
     return jax.grad(
@@ -251,7 +236,7 @@ def check_what_differs_between_processes_is_named() -> list[str]:
             lambda: gradient(inner, jnp.float64(2), **axis),
         ),
         refused(
-            r"process 1 has no rows; with axis_name each process has one or more",
+            r"process 1 has no rows; with axis_name each process needs at least one",
             lambda: gradient(counted, x=jnp.ones(3 - 3 * ME), has_aux=True, **axis),
         ),
     ]
@@ -259,7 +244,7 @@ def check_what_differs_between_processes_is_named() -> list[str]:
 
 def check_devices_that_do_not_fit_are_refused() -> None:
     refused(
-        r"number of devices, and here process 0 has 2, process 1 has 1: pass "
+        r"number of devices, but process 0 has 2, process 1 has 1: pass "
         r"jax.devices\(\), or, for this process alone, jax.local_devices\(\)",
         lambda: gradient(devices=jax.devices()[:3]),
     )
@@ -269,11 +254,11 @@ def check_devices_that_do_not_fit_are_refused() -> None:
             lambda: gradient(devices=jax.devices()[:2]),
         )
     twice = [*jax.devices()[:2], jax.devices()[2], jax.devices()[2]]
-    refused(r"is there twice", lambda: gradient(devices=twice))
+    refused(r"is listed twice", lambda: gradient(devices=twice))
     far = jax.devices()[-1 if ME == 0 else 0]
     refused(
-        rf"belongs to process {1 - ME}, and this is process {ME}.*over several "
-        r"processes there is data_parallel\(devices=jax.devices\(\)\)",
+        rf"belongs to process {1 - ME}, and this is process {ME}.*only "
+        r"data_parallel\(devices=jax.devices\(\)\) uses devices of other",
         lambda: replicate(jnp.ones(3), [far]),
     )
     refused(r"belongs to process", lambda: gradient(output_device=far))

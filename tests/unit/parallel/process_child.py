@@ -18,7 +18,6 @@ from tests.tools.error_texts import fails_with
 
 
 def said(name: str, call: Callable[[], Any]) -> None:
-    """Run a check and print what came of it."""
     wrong, value = "", None
     try:
         value = call()
@@ -28,7 +27,6 @@ def said(name: str, call: Callable[[], Any]) -> None:
 
 
 def lost(text: str) -> None:
-    """The other process is gone, and this one is told so each time that it waits."""
     import pytest  # noqa: PLC0415 - after JAX was told its processes.
 
     from jdag.errors import WorkerLost  # noqa: PLC0415
@@ -41,7 +39,6 @@ def lost(text: str) -> None:
 
 
 def until_said(name: str, value: str) -> None:
-    """Wait until the other process has said so in the store of both."""
     from jdag.parallel.waiting import _store  # noqa: PLC0415 - after JAX was told.
 
     for _ in range(12_000):
@@ -53,15 +50,14 @@ def until_said(name: str, value: str) -> None:
 
 
 def waits(number: int) -> None:
-    """The second process comes late: in time, then too late; both are told of that."""
     import pytest  # noqa: PLC0415 - after JAX was told its processes.
 
     from jdag.errors import JdagError, WorkerLost  # noqa: PLC0415
     from tests.unit.parallel.process_checks import gradient  # noqa: PLC0415
 
     late = [
-        "data_parallel over 2 processes: process 1 did not come within 3 seconds ",
-        r"process 1 came too late; others have waited for deadline_s = 3 seconds and g",
+        "data_parallel over 2 processes: process 1 did not make this call within 3 s",
+        r"process 1 is too late; .* stopped waiting after deadline_s = 3 seconds",
     ]
     differs = "deadline_s = 60 on process 0 and 61 on process 1"
     with pytest.raises(JdagError, match=differs):
@@ -79,7 +75,6 @@ def waits(number: int) -> None:
 
 
 def main(port: str, number: int, mode: str) -> None:
-    """Run all checks, or see what becomes of one process when the other leaves."""
     jax.config.update("jax_enable_x64", True)
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, number)
     from tests.unit.parallel.process_checks import CHECKS, gradient  # noqa: PLC0415
@@ -97,7 +92,10 @@ def main(port: str, number: int, mode: str) -> None:
         said(name, check)
     if number == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    said("killed", lambda: lost("one of the 2 processes that work together is gone: "))
+    said(
+        "killed",
+        lambda: lost("one of the 2 processes of this data_parallel has ended: "),
+    )
     os._exit(0)  # JAX would wait for the other process.
 
 

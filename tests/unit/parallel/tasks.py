@@ -12,14 +12,12 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12, "complex128": 1e-12, "bfloat16":
 
 
 def mixed(params: Any, x: Any) -> Any:
-    """Each kind of leaf and output: rows, a scalar of the chunk, integers."""
     h = params["act"](x["x"] * params["parts"][0] + params["parts"][1])
     y = h * params["n"][1] * x["ids"]
     return {"y": (y, jnp.argmax(jnp.abs(h), -1)), "loss": jnp.sum(y * h) / 3}
 
 
 def on_one_device(params: Any, x: Any, sizes: list[int], dim: int) -> Any:
-    """The same by plain JAX: rows at once, and a loss for each chunk."""
     y, best = mixed(params, x)["y"]
     h = params["act"](x["x"] * params["parts"][0] + params["parts"][1])
     rows = jnp.sum(y * h, (1 - dim, 2)) / 3
@@ -29,8 +27,6 @@ def on_one_device(params: Any, x: Any, sizes: list[int], dim: int) -> Any:
 
 
 class Task(NamedTuple):
-    """So many rows along a dim, over devices of which the outputs go to one."""
-
     dtype: str
     devices: int
     rows: int
@@ -39,7 +35,6 @@ class Task(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """How many rows each chunk has."""
         size = max(1, -(-self.rows // self.devices))
         return [min(size, self.rows - n) for n in range(0, max(self.rows, 1), size)]
 
@@ -61,24 +56,15 @@ TASKS = [
 
 
 def asked_for(task: Task) -> tuple[Any, Any]:
-    """The parameters and rows of a task."""
     full, part = [2, 2], [2, 2]
     full.insert(task.dim, task.rows)
     part.insert(task.dim, 1)
-    params = {
-        "parts": [
-            array(*part, seed=1, dtype=task.dtype),
-            array(seed=2, dtype=task.dtype),
-        ],
-        "n": np.asarray([0, 2]),
-        "act": jnp.sin,
-        "name": "mixed",
-    }
+    parts = [array(*part, seed=1, dtype=task.dtype), array(seed=2, dtype=task.dtype)]
+    params = {"parts": parts, "n": np.asarray([0, 2]), "act": jnp.sin, "name": "mixed"}
     ids = jnp.ones(full, jnp.int32) * 3
     return params, {"x": array(*full, seed=3, dtype=task.dtype), "ids": ids}
 
 
 def spread_as(task: Task, params: Any, x: Any) -> Any:
-    there = f"cpu:{task.output}"
-    devices = names(task.devices)
-    return data_parallel(mixed, params, x, devices, there, task.dim)
+    devices, output = names(task.devices), f"cpu:{task.output}"
+    return data_parallel(mixed, params, x, devices, output, task.dim)

@@ -24,7 +24,6 @@ def test_each_way_is_timed_beside_the_same_by_hand(monkeypatch):
 
 
 def timed(devices: int, width: int, **seconds: float) -> dict[str, Any]:
-    """A row with the same times, each of three rounds, of forward and step."""
     times = {name.replace("_", " "): [s] * 3 for name, s in seconds.items()}
     return {
         "devices": devices,

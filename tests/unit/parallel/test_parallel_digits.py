@@ -19,7 +19,6 @@ PATH = ROOT / "scenarios" / "data_parallel_digits.toml"
 
 
 def short() -> Scenario:
-    """The scenario that is shipped, one epoch of it."""
     scenario = load(PATH)
     player: Any = scenario.player
     return replace(scenario, player=replace(player, epochs=1, checks=2))

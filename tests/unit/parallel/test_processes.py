@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import jdag.parallel
 from tests import ROOT
 from tests.tools.rpc_cases import free_address
 
@@ -29,27 +28,18 @@ NAMES = [
 
 
 class Ended(NamedTuple):
-    """What has become of a process: what it said of each check, and how it ended."""
-
     said: dict[str, Any]
     code: int
     complaint: str
 
 
 def session(mode: str) -> list[Ended]:
-    """Run two processes; neither outlives the deadline."""
     port = free_address().port
     env = {**os.environ, "JAX_NUM_CPU_DEVICES": "2", "PYTHONPATH": str(ROOT)}
+    start = [sys.executable, "-m", "tests.unit.parallel.process_child", str(port)]
     children = [
         subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tests.unit.parallel.process_child",
-                str(port),
-                n,
-                mode,
-            ],
+            [*start, n, mode],
             cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
@@ -101,7 +91,3 @@ def test_who_has_ended_is_missed_at_once():
 def test_who_does_not_come_is_missed_by_name_and_told_when_it_does():
     for ended in session("waits"):
         assert ended.code == 0 and not ended.said["waits"]["wrong"], ended
-
-
-def test_there_is_a_check_of_each_kind():
-    assert len(NAMES) >= 9 and jdag.parallel.data_parallel.__doc__

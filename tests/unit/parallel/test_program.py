@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdag.compute.jaxprs import collectives
 from jdag.errors import JdagError
@@ -29,15 +29,11 @@ D = jax.devices()
 
 
 def test_rows_along_another_dim_are_not_taken_for_those_along_the_first():
+    def fn(p: Any, x: Any, rows: Any) -> Any:
+        return jnp.cumsum(x[0], 0) + x[1]
+
     y = jnp.arange(4.0).reshape(2, 2)
-    found = data_parallel(
-        lambda p, x, rows: jnp.cumsum(x[0], 0) + x[1],
-        {},
-        (y, y),
-        names(1),
-        dim=1,
-        axis_name="all",
-    )
+    found = data_parallel(fn, {}, (y, y), names(1), dim=1, axis_name="all")
     np.testing.assert_array_equal(found, [[0, 2], [4, 7]])
 
 
@@ -103,18 +99,16 @@ def test_complex_rows_are_reduced_over_replicas_as_on_one_device():
     close(vjp(cotangents), alone_vjp(cotangents), 1e-9)
 
 
-def test_a_mean_of_integers_is_refused():
-    def mean(p: Any, x: Any, rows: Any) -> Any:
-        return x, row_mean(x, rows, "all")
+def mean(p: Any, x: Any, rows: Any) -> Any:
+    return x, row_mean(x, rows, "all")
 
+
+def test_a_mean_of_integers_is_refused():
     with fails_with(JdagError, "parallel.row_mean_takes_floats_not"):
         data_parallel(mean, {}, jnp.arange(6), names(3), axis_name="all", has_aux=True)
 
 
 def test_a_mean_of_low_precision_has_a_sum_of_float32():
-    def mean(p: Any, x: Any, rows: Any) -> Any:
-        return x, row_mean(x, rows, "all")
-
     x = jnp.full(1001, 100, jnp.float16)  # Their sum is more than a float16 can be.
     _, found = data_parallel(mean, {}, x, names(4), axis_name="all", has_aux=True)
     assert found == 100 and found.dtype == jnp.float16
@@ -141,36 +135,33 @@ def test_collectives_are_those_over_the_axis_in_their_order():
 # --------------------------------- calls that look alike share a program, others do not
 
 
-def test_arrays_may_live_elsewhere_in_the_next_call():
-    def fn(p: Any, x: Any) -> Any:
-        return p * x
+def scaled(p: Any, x: Any) -> Any:
+    return p * x
 
+
+def test_arrays_may_live_elsewhere_in_the_next_call():
     x, p = jnp.arange(4.0), jnp.float64(3)
-    mesh = jax.sharding.Mesh(np.asarray(D[4:6]), ("some",))
-    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("some"))
+    mesh = Mesh(np.asarray(D[4:6]), ("some",))
+    over_two = NamedSharding(mesh, PartitionSpec("some"))
     for devices in (names(2), names(1, 3)):
-        for there in (None, D[3], spread, D[0], None):
+        for there in (None, D[3], over_two, D[0], None):
             at = x if there is None else jax.device_put(x, there)
             for one in (p, jax.device_put(p, D[3])):
                 for output in (None, "cpu:7", None):
-                    found = data_parallel(fn, one, at, devices, output)
+                    found = data_parallel(scaled, one, at, devices, output)
                     assert where(found) == [output or devices[0]]
                     np.testing.assert_array_equal(found, 3 * np.arange(4.0))
-                grad = jax.grad(
-                    lambda p, at=at, d=devices: jnp.sum(data_parallel(fn, p, at, d))
-                )(one)
+                spread = partial(data_parallel, scaled, x=at, devices=devices)
+                grad = jax.grad(lambda p, spread=spread: jnp.sum(spread(p)))(one)
                 assert grad.devices() == one.devices() and grad == 6
 
 
 def test_the_default_device_may_change_between_calls():
-    def fn(p: Any, x: Any) -> Any:
-        return p * x
-
     x, p = jnp.arange(4.0), jnp.float64(3)
     for count in (1, 2):
         for device in (D[5], None, D[2]):
             with jax.default_device(device):
-                found = data_parallel(fn, p, x, names(count))
+                found = data_parallel(scaled, p, x, names(count))
             assert where(found) == ["cpu:0"]
             np.testing.assert_array_equal(found, 3 * np.arange(4.0))
 

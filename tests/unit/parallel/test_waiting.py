@@ -13,8 +13,6 @@ from tests.tools.error_texts import fails_with
 
 
 class Store:
-    """As much of that of `jax.distributed` as is used."""
-
     def __init__(self) -> None:
         self.held: dict[str, str] = {}
 
@@ -35,18 +33,17 @@ class Store:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The store of five processes, of which this is the first."""
     made = Store()
     monkeypatch.setattr(waiting, "_store", lambda: made)
     monkeypatch.setattr(jax, "process_count", lambda: 5)
-    monkeypatch.setattr(waiting, "SAYS_AFTER_S", 0.05)
+    monkeypatch.setattr(waiting, "REGISTER_AFTER_S", 0.05)
     return made
 
 
 def test_all_who_did_not_come_are_named(store: Store):
     for number in (2, 4):
         store.held[f"jdag/room/1/waits/{number}"] = ""
-    said = r"^a sum: processes 1, 3 did not come within 0.2 seconds \(deadline_s\)"
+    said = r"^a sum: processes 1, 3 did not make this call within 0.2 seconds"
     with pytest.raises(WorkerLost, match=said):
         Waiting("room").met(threading.Event().wait, "a sum", 0.2)
     assert store.held["jdag/room/1/verdict"] == "given up"
@@ -62,8 +59,6 @@ def test_who_gives_up_when_all_have_come_goes_on(store: Store):
 
 
 class Clock:
-    """Time that passes when it is told to."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 

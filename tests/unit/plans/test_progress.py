@@ -10,7 +10,6 @@ from jdag.plans.progress import Bar
 
 
 def drawn(monkeypatch: pytest.MonkeyPatch, after_s: float) -> bytes:
-    """What a terminal gets while all of it is done; plain text follows."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(progress, "SHOWN_S", after_s)
     master, terminal = os.openpty()
@@ -32,9 +31,8 @@ def test_a_slow_one_is_drawn_and_wiped_off_again(monkeypatch: pytest.MonkeyPatch
     seen = drawn(monkeypatch, after_s=-1.0)
     assert b"compiling network" in seen and b"100%" in seen
     assert seen.index(b"\x1b[?25l") < seen.index(b"\x1b[?25h")  # The cursor is back.
-    assert (
-        seen.endswith(b"over") and b"compiling" not in seen[seen.rindex(b"\x1b[2K") :]
-    )
+    wiped = seen[seen.rindex(b"\x1b[2K") :]
+    assert wiped.endswith(b"over") and b"compiling" not in wiped
 
 
 def test_a_quick_one_is_not_drawn(monkeypatch: pytest.MonkeyPatch):

@@ -89,19 +89,19 @@ def calls_inside_vmap(ctx, w, x):
 
 
 REFUSED = {
-    fetches: "return the ref, and the step fetches it",
-    fetches_a_leaf: "return the ref, and the step fetches it",
+    fetches: "return the ref, which the step then fetches",
+    fetches_a_leaf: "return the ref, which the step then fetches",
     branches: "jnp.where",
     converts: "jnp.where",
-    hooks: "no hooks",
-    nests: "call the other as a function",
-    starts: "call the other as a function",
+    hooks: "cannot have hooks",
+    nests: "call the other one as a Python function",
+    starts: "call the other one as a Python function",
     goes_back: "value_and_grad",
     puts: "outside of the program",
     updates: "outside of the program",
     hosts: "outside of the program",
     runs_python: "unjitted(shapes=fn)",
-    calls_inside_vmap: "inside of the functions that are called",
+    calls_inside_vmap: "inside of the called functions",
 }
 
 
@@ -202,7 +202,7 @@ def test_a_program_that_does_not_repeat_itself_is_refused(cluster):
         return ctx.call("b", jnp.sum, x * len(runs))
 
     for wrong in (elsewhere, another_constant, another_result, own_arithmetic):
-        with fails_with(JdagError, "plans.did_not_do_the_same"):
+        with fails_with(JdagError, "plans.two_recordings_differ"):
             compile(wrong, cluster)(X)
 
 

@@ -1,9 +1,10 @@
 """Nodes in one process, over socket pairs: the driver without processes."""
 
 import functools
-import threading
+import json
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from tests.tools.rpc_nodes import cluster, connect, made, whereabouts
 
 W = jnp.linspace(-1.0, 1.0, 12).reshape(4, 3)
 X = jnp.linspace(0.0, 2.0, 8).reshape(2, 4)
+DEEP = json.loads("[" * DEPTH_MAX + "0" + "]" * DEPTH_MAX)
 
 
 def hidden(w: Any, x: Any) -> Any:
@@ -72,15 +74,6 @@ def test_gradients_are_those_of_jax_and_have_the_bits_of_the_simulated_run() -> 
     assert np.asarray(found).tobytes() == np.asarray(simulated()).tobytes()
 
 
-def test_what_was_fetched_is_held_by_its_owner_alone() -> None:
-    with cluster() as c:
-        refs = [c.put("b", W), c.put("c", X), c.put("b", 2 * W)]
-        for _ in range(3):
-            jdag.fetch(refs)
-        held = {name: one["values_held"] for name, one in c.info().items()}
-    assert held == {"a": 0, "b": 2, "c": 1}
-
-
 def test_one_that_joins_anew_is_no_peer_of_its_own() -> None:
     """Also where it has dialled before its name was said; else it would lose itself."""
     now = {"a": 0, "b": 0, "c": 1}
@@ -104,23 +97,13 @@ def test_a_worker_to_which_main_never_connects_leaves_within_the_deadline() -> N
     _, node = made("b", ("a", "b"), deadline_s=0.2)
     node.joined("a", 0)
     node.run(spin=False)
-    assert "gave no sign of life" in node.peers.gone["a"]
+    assert "gave no sign of life" in node.peers.losses["a"]
 
 
 def test_another_thread_may_not_use_the_cluster() -> None:
-    said: list[str] = []
-
-    def use(c: Any) -> None:
-        try:
-            c.put("b", W)
-        except JdagError as error:
-            said.append(str(error))
-
-    with cluster() as c:
-        thread = threading.Thread(target=use, args=(c,))
-        thread.start()
-        thread.join()
-    assert "another thread" in said[0]
+    refused = pytest.raises(JdagError, match="another thread")
+    with cluster() as c, ThreadPoolExecutor(1) as threads, refused:
+        threads.submit(c.put, "b", W).result()
 
 
 def test_a_closed_cluster_says_so_and_what_it_held_stays_known(
@@ -150,21 +133,6 @@ def test_a_hook_that_exits_fails_the_pass_and_hangs_nobody() -> None:
 
 
 @jdag.program
-def many(ctx: Any, w: Any, count: int) -> Any:
-    for _ in range(count):
-        w = ctx.call(ctx.here, jnp.sin, w)
-    return w
-
-
-def test_the_graph_of_a_large_fragment_can_be_asked_for() -> None:
-    with cluster(("a", "b")) as c:
-        w = c.put("b", W)
-        with c.context() as ctx:
-            ctx.call("b", many, w, 1_500)
-            assert ctx.graph().counts()["b"]["nodes"] == 1_500
-
-
-@jdag.program
 def size(ctx: Any, array: Any) -> int:
     return int(array.size)
 
@@ -175,7 +143,7 @@ def test_large_arrays_may_be_arguments_of_programs_and_larger_ones_are_refused(
     with cluster(("a", "b")) as c, c.context() as ctx:
         assert ctx.call("b", size, np.zeros(10_000_000)) == 10_000_000
         monkeypatch.setattr("jdag.processes.functions.encoder.DATA_BYTES_MAX", 1_000)
-        with fails_with(JdagError, "processes.size_is_given_bytes_of"):
+        with fails_with(JdagError, "processes.size_is_given_too_many_bytes"):
             ctx.call("b", size, np.zeros(1_000))
 
 
@@ -211,22 +179,22 @@ def lookalike(ctx: Any, w: Any) -> Any:
 
 
 def test_what_cannot_travel_or_only_not_so_deep_fails_its_call_alone() -> None:
-    deep: Any = 0
-    for _ in range(DEPTH_MAX):
-        deep = [deep]
     with cluster() as c:
         w = c.put("b", W)
-        for given, depth in ((deep, 0), (0, DEPTH_MAX)):
-            said = f"what {__name__}:nested (on 'b' is given|returned): data nested"
+        for given, depth in ((DEEP, 0), (0, DEPTH_MAX)):
+            said = f"{__name__}:nested (on 'b' is given|returned).*: .* nested too deep"
             with c.context() as ctx, pytest.raises(JdagError, match=said):
                 ctx.call("c", scaled, w, 2.0)
                 ctx.call("b", nested, w, given, depth)
-        said = f"what {__name__}:without_gradient returned: dtype .*float0"
+        said = f"{__name__}:without_gradient .* cannot be sent: dtype .*float0"
         with c.context() as ctx, pytest.raises(JdagError, match=said):
             ctx.call("b", without_gradient, w)
         for call, said in (
-            ((lookalike, w), "lookalike returned: ShapeDtypeStruct.* is abstract"),
-            ((leaking, w, True), "leaking returned: .* is abstract"),
+            (
+                (lookalike, w),
+                "lookalike returned cannot be sent: Shape.* is abstract",
+            ),
+            ((leaking, w, True), "leaking returned cannot be sent: .* is abstract"),
             ((leaking, w, False), r"leaking returned a tracer .*at \['a'\]\[1\]"),
         ):
             with c.context() as ctx, pytest.raises(JdagError, match=said):
@@ -241,19 +209,17 @@ def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
     for module in (node, function_encoder):
         monkeypatch.setattr(module, "check_size", lambda *_: None)
     monkeypatch.setattr(program_frame, "check_travels", lambda *_: None)
-    deep: Any = 0
-    for _ in range(DEPTH_MAX):
-        deep = [deep]
     with cluster() as c:
         w = c.put("b", W)
-        for given, depth, how in ((deep, 0, "is given"), (0, DEPTH_MAX, "returned")):
-            said = f"what a program {how} cannot travel: data nested more than 100"
+        for given, depth, how in ((DEEP, 0, "arguments"), (0, DEPTH_MAX, "result")):
+            why = "the data are nested too deep to be sent: expected at most 100 levels"
+            said = f"the {how} of a program cannot be sent: {why}"
             with c.context() as ctx, pytest.raises(JdagError, match=said):
                 ctx.call("c", scaled, w, 2.0)
                 ctx.call("b", nested, w, given, depth)
         with c.context() as ctx:
             assert ctx.call("b", nested, w, 0, 3) == [[[0]]]
-        assert not any(one.peers.gone for one in c.nodes.values())
+        assert not any(one.peers.losses for one in c.nodes.values())
 
 
 def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
@@ -292,17 +258,14 @@ def test_who_puts_more_than_may_wait_waits(monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_acknowledgement_leaves_with_what_the_jobs_that_are_due_make(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "jdag.processes.jobs.SHORT_NS", 1 << 60
-    )  # However busy this is.
+    monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)  # Even if busy.
     did: list[str] = []
     with cluster(("a", "b")) as c, c.context() as ctx:
         for _ in range(4):  # Compiled, and then known to be short.
             ctx.call("b", jnp.sin, np.ones(3)).fetch()
         b = c.nodes["b"]
         peer, functions = b.peers.connections["a"], b._functions
-        noting = {"run": b._jobs, "flush": peer, "bind": functions}
-        for name, where in noting.items():
+        for name, where in (("run", b._jobs), ("flush", peer), ("bind", functions)):
             noted = partial(_noted, did, name, getattr(where, name))
             monkeypatch.setattr(where, name, noted)
         ctx.call("b", jnp.sin, np.ones(3)).fetch()

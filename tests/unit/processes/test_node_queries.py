@@ -12,12 +12,12 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
 ) -> None:
     with cluster(("a", "b")) as c:
         c.driver.settle()
-        questions = c.nodes["b"]._questions
+        questions = c.nodes["b"]._queries
         quiet = questions.quiet_now
         questions.quiet_now = lambda: {**quiet(), "idle": False}
         with monkeypatch.context() as patched:
             patched.setattr("jdag.processes.node_queries.SETTLE_S", 0.2)
-            with fails_with(JdagError, "processes.not_settled_within_0_2"):
+            with fails_with(JdagError, "processes.not_settled_in_time"):
                 c.driver.settle()
         del questions.quiet_now
         c.driver.settle()
@@ -26,5 +26,5 @@ def test_settling_has_an_end_and_says_who_does_not_settle(
 def test_a_node_without_a_trace_has_none_to_send() -> None:
     with cluster(("a", "b")) as c:
         for asked in ({"what": "trace", "from": 0}, {"what": "weather"}):
-            with fails_with(ProtocolError, "processes.is_no_question_for_a"):
-                c.nodes["b"]._questions.answer(asked)
+            with fails_with(ProtocolError, "processes.unknown_query"):
+                c.nodes["b"]._queries.answer(asked)

@@ -1,5 +1,7 @@
 """Peers that are given up, and live on."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -17,6 +19,13 @@ TOLD = "('b' has given it up|it has lost 'a'): it broke the protocol:"
 
 def has_left(node: Node) -> bool:
     return node.peers.stopping.is_set() and node._loop._stopped.is_set()
+
+
+def assert_lost_alone(c: Any, leaf: Any, why: str) -> None:
+    with pytest.raises(WorkerLost, match=why):
+        leaf.fetch()
+    assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
+    assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]
 
 
 @pytest.mark.parametrize("by", ["a", "b"])
@@ -39,9 +48,9 @@ def test_what_a_lost_process_printed_last_is_told_to_main_alone(
     why = "it was killed\nthe end of b.log:\n    one\n    two"
     with cluster() as c:
         c.nodes["a"].lost("b", why)
-        soon(lambda: "b" in c.nodes["c"].peers.gone)
-        assert c.nodes["c"].peers.gone["b"] == "it was killed"
-        assert c.nodes["a"].peers.gone["b"] == why
+        soon(lambda: "b" in c.nodes["c"].peers.losses)
+        assert c.nodes["c"].peers.losses["b"] == "it was killed"
+        assert c.nodes["a"].peers.losses["b"] == why
         told = [one for one in caplog.messages if "worker 'b' is lost" in one]
         assert sorted(told) == [
             f"a: worker 'b' is lost: {why}",
@@ -56,7 +65,7 @@ def test_who_loses_main_as_it_leaves_has_left_too(
         main = c.nodes["a"]
         with main._loop:
             main.peers.connections["b"].lose({"bye": LEFT})  # c is still to hear of it.
-        gone = c.nodes["c"].peers.gone
+        gone = c.nodes["c"].peers.losses
         soon(lambda: "b" in gone)
         assert gone["b"] == LEFT
         assert caplog.messages == []  # Warnings are what a worker's own log shows.
@@ -80,15 +89,15 @@ def test_who_dials_and_was_given_up_leaves_the_session_at_once() -> None:
     with breaking() as nodes:
         cut_and_refused(nodes, "b", "c")
         soon(lambda: has_left(nodes.nodes["b"]))
-        assert nodes.nodes["b"].peers.gone == {}
+        assert nodes.nodes["b"].peers.losses == {}
 
 
 def test_main_that_was_given_up_by_a_worker_loses_that_worker() -> None:
     with breaking() as nodes:
         cut_and_refused(nodes, "a", "c")
         main = nodes.nodes["a"]
-        soon(lambda: "c" in main.peers.gone)
-        assert main.peers.gone["c"] == ("'c' has given it up: 'c' has given 'a' up")
+        soon(lambda: "c" in main.peers.losses)
+        assert main.peers.losses["c"] == "'c' has given it up: 'c' has given 'a' up"
         assert not has_left(main)
         assert not nodes.cluster.info()["b"]["lost"]
 
@@ -97,12 +106,9 @@ def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
     with cluster() as c:
         c.nodes["b"].peers.connections["a"].reader.assembler._value_bytes_max = 1_000
         leaf = c.put("b", np.zeros(1_000))
-        with pytest.raises(
-            WorkerLost, match=f"{TOLD} a value of 8000 bytes: at most 1000"
-        ):
-            leaf.fetch()
-        assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
-        assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]
+        assert_lost_alone(
+            c, leaf, f"{TOLD} a received value has 8000 bytes; expected at most "
+        )
 
 
 @pytest.mark.parametrize("silent", [0.4, 0.6])
@@ -130,8 +136,5 @@ def test_a_worker_without_memory_for_a_value_leaves_alone() -> None:
         reader = c.nodes["b"].peers.connections["a"].reader
         reader.assembler._buffers = NoneLeft()
         leaf = c.put("b", np.zeros(100_000))
-        said = "'b'.*it has no memory for what was sent: 800000 bytes"
-        with pytest.raises(WorkerLost, match=said):
-            leaf.fetch()
-        assert c.put("c", np.ones(3)).fetch().tolist() == [1.0, 1.0, 1.0]
-        assert c.info()["b"]["lost"] and not c.info()["c"]["lost"]
+        why = "'b'.*it has no memory for a received value: 800000 bytes"
+        assert_lost_alone(c, leaf, why)

@@ -23,17 +23,13 @@ from tests.tools.stream_cases import soon
 SCHEDULE = schedules.one_f_one_b(stages=2, micro_batches=3)
 LIST = (
     "the schedule cannot go on: worker w0 waits for 0B0, which is next in its list; "
-    "ready behind it: 0F2; worker w1 waits for 1B0, which is next in its list; ready "
-    "behind it: 1F1"
+    "ready later in the list: 0F2; worker w1 waits for 1B0, which is next in its list; "
+    "ready later in the list: 1F1"
 )
 SUM = (
-    "if the pass is from a sum of losses, which waits for all of them, make it from "
-    "the losses: ctx.backward(*losses)"
+    "if the root of the pass is a sum of losses, which waits for all of them, pass the "
+    "losses as roots: ctx.backward(*losses)"
 )
-
-
-def simulated() -> Any:
-    return jdag.simulate(SCHEDULE.workers, seed=0, schedule=SCHEDULE)
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +43,8 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Any]:
     if request.param == "launch":
         yield request.getfixturevalue("launched")
         return
-    with simulated() as made:
-        yield made
+    with jdag.simulate(SCHEDULE.workers, seed=0, schedule=SCHEDULE) as simulated:
+        yield simulated
 
 
 def total(*losses: Any) -> Any:
@@ -72,7 +68,7 @@ def test_a_pass_that_a_list_holds_up_is_told_with_action_worker_and_line(cluster
             in_a_pass(cluster)
         said = str(caught.value)
         assert said.endswith(f"{LIST}; {SUM}"), said
-        assert "these still wait: 'w0' for a backward pass at test_stuck.py:" in said
+        assert "programs still wait: 'w0' for a backward pass at test_stuck.py:" in said
         assert "in in_a_pass; the schedule" in said
 
 
@@ -91,12 +87,9 @@ class Friend:
 
 
 def visited(cluster: Any, folder: Path) -> None:
-    one, other = [cluster.host(worker, Friend) for worker in ("w0", "w1")]
-    tasks = [
-        one.start("visit", other, str(folder / "one")),
-        other.start("visit", one, str(folder / "other")),
-    ]
-    jdag.wait(tasks)
+    a, b = [cluster.host(worker, Friend) for worker in ("w0", "w1")]
+    visits = ((a, b, "a"), (b, a, "b"))
+    jdag.wait([x.start("visit", y, str(folder / name)) for x, y, name in visits])
 
 
 def test_objects_that_wait_for_each_other_are_told(tmp_path: Path):
@@ -106,7 +99,7 @@ def test_objects_that_wait_for_each_other_are_told(tmp_path: Path):
     ):
         visited(cluster, tmp_path)
     said = str(caught.value)
-    assert said.startswith("nothing is left to happen, and these still wait: 'w0' for ")
+    assert said.startswith("nothing is left to happen, and these programs still wait: ")
     for worker, place in (("w0", "visited"), ("w0", "visit"), ("w1", "visit")):
         line = rf"'{worker}' for programs that it called at test_stuck.py:\d+ in \S*"
         assert re.search(rf"{line}{place}[,;]", said), said
@@ -150,7 +143,8 @@ def test_a_wait_that_a_list_holds_up_is_told_wherever_it_is(
         wait(cluster)
     told = str(caught.value)
     assert said in told, told
-    assert "w0 waits for 0F0, which is next in its list; ready behind it: 0F2" in told
+    assert "w0 waits for 0F0, which is next" in told
+    assert "in its list; ready later in the list: 0F2" in told
     assert wait is in_a_fetch or "'w1' for values that it fetches at test_" in told
     assert SUM not in told
 

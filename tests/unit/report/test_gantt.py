@@ -21,12 +21,11 @@ COSTS = {"layer": (1_000, 900, 800), "last_stage": (1_000, 900, 800)}
 DEVICES = jdag.sim.DeviceModel(functions=COSTS)
 
 
-def spans_under(schedule):
-    with simulated(
-        schedule, schedule.workers, values="abstract", devices=DEVICES
-    ) as cluster:
+def traced(schedule):
+    settings = {"values": "abstract", "devices": DEVICES}
+    with simulated(schedule, schedule.workers, **settings) as cluster:
         step(cluster, schedule, fetched=False)
-        return spans_of(cluster.trace), cluster.now_ns
+        return cluster.trace, cluster.now_ns
 
 
 def job(worker, start_ns, end_ns, kind="forward", **more):
@@ -64,8 +63,8 @@ def bars_of(chart):
 )
 def test_each_action_is_a_bar_of_its_worker_in_the_order_of_the_list(build, kinds):
     schedule = build(stages=4, micro_batches=4)
-    spans, now_ns = spans_under(schedule)
-    chart = gantt_of(spans, schedule.workers, (0, now_ns), "virtual time")
+    trace, now_ns = traced(schedule)
+    chart = gantt_of(spans_of(trace), schedule.workers, (0, now_ns), "virtual time")
     names = {"F": "forward", "B": "backward", "I": "input_grad", "W": "weight_grad"}
     assert {names[kind] for kind in kinds} <= set(chart["kinds"])
     assert [row["worker"] for row in chart["rows"]] == list(schedule.workers)
@@ -163,14 +162,10 @@ RESULT = {
 
 
 def test_the_page_has_the_chart_within_itself(tmp_path):
-    schedule = schedules.gpipe(stages=2, micro_batches=3)
-    with simulated(
-        schedule, ["w0", "w1"], values="abstract", devices=DEVICES
-    ) as cluster:
-        step(cluster, schedule, fetched=False)
-        window = (0, cluster.now_ns)
-        render(tmp_path, RESULT, cluster.trace, None, window=window)
-        chart = gantt_of(spans_of(cluster.trace), ["w0", "w1"], window, "virtual time")
+    trace, now_ns = traced(schedules.gpipe(stages=2, micro_batches=3))
+    window = (0, now_ns)
+    render(tmp_path, RESULT, trace, None, window=window)
+    chart = gantt_of(spans_of(trace), ["w0", "w1"], window, "virtual time")
     page = (tmp_path / "index.html").read_text()
     found = re.search(r'id="gantt-data">(.*?)</script>', page, re.DOTALL)
     assert found and json.loads(found[1]) == json.loads(json.dumps(chart))
@@ -210,11 +205,7 @@ def test_a_run_without_a_trace_has_no_chart(tmp_path):
     ],
 )
 def test_the_order_of_a_run_is_written_as_torch_does_and_read_back(tmp_path, schedule):
-    with simulated(
-        schedule, schedule.workers, values="abstract", devices=DEVICES
-    ) as cluster:
-        step(cluster, schedule, fetched=False)
-        write_traces(tmp_path, cluster.trace, schedule.workers, ["torch"])
+    write_traces(tmp_path, traced(schedule)[0], schedule.workers, ["torch"])
     text = (tmp_path / "trace.csv").read_text()
     assert text == schedules.to_csv(schedule)
     assert schedules.from_csv(text).actions == schedule.actions
@@ -225,4 +216,4 @@ def test_a_run_without_actions_has_no_order_to_write(tmp_path):
         of = cluster.trace, ["w0"], ["torch"]
     files, (why,) = write_traces(tmp_path, *of)
     assert files == [] == [*tmp_path.iterdir()]
-    assert why.endswith("a run without actions of a schedule has no order to write")
+    assert why.endswith("expected a run with a schedule, but this run has no schedule")

@@ -10,41 +10,33 @@ from matplotlib.image import imread
 from jdag.report.lines import NAMES_MAX, draw_lines
 
 
-def drawn(
-    lines: Any,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    x: str = "latency_ns",
-    failed: Any = None,
-) -> Any:
-    """The figure that was written as a picture, which is one."""
-    kept: list[Any] = []
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    figures: list[Any] = []
     save = Figure.savefig
 
     def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        kept.append(self)
+        figures.append(self)
         save(self, *args, **options)
 
+    def draw(lines: Any, x: str = "latency_ns", failed: Any = None) -> Any:
+        path, names = tmp_path / "lines.png", {"y": "makespan_ns", "named": "schedule"}
+        draw_lines(path, lines, failed or {}, title="t", x=x, **names)
+        height, width, _ = imread(path).shape
+        assert (width, height) == (1040, 585)
+        return figures[0]
+
     monkeypatch.setattr(Figure, "savefig", savefig)
-    path = folder / "lines.png"
-    draw_lines(
-        path, lines, failed or {}, title="t", x=x, y="makespan_ns", named="schedule"
-    )
-    height, width, _ = imread(path).shape
-    assert (width, height) == (1040, 585)
-    (figure,) = kept
-    return figure
+    return draw
 
 
 def texts(axis: Any) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
-def test_numbers_are_in_order_with_units_and_lines_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_numbers_are_in_order_with_units_and_lines_are_named(drawn: Any):
     lines = {"gpipe": [(2_000, 33_000), (0, 0)], "a$b$": [(0, 2_000), (2_000, 9)]}
-    figure = drawn(lines, tmp_path, monkeypatch)
+    figure = drawn(lines)
     (axes,) = figure.axes
     found = [line.get_xydata().tolist() for line in axes.lines]
     assert found == [[[0, 0], [2_000, 33_000]], [[0, 2_000], [2_000, 9]]]
@@ -57,14 +49,9 @@ def test_numbers_are_in_order_with_units_and_lines_are_named(
     assert [text.get_text() for text in legend.get_texts()] == ["gpipe", "a$b$"]
 
 
-def test_runs_that_failed_are_crosses_on_no_line_and_named_by_their_outcome(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    lines, failed = (
-        {"": [(1, 3.0), (3, 5.0)]},
-        {"stuck": [(2, 0.1)], "failed": [(4, 9)]},
-    )
-    figure = drawn(lines, tmp_path, monkeypatch, failed=failed)
+def test_runs_that_failed_are_crosses_on_no_line_and_named_by_their_outcome(drawn: Any):
+    failed = {"stuck": [(2, 0.1)], "failed": [(4, 9)]}
+    figure = drawn({"": [(1, 3.0), (3, 5.0)]}, failed=failed)
     line, *crosses = figure.axes[0].lines
     assert line.get_xydata().tolist() == [[1, 3], [3, 5]]
     assert [one.get_xydata().tolist() for one in crosses] == [[[2, 0.1]], [[4, 9]]]
@@ -73,21 +60,17 @@ def test_runs_that_failed_are_crosses_on_no_line_and_named_by_their_outcome(
     assert names[-2:] == ["stuck", "failed"]
 
 
-def test_names_stand_side_by_side_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_names_stand_side_by_side_in_their_order(drawn: Any):
     lines = {"": [("zb_h1", 2.0), ("gpipe", 3.0)]}
-    figure = drawn(lines, tmp_path, monkeypatch, x="schedule")
+    figure = drawn(lines, x="schedule")
     assert texts(figure.axes[0].xaxis) == ["zb_h1", "gpipe"]
     assert [*figure.axes[0].lines[0].get_ydata()] == [2.0, 3.0]
     assert figure.legends == []
 
 
-def test_decades_are_logarithmic_and_too_many_lines_have_no_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_decades_are_logarithmic_and_too_many_lines_have_no_names(drawn: Any):
     lines = {str(n): [(1_000, 10 + n), (1_000_000, 90)] for n in range(NAMES_MAX + 1)}
-    figure = drawn(lines, tmp_path, monkeypatch)
+    figure = drawn(lines)
     assert figure.axes[0].get_xscale() == "log"
     assert figure.axes[0].get_yscale() == "linear"
     assert "1 us" in texts(figure.axes[0].xaxis)

@@ -63,7 +63,6 @@ def piped():
 
 @pytest.fixture(scope="module")
 def slow():
-    """With links that take time, and sums that do."""
     return play(
         pipeline(STAGES),
         STAGES,
@@ -74,6 +73,14 @@ def slow():
 
 def total(leaves):
     return sum(leaf.sum() for leaf in leaves)
+
+
+def graph_with(leaves_n):
+    with simulate(["a"], seed=0) as cluster:
+        leaves = [cluster.put("a", np.ones(2)) for _ in range(leaves_n)]
+        with cluster.context() as ctx:
+            ctx.backward(ctx.call("a", total, leaves))
+            return graph_of(ctx.graph())
 
 
 def noted(*events):
@@ -119,6 +126,9 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
         finish(46, "b", 8, job="fill"),
         start(46, "b", job="apply"),
         finish(48, "b", 10, job="apply"),
+        start(48, "b", context=""),
+        finish(49, "b", 12),
+        send(50, "a", "b"),  # It does not arrive, so it is not a transfer.
     )
     found = spans_of(trace)
     jobs = [
@@ -130,6 +140,7 @@ def test_a_job_lasts_from_its_start_to_its_finish_and_an_array_till_handed_on():
         (40, 45, "backward", "m:f", "b"),
         (45, 46, "sum", "m:f", "b"),
         (46, 48, "hook", "m:f", "b"),
+        (48, 49, "update", "m:f", "b"),
     ]
     one, two = found.transfers
     assert (one.start_ns, one.end_ns, one.worker, one.peer) == (12, 30, "a", "b")
@@ -147,21 +158,6 @@ def test_a_job_that_a_crash_cut_off_ends_with_the_crash():
         ("a", 10, 14),
         ("b", 11, 99),
     ]
-
-
-def test_a_message_that_was_never_handed_on_is_no_transfer():
-    assert spans_of(noted(send(10, "a", "b"))).transfers == ()
-
-
-def test_a_forward_outside_of_contexts_is_an_update():
-    trace = noted(start(1, "a", context=""), finish(2, "a", 0))
-    assert [job.drawn_as for job in spans_of(trace).jobs] == ["update"]
-
-
-def test_the_bubble_of_a_pipeline_is_exactly_what_theory_says(piped):
-    trace, _, window = piped
-    found = bubble(spans_of(trace).jobs, STAGES, window)
-    assert found == dict.fromkeys(STAGES, Fraction(4 - 1, 8 + 4 - 1))
 
 
 def test_a_bubble_counts_what_lies_in_the_window_and_no_transfers():
@@ -204,7 +200,6 @@ def test_a_window_keeps_what_overlaps_it(slow):
 
 
 def _size(png):
-    """Width and height that a PNG says it has."""
     data = png.read_bytes()
     assert data.startswith(b"\x89PNG\r\n\x1a\n")
     return struct.unpack(">II", data[16:24])
@@ -290,7 +285,7 @@ def test_figures_by_the_elements_of_another_have_a_table_of_their_own(tmp_path):
     page = (tmp_path / "index.html").read_text()
     assert re.findall("<h2>(By .*)</h2>", page) == ["By replicas", "By worker"]
     # What is more goes down the page: figures here, workers there.
-    heads = "".join([f"<th>{one}</th>" for one in ("figure", *rows, "what it is")])
+    heads = "".join([f"<th>{one}</th>" for one in ("metric", *rows, "description")])
     cells = "".join([f'<td class="value">{one:,}</td>' for one in rows.values()])
     assert heads in page and page.count(cells) == 3
     assert "<th>worker</th><th>peak</th>" in page
@@ -317,11 +312,7 @@ def test_figures_by_what_is_twice_in_another_have_each_row_once(tmp_path):
 
 @pytest.mark.second
 def test_of_a_thousand_leaves_those_that_have_room_are_drawn(tmp_path):
-    with simulate(["a"], seed=0) as cluster:
-        leaves = [cluster.put("a", np.ones(2)) for _ in range(1_000)]
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("a", total, leaves))
-            graph = graph_of(ctx.graph())
+    graph = graph_with(1_000)
     draw_graph(tmp_path / "graph.png", graph, "many")
     _, height = _size(tmp_path / "graph.png")
     assert height < 800
@@ -330,11 +321,7 @@ def test_of_a_thousand_leaves_those_that_have_room_are_drawn(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 8])
 def test_all_leaves_of_the_first_call_have_room_in_the_picture(count, tmp_path):
-    with simulate(["a"], seed=0) as cluster:
-        leaves = [cluster.put("a", np.ones(2)) for _ in range(count)]
-        with cluster.context() as ctx:
-            ctx.backward(ctx.call("a", total, leaves))
-            graph = graph_of(ctx.graph())
+    graph = graph_with(count)
     draw_graph(tmp_path / "graph.png", graph, "many")
     _, height = _size(tmp_path / "graph.png")
     assert height > 110 * 0.31 * 0.88 * (count + 1)  # Dots of an inch, of a leaf.
@@ -344,5 +331,5 @@ def test_all_leaves_of_the_first_call_have_room_in_the_picture(count, tmp_path):
 
 def test_a_graph_that_is_none_is_refused_by_file(tmp_path):
     (tmp_path / "graph.json").write_text('{"workers": []}')
-    with fails_with(JdagError, "report.graph_json_holds_no_graph"):
+    with fails_with(JdagError, "report.graph_json_is_not_a_graph"):
         read_drawings(tmp_path)

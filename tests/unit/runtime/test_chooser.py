@@ -40,7 +40,7 @@ JOBS = [
 
 
 class Picking(Chooser):
-    """Picks the first of all jobs, or as told; keeps what it saw."""
+    """Picks by a function; records the offered jobs."""
 
     picks_jobs = True
 
@@ -61,26 +61,15 @@ def order(chooser, jobs):
     return [item for [item] in iter(ready.take, [])]
 
 
-def test_path_order_is_forward_then_passes_each_by_path():
-    assert order(Chooser(), JOBS) == [
-        (0, (1,)),
-        (0, (2,)),
-        (0, (2, 1)),
-        (1, (1,)),
-        (1, (2,)),
-        (2, (1,)),
-    ]
+FORWARD, BACKWARD = (
+    [(0, (1,)), (0, (2,)), (0, (2, 1))],
+    [(1, (1,)), (1, (2,)), (2, (1,))],
+)
 
 
-def test_backward_first_is_passes_then_forward_each_by_path():
-    assert order(Chooser(0, "backward_first"), JOBS) == [
-        (1, (1,)),
-        (1, (2,)),
-        (2, (1,)),
-        (0, (1,)),
-        (0, (2,)),
-        (0, (2, 1)),
-    ]
+def test_forward_and_passes_are_each_in_the_order_of_paths():
+    assert order(Chooser(), JOBS) == FORWARD + BACKWARD
+    assert order(Chooser(0, "backward_first"), JOBS) == BACKWARD + FORWARD
 
 
 jobs = st.lists(
@@ -167,9 +156,6 @@ def test_jobs_of_equal_keys_come_in_the_order_of_being_added(chooser):
     assert taken == [id(job) for job in alike]
 
 
-# --------------------------------------------------------------- all choices of a run
-
-
 class Free(Chooser):
     """Takes every choice at random, and keeps each answer."""
 
@@ -213,7 +199,6 @@ def layer(w, x):
 
 
 def run(chooser):
-    """A run with all kinds of choices: its digest, and a gradient's bytes."""
     settings = SimSettings(
         workers=("a", "b", "c"),
         seed=0,

@@ -39,9 +39,10 @@ def test_the_true_offset_of_a_clock_is_within_the_error_of_its_sample(
 
 def test_a_clock_that_drifts_is_corrected_between_its_samples():
     part = TracePart("b", clock=[Sample(1_000, 500, 10), Sample(2_000, 600, 30)])
-    assert [part.at(ns) for ns in (1_000, 1_500, 2_000)] == [1_500, 2_050, 2_600]
+    times_ns = [part.to_main_ns(ns) for ns in (1_000, 1_500, 2_000)]
+    assert times_ns == [1_500, 2_050, 2_600]
     assert part.error_ns == 30
-    assert TracePart("b", clock=[Sample(7, -7, 1)]).at(100) == 93
+    assert TracePart("b", clock=[Sample(7, -7, 1)]).to_main_ns(100) == 93
 
 
 def test_records_are_ordered_by_time_but_never_before_their_causes():

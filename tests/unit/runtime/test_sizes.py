@@ -15,8 +15,8 @@ BYTES_MAX = 8_000  # 1,000 float64.
 SMALL, FITS, LARGE = jnp.ones(10), jnp.ones(1_000), jnp.ones(1_001)
 COUNT = jdag.static(1_001)
 NO_MORE = (
-    r"float64\[1001\], has 8008 bytes, and values of more than 8000 do not leave their "
-    r"worker: .*value_bytes_max of jdag\.launch"
+    r"float64\[1001\], has 8008 bytes, but values of more than 8000 bytes are not sent"
+    r": .*value_bytes_max in jdag\.launch"
 )
 
 
@@ -30,6 +30,10 @@ def widened(w: jax.Array, count: int) -> jax.Array:
 
 def total(*parts: Any, **named: Any) -> Any:
     return sum(jnp.sum(part) for part in jax.tree.leaves((parts, named)))
+
+
+def wide(ctx: Any, w: Any) -> Any:
+    return ctx.call("b", widened, w, COUNT)
 
 
 @jdag.program
@@ -60,10 +64,6 @@ def w(cluster: Any) -> Iterator[Any]:
         assert held == (0, 0, 0)
 
 
-def given(cluster: Any, ctx: Any, w: Any) -> None:
-    ctx.backward(ctx.call("b", widened, w, COUNT), cotangents=LARGE)
-
-
 @pytest.mark.parametrize(
     ("ask", "what"),
     [
@@ -75,7 +75,10 @@ def given(cluster: Any, ctx: Any, w: Any) -> None:
         (lambda c, x, w: c.put("b/cpu:0", LARGE), "argument 0 of .*transferred"),
         (lambda c, x, w: c.make("b", scaled, LARGE, SMALL), "argument 0 of .*scaled"),
         (lambda c, x, w: c.update(scaled, w, LARGE), "argument 1 of .*scaled"),
-        (given, "the cotangent of root 0"),
+        (
+            lambda c, x, w: x.backward(wide(x, w), cotangents=LARGE),
+            "the cotangent of root 0",
+        ),
     ],
 )
 def test_what_a_program_hands_over_is_refused_where_it_does(
@@ -86,40 +89,17 @@ def test_what_a_program_hands_over_is_refused_where_it_does(
         ask(cluster, ctx, w)
 
 
-def fetched(ctx: Any, w: Any) -> None:
-    ctx.call("b", widened, w, COUNT).fetch()
-
-
-def called_elsewhere(ctx: Any, w: Any) -> None:
-    ctx.call("c", total, w, ctx.call("b", widened, w, COUNT)).fetch()
-
-
-def moved(ctx: Any, w: Any) -> None:
-    ctx.move("c", ctx.call("b", widened, w, COUNT))
-
-
-def moved_here(ctx: Any, w: Any) -> None:
-    ctx.move("a", [w, ctx.call("b", widened, w, COUNT)])[1].fetch()
-
-
-def differentiated(ctx: Any, w: Any) -> None:
-    ctx.backward(ctx.call("c", total, w, ctx.call("b", widened, w, COUNT)))
-
-
-def of_a_program(ctx: Any, w: Any) -> None:
-    ctx.backward(ctx.call("b", sends, w))
-
-
 @pytest.mark.parametrize(
     ("ask", "calls"),
     [
-        (fetched, False),
-        (called_elsewhere, True),
-        (moved, True),
-        (moved_here, True),
-        (differentiated, True),
-        (of_a_program, True),
+        (lambda x, w: wide(x, w).fetch(), False),
+        (lambda x, w: x.call("c", total, w, wide(x, w)).fetch(), True),
+        (lambda x, w: x.move("c", wide(x, w)), True),
+        (lambda x, w: x.move("a", [w, wide(x, w)])[1].fetch(), True),
+        (lambda x, w: x.backward(x.call("c", total, w, wide(x, w))), True),
+        (lambda x, w: x.backward(x.call("b", sends, w)), True),
     ],
+    ids=["fetched", "called", "moved", "moved here", "differentiated", "of a program"],
 )
 def test_what_a_worker_makes_and_would_send_is_refused_by_it(
     cluster: Any, w: Any, ask: Callable[[Any, Any], Any], calls: bool
@@ -151,11 +131,10 @@ def squares(h: jax.Array) -> jax.Array:
     return jnp.sum(h**2)
 
 
-def of_two_workers(ctx: Any, w: Any) -> Any:
-    return ctx.call("c", squares, ctx.call("b", jnp.multiply, w, 3.0))
-
-
 def test_a_value_and_its_tangent_are_two(cluster: Any) -> None:
+    def of_two_workers(ctx: Any, w: Any) -> Any:
+        return ctx.call("c", squares, ctx.call("b", jnp.multiply, w, 3.0))
+
     leaf = cluster.put("b", jnp.ones(700))
     product = jdag.hvp(of_two_workers, cluster)(leaf, jnp.ones(700))
     np.testing.assert_array_equal(jdag.fetch(product), np.full(700, 18.0))

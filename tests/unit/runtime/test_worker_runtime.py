@@ -53,7 +53,7 @@ class Driver:
         self.host.tell(port, event, values)
 
     def wait(self, port: ProgramPort, waiter: int) -> tuple[Any, int]:
-        return self.waiters.given[waiter]
+        return self.waiters.results[waiter]
 
     def spawn(self, host: WorkerRuntime, spawn: Any, cause: int) -> None:
         self.did.append(spawn)
@@ -90,11 +90,11 @@ def test_what_was_asked_before_an_interrupt_is_forgotten_with_what_is_waited_for
     port, other = (ProgramPort(driver.host) for _ in range(2))
     for number in (1, 2, 3, 4):
         port.tell(Fetched(number, ()))
-        driver.waiters.given[number] = "something", 7
+        driver.waiters.results[number] = "something", 7
     other.tell(Fetched(5, ()))
     assert port.wait(3) == "something"  # 1 and 2 were interrupted before waiting.
-    assert driver.waiters.asked == {4: ("a", "Fetched"), 5: ("a", "Fetched")}
-    assert list(driver.waiters.given) == [4]
+    assert driver.waiters.events == {4: ("a", "Fetched"), 5: ("a", "Fetched")}
+    assert list(driver.waiters.results) == [4]
     assert port.cause == 7
 
 
@@ -171,10 +171,10 @@ def test_a_worker_that_dies_as_an_event_is_recorded_handles_it_no_more():
 def test_a_resume_is_given_with_its_record_only_while_its_program_waits():
     driver, _ = recorded(Resume(1, ()), Resume(2, ()))
     port = ProgramPort(driver.host)
-    driver.waiters.asked[2] = "a", "Left"
+    driver.waiters.events[2] = "a", "Left"
     assert driver.host.handle(EVENT) == 5
     assert driver.did == [2]
-    assert driver.waiters.given == {2: ((), 6)}
+    assert driver.waiters.results == {2: ((), 6)}
     assert port.wait(2) == ()
     assert port.cause == 6
 
@@ -182,11 +182,11 @@ def test_a_resume_is_given_with_its_record_only_while_its_program_waits():
 def test_what_comes_for_a_fetch_goes_with_it_also_if_it_was_interrupted():
     keys = ReadingKey(None, 1, 0), ReadingKey(None, 2, 0)
     driver = Driver(Resume(1, keys[:1]), Resume(2, keys[1:]))
-    driver.waiters.asked[2] = "a", "Fetched"
-    driver.host._read.update(dict.fromkeys(keys, X))
+    driver.waiters.events[2] = "a", "Fetched"
+    driver.host._fetching.update(dict.fromkeys(keys, X))
     driver.host.handle(EVENT)
-    assert driver.waiters.given == {2: ((X,), -1)}
-    assert driver.host._read == {} and not driver.host.machine.values.held
+    assert driver.waiters.results == {2: ((X,), -1)}
+    assert driver.host._fetching == {} and not driver.host.machine.values.held
 
 
 def test_values_of_an_event_that_is_refused_are_dropped():

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdag.scenario.case import FIGURES, Case, difference, worst
+from jdag.scenario import Case
+from jdag.scenario.player import FIGURES, difference, worst
 from jdag.sim import DeviceModel, LinkModel, Network
-from tests.tools.scenario_cases import JITTER, Stage, one_leaf, square, tree
+from tests.tools.scenario_cases import JITTER, Stage, one_leaf, tree
 
 
 def test_all_figures_are_given_and_none_that_is_not_announced():
@@ -108,8 +109,3 @@ def test_the_worst_of_differences_is_nan_if_one_is():
     assert worst([0.1, 0.3, 0.2]) == 0.3
     assert np.isnan(worst([0.1, float("nan"), 0.2]))
     assert worst([]) == 0.0
-
-
-def test_a_case_says_what_it_runs():
-    case = Case(lambda ctx, p: ctx.call("a", square, p["w"]), {"w": 2.0}, {"w": "a"})
-    assert case.play(Stage(["a"]))["loss"] == 4.0

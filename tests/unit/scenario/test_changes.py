@@ -44,4 +44,4 @@ def test_a_text_at_schedule_is_its_kind_and_a_table_replaces_it():
 def test_a_key_that_leads_nowhere_is_refused_with_its_value(key: str):
     with pytest.raises(ScenarioError) as raised:
         changed(TABLE, {key: 9})
-    assert str(raised.value).startswith(f"{key} = 9: allowed is a key of the file")
+    assert str(raised.value).startswith(f"{key} = 9: expected a key of the file")

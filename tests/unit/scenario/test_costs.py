@@ -28,12 +28,7 @@ COSTS: dict[str, dict[str, Any]] = {
 LINE = 'costs = "costs.toml"'
 
 
-def run(path: Path) -> Any:
-    return run_scenario(load(path), lambda done, total, numbers: None)
-
-
 def file_of(folder: Path, text: str | None = None) -> Path:
-    """Write costs, and beside them a scenario that names them."""
     (folder / "costs.toml").write_text(written(COSTS) if text is None else text)
     return scenario(folder, costs=LINE)
 
@@ -62,24 +57,18 @@ def test_a_scenario_has_the_costs_of_its_file_and_its_own_go_before(tmp_path: Pa
     ("change", "error"),
     [
         (lambda text: "", "measured is missing"),
-        (lambda text: "x = ", "costs.toml: this is not TOML"),
-        (lambda text: f"more = 1\n{text}", "more = 1: allowed is one of the keys"),
         (
             lambda text: text.replace("[10, 20]", "[-10, 20]"),
-            "costs.toml: devices.functions.shapes:scale = [-10, 20]: allowed is two",
-        ),
-        (
-            lambda text: text.replace("job_ns = 5", "job_ns = -5"),
-            "costs.toml: devices.job_ns = -5: allowed is an integer >= 0",
+            "costs.toml: devices.functions.shapes:scale = [-10, 20]: expected two",
         ),
         (
             lambda text: text.replace("latency_ns = 300", "latency_ns = 0.5"),
-            "costs.toml: network.latency_ns = 0.5: allowed is an integer >= 0",
+            "costs.toml: network.latency_ns = 0.5: expected an integer >= 0",
         ),
         (
             lambda text: text.replace("shapes:scale", "shapes:scales"),
-            "costs = costs.toml: allowed is one with a cost of shapes:scale, which "
-            "this program calls (do you mean shapes:scales?)",
+            "costs = costs.toml: expected a file with a cost of shapes:scale, which "
+            "this program calls (did you mean shapes:scales?)",
         ),
     ],
 )
@@ -88,11 +77,11 @@ def test_wrong_costs_are_one_line(
 ):
     path = file_of(tmp_path, change(written(COSTS)))
     with pytest.raises(ScenarioError) as raised:
-        run(path)
+        run_scenario(load(path), lambda *_: None)
     assert error in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
 def test_a_missing_file_of_costs_is_one_line(tmp_path: Path):
-    with fails_with(ScenarioError, "scenario.costs_toml_no_such_file"):
+    with fails_with(ScenarioError, "scenario.costs_are_missing"):
         load(scenario(tmp_path, costs=LINE))

@@ -13,7 +13,6 @@ OWN = {"loss": "the sum of the squares"}
 
 
 def squared(run: Any, cluster: jdag.Cluster) -> Any:
-    """One context on two workers."""
     w = cluster.put("b", jnp.arange(3.0))
     with cluster.context() as ctx:
         loss = ctx.call("b", square, ctx.call("a", times, w, 2.0))

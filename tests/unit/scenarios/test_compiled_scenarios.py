@@ -31,7 +31,6 @@ SHORTER = {
 
 
 def compiled(folder: Path, name: str) -> Path:
-    """Write a shipped scenario with `compile = true` into a folder."""
     text = (SCENARIOS / f"{name}.toml").read_text(encoding="utf-8")
     changes = ("\nname =", "\ncompile = true\nname =", *SHORTER.get(name, ()))
     for old, new in zip(changes[::2], changes[1::2], strict=True):
@@ -45,7 +44,6 @@ def compiled(folder: Path, name: str) -> Path:
 
 
 def steps_of(answer: ScenarioResult) -> list[str]:
-    """What began on devices, but for what makes versions of leaves outside of plans."""
     said = [one.named for one in answer.cluster.trace.of_kind("start")]
     return [one["job"] for one in said if one["context"]]
 
@@ -99,17 +97,17 @@ def test_programs_that_open_contexts_refuse_it(name: str, tmp_path: Path):
     with pytest.raises(ScenarioError) as caught:
         load(compiled(tmp_path, name))
     said = str(caught.value)
-    assert f"{name}.toml: compile = True: allowed is false for this program" in said
-    assert "has an attribute `compiles = True`" in said
+    assert f"{name}.toml: compile = True: expected false for this program" in said
+    assert "sets the attribute `compiles = True`" in said
 
 
 def test_a_case_that_cannot_be_recorded_names_setting_line_and_remedy(tmp_path: Path):
     with pytest.raises(ScenarioError) as caught:
         run_scenario(load(compiled(tmp_path, "three_hops")), silent)
     said = str(caught.value)
-    assert "three_hops.toml: compile = True: allowed is false for this" in said
+    assert "three_hops.toml: compile = True: expected false for this" in said
     assert "a call of a program, at shapes.py:" in said
-    assert "as a function, with this context first" in said
+    assert "call the other one as a Python function of this context" in said
 
 
 def test_passes_of_a_plan_add_up_and_leave_nothing():

@@ -87,5 +87,5 @@ def test_each_row_counts_alike_wherever_it_is():
 
 
 def test_a_trainer_without_a_server_is_refused():
-    with fails_with(ScenarioError, "scenarios.a_b_hybrid_needs_one"):
+    with fails_with(ScenarioError, "scenarios.hybrid_needs_trainers"):
         hybrid(["a", "b"])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from jdag.scenario import load
-from jdag.scenario.run_scenario import ScenarioResult, run_scenario
+from jdag.scenario.run_scenario import run_scenario
 from tests import ROOT
 
 SCENARIOS = ROOT / "scenarios"
@@ -22,10 +22,6 @@ OF_TIERS = [
     pytest.param(path, marks=pytest.mark.second if path.stem in LATER else ())
     for path in QUICK
 ]
-
-
-def played(path: Path) -> ScenarioResult:
-    return run_scenario(load(path), lambda done, total, numbers: None)
 
 
 def test_all_scenarios_are_there():
@@ -50,7 +46,7 @@ def test_three_epochs_of_digits_are_right_in_all_but_perhaps_accuracy(tmp_path: 
     shorter = text.replace("epochs = 12", "epochs = 3")
     path.write_text(shorter.replace("data/digits.npz", str(data)), encoding="utf-8")
     assert path.read_text() != text
-    answer = played(path)
+    answer = run_scenario(load(path), lambda *_: None)
     missed = [one.figure for one in answer.judged if not one.met]
     assert missed in ([], ["test_accuracy"])
     assert answer.figures["steps"] == 3 * 22

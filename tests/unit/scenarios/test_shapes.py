@@ -2,13 +2,11 @@
 
 from fractions import Fraction
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shapes
 from jdag.sim import DeviceModel
-from tests.tools.compute_cases import no_new_arrays
 from tests.tools.scenario_cases import JITTER, Stage
 
 WORKERS = ["a", "b", "c", "d"]
@@ -32,15 +30,6 @@ def test_a_shape_has_the_gradient_of_the_oracle(shape, workers):
     assert figures["gradient_difference"] <= 1e-12
     assert figures["same_bits_as_clean"] is True
     assert figures["values_left"] == figures["live_contexts"] == 0
-
-
-def test_a_chain_is_nested_sines():
-    case = shapes.chain(["a", "b"], length=3)
-    stage = Stage(["a", "b"])
-    figures = case.play(stage)
-    w = case.params
-    expected = jnp.sin(w["w2"] * jnp.sin(w["w1"] * jnp.sin(w["w0"])))
-    assert figures["loss"] == pytest.approx(float(expected.sum()), rel=1e-12)
 
 
 def test_the_fan_out_is_the_sum_that_was_asked_for():
@@ -79,17 +68,6 @@ def test_the_caller_is_called_back():
     assert spawned == ["b", "a"]
 
 
-def test_there_is_a_root_on_each_worker():
-    stage = Stage(WORKERS)
-    figures = shapes.several_roots(stage.workers).play(stage)
-    values = [
-        float(jnp.sum(jnp.sin((0.1 * n + w) * (0.7 + w))))
-        for n, w in ((n, jnp.linspace(0.5, 1.5, 3)) for n in range(4))
-    ]
-    assert figures["loss"] == pytest.approx(sum(values), rel=1e-12)
-    assert all(len(drawn.nodes) == 2 for drawn in stage.drawn.values())
-
-
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 2), (3, 5), (4, 8), (5, 3)])
 def test_forward_first_has_the_bubble_of_gpipe_exactly(stages, micro_batches):
     workers = [f"s{number}" for number in range(stages)]
@@ -114,21 +92,3 @@ def test_backward_first_computes_the_same_bits_and_holds_less():
     assert forward_first["loss"] == backward_first["loss"]
     assert forward_first["digest"] != backward_first["digest"]
     assert least < most
-
-
-def test_the_abstract_pipeline_takes_the_time_of_the_real_one():
-    device = DeviceModel(forward_ns=1_000, backward_ns=2_000)
-    real, abstract = (
-        Stage(WORKERS, devices=device, values=values) for values in ("real", "abstract")
-    )
-    expected = shapes.pipeline(real.workers, micro_batches=6).play(real)
-    figures = shapes.abstract_pipeline(abstract.workers, micro_batches=6).play(abstract)
-    for name in ("virtual_time_ns", "bubble"):
-        assert figures[name] == expected[name]
-
-
-def test_the_abstract_pipeline_makes_no_array():
-    stage = Stage(WORKERS, values="abstract")
-    case = shapes.abstract_pipeline(stage.workers, micro_batches=2)
-    with no_new_arrays():
-        assert case.play(stage)["outcome"] == "finished"

@@ -10,7 +10,7 @@ from trainers import FIGURES, descended, loss, trainers
 
 
 def test_a_server_alone_has_no_trainers():
-    with fails_with(ScenarioError, "scenarios.a_trainers_needs_a_server"):
+    with fails_with(ScenarioError, "scenarios.trainers_need_a_server"):
         trainers(["a"])
 
 

@@ -38,13 +38,13 @@ def test_idle_cells_spaces_and_empty_last_rows_change_nothing():
 
 
 WRONG = [
-    ("0F0,0X0", "worker w0, entry 2: '0X0' is not an action; allowed are a stage, one"),
+    ("0F0,0X0", "worker w0, entry 2: '0X0' is not an action; expected a stage, a k"),
     ("0F0,SEND", "worker w0, entry 2: 'SEND' is not an action"),
     ("0F0,0BW0", "worker w0, entry 2: '0BW0' is not an action"),
-    ("0F0,(0F1;0I0)OVERLAP_F_B", "backward of OVERLAP_F_B = '0I0': allowed is an act"),
-    ("0F0,0B0\n2F0,2B0", "no worker has stage 1; stages are 0 to 2"),
-    ("0F0,0B0\n\n1F0,1B0", "worker w1 has no action; each worker has a stage or more"),
-    ("0F0,0B0,1B0\n1F0", "worker w1 has 1F0, but stage 1 is on w0; a stage has one"),
+    ("0F0,(0F1;0I0)OVERLAP_F_B", "backward of OVERLAP_F_B = '0I0': expected an act"),
+    ("0F0,0B0\n2F0,2B0", "no worker has an action of stage 1; stages are 0 to 2"),
+    ("0F0,0B0\n\n1F0,1B0", "worker w1 has no action; each worker needs a stage"),
+    ("0F0,0B0,1B0\n1F0", "worker w1 has 1F0, but stage 1 is on w0; a stage must"),
     ("0F0,0B0,0B1", "worker w0 lacks 0F1: each stage has one F for each micro-batch"),
     ("0F0", "worker w0 lacks 0B0, or 0I0 and 0W0: each F has a backward"),
     ("0F0,0I0", "worker w0 lacks 0W0, the other half of 0I0"),
@@ -58,7 +58,7 @@ WRONG = [
     (
         "0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0",
         "deadlock: worker w0 waits at 0B0 for 1B0, worker w1 waits at 1F1 for 0F1; on "
-        "one of these workers, what another waits for must come earlier",
+        "one of these workers, the action that another waits for must come earlier",
     ),
     # The first workers wait too, but the list of the last one is wrong.
     (
@@ -71,7 +71,7 @@ WRONG = [
         "deadlock: worker w1 waits at 1B0 for 2B0, worker w2 waits at 2F1 for 1F1; on",
     ),
     ("0F0,0B0\n1F0,1B0,\x00", "worker w1, entry 3: '.x00' is not an action"),
-    ("", "the schedule = .*: allowed is a list of actions for each worker"),
+    ("", "the schedule = .*: expected a list of actions for each worker"),
 ]
 
 
@@ -85,12 +85,12 @@ def test_a_wrong_schedule_is_one_line_that_says_what_is_right(text, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"workers": ["a", "b"]}, "allowed is a list of 1 names, none twice: one for"),
+        ({"workers": ["a", "b"]}, "expected a list of 1 different names, one for"),
         ({"stages": 1}, "worker w0 has 1F0, an unknown stage; stages are 0 to 0"),
-        ({"stages": 3}, "no worker has stage 2; stages are 0 to 2"),
+        ({"stages": 3}, "no worker has an action of stage 2; stages are 0 to 2"),
         ({"micro_batches": 1}, "w0 has 0F1, an unknown micro-batch; micro-batches are"),
         ({"micro_batches": 3}, "worker w0 lacks 0F2: each stage has one F for each"),
-        ({"stages": 0}, "stages = 0: allowed is an integer >= 1"),
+        ({"stages": 0}, "stages = 0: expected an integer >= 1"),
     ],
 )
 def test_a_schedule_of_another_size_is_refused(given, message):
@@ -102,16 +102,16 @@ def test_a_schedule_of_another_size_is_refused(given, message):
 
 def test_what_is_no_list_of_actions_is_refused():
     for lists, message in (
-        ([["0F0", 3]], "worker w0, entry 2: an int; allowed is an action or its text"),
-        (["0F0"], "worker w0 = '0F0': allowed is a list of actions"),
-        ("0F0", "the schedule = '0F0': allowed is a list of actions for each worker"),
-        ([], r"the schedule = \[\]: allowed is a list of actions for each worker"),
+        ([["0F0", 3]], "worker w0, entry 2 is an int; expected an action, its text"),
+        (["0F0"], "worker w0 = '0F0': expected a list of actions"),
+        ("0F0", "the schedule = '0F0': expected a list of actions for each worker"),
+        ([], r"the schedule = \[\]: expected a list of actions for each worker"),
     ):
         with pytest.raises(ScheduleError, match=message):
             from_lists(lists)  # type: ignore[arg-type]
-    with fails_with(ScheduleError, "schedules.input_half_x_allowed_is"):
+    with fails_with(ScheduleError, "schedules.unknown_input_half"):
         from_csv("0F0,0B0", "X")  # type: ignore[arg-type]
-    with fails_with(ScheduleError, "schedules.the_csv_is_a_bytes"):
+    with fails_with(ScheduleError, "schedules.csv_is_no_text"):
         from_csv(b"0F0,0B0")  # type: ignore[arg-type]
 
 

@@ -1,16 +1,17 @@
 """Pipeline schedules: orders, published bubbles, closed forms, memory, times."""
 
+import re
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-import jdag
 from jdag.errors import ScheduleError
 from jdag.schedules import (
     Action,
-    Overlap,
     Schedule,
     dualpipe_v,
     eager_one_f_one_b,
@@ -40,44 +41,19 @@ PUBLISHED = (
 
 @pytest.mark.parametrize(("p", "m", "layers", "costs_us", "bubbles"), PUBLISHED)
 def test_bubbles_are_those_of_the_zero_bubble_paper(p, m, layers, costs_us, bubbles):
-    costs = dict(
-        zip(
-            ("forward", "input_grad", "weight_grad", "comm"),
-            [1000 * cost for cost in costs_us],
-            strict=True,
-        )
-    )
+    keys = ("forward", "input_grad", "weight_grad", "comm")
+    costs = dict(zip(keys, [1000 * cost for cost in costs_us], strict=True))
     v = layers // p
     # A chunk has 1/v of the work; all times are scaled by v, to stay whole.
     scaled = {**costs, "comm": v * costs["comm"]}
     chunked = interleaved(stages=p * v, chunks=v, micro_batches=m)
-    found = (
+    actual = (
         one_f_one_b(stages=p, micro_batches=m).timeline(**costs).bubble,
         chunked.timeline(**scaled).bubble,
         zb_h1(stages=p, micro_batches=m).timeline(**costs).bubble,
         zb_h2(stages=p, micro_batches=m).timeline(**costs).span_bubble,
     )
-    assert tuple(round(bubble, 4) for bubble in found) == bubbles
-
-
-def test_makespans_of_small_pipelines_are_the_published_ones():
-    for builder, p, m, makespan in (
-        (gpipe, 4, 8, 33),
-        (one_f_one_b, 4, 8, 33),
-        (one_f_one_b, 8, 32, 117),
-        (gpipe, 2, 1, 6),
-        (gpipe, 8, 8, 45),
-        (zb_h1, 4, 8, 27),
-        (zb_h1, 8, 32, 103),
-        (zb_h2, 4, 8, 27),
-    ):
-        found = builder(stages=p, micro_batches=m).timeline(**UNIT)
-        assert found.makespan_ns == makespan, (builder, p, m)
-    assert found.span_ns == 24
-    assert found.span_bubble == 0
-    for p, m, makespan, bubble in ((4, 8, 57, 3 / 19), (2, 4, 27, 1 / 9)):
-        found = interleaved(stages=2 * p, chunks=2, micro_batches=m).timeline(**UNIT)
-        assert (found.makespan_ns, found.bubble) == (makespan, bubble)
+    assert tuple(round(bubble, 4) for bubble in actual) == bubbles
 
 
 sizes = st.integers(1, 6)
@@ -90,8 +66,8 @@ def test_gpipe_and_1f1b_have_the_closed_form(p, m, f, i, w, c):
     work = f + i + w
     sized = {"stages": p, "micro_batches": m}
     assert one_f_one_b(**sized).makespan_ns(**costs) == (m + p - 1) * work
-    found = gpipe(**sized).makespan_ns(**costs, comm=c)
-    assert found == (m + p - 1) * work + 2 * (p - 1) * c
+    actual = gpipe(**sized).makespan_ns(**costs, comm=c)
+    assert actual == (m + p - 1) * work + 2 * (p - 1) * c
 
 
 @given(p=st.integers(2, 5), groups=st.integers(1, 3), f=cost, b=cost, c=cost)
@@ -99,9 +75,9 @@ def test_1f1b_pays_for_communication_and_eager_1f1b_hides_it(p, groups, f, b, c)
     m = p * groups
     costs = {"forward": f, "input_grad": b, "weight_grad": 0, "comm": c}
     assume(c <= 3 * min(f, b))
-    found = one_f_one_b(stages=p, micro_batches=m).makespan_ns(**costs)
+    actual = one_f_one_b(stages=p, micro_batches=m).makespan_ns(**costs)
     filled = m * (f + b) + (p - 1) * (f + b + 2 * c)
-    assert found == filled + (2 * (p - 1) * groups - 2) * c
+    assert actual == filled + (2 * (p - 1) * groups - 2) * c
     if 2 * c <= f + b:
         eager = eager_one_f_one_b(stages=p, micro_batches=m)
         assert eager.makespan_ns(**costs) == filled
@@ -111,8 +87,8 @@ def test_1f1b_pays_for_communication_and_eager_1f1b_hides_it(p, groups, f, b, c)
 def test_interleaved_has_the_closed_form(p, groups, v, f, b):
     m = p * groups
     schedule = interleaved(stages=p * v, chunks=v, micro_batches=m)
-    found = schedule.makespan_ns(forward=f, input_grad=b, weight_grad=0)
-    assert found == (m * v + p - 1) * (f + b)
+    actual = schedule.makespan_ns(forward=f, input_grad=b, weight_grad=0)
+    assert actual == (m * v + p - 1) * (f + b)
 
 
 @given(p=sizes, more=sizes, f=cost, i=cost, w=cost, c=cost)
@@ -121,8 +97,8 @@ def test_zb_h1_and_zb_h2_have_the_closed_forms(p, more, f, i, w, c):
     c = min(f // 2, i // 2, c)
     costs = {"forward": f, "input_grad": i, "weight_grad": w}
     m = p - 1 + more
-    found = zb_h1(stages=p, micro_batches=m).makespan_ns(**costs)
-    assert found == m * (f + i + w) + (p - 1) * (f + i - w)
+    actual = zb_h1(stages=p, micro_batches=m).makespan_ns(**costs)
+    assert actual == m * (f + i + w) + (p - 1) * (f + i - w)
     m = 2 * p - 2 + more
     span = zb_h2(stages=p, micro_batches=m).timeline(**costs, comm=c).span_ns
     assert span == m * (f + i + w) + (p - 1) * (f + i + 2 * c - 2 * w)
@@ -131,8 +107,8 @@ def test_zb_h1_and_zb_h2_have_the_closed_forms(p, more, f, i, w, c):
 @given(p=sizes, more=sizes)
 def test_no_worker_waits_in_zb_v_if_f_i_and_w_cost_the_same(p, more):
     m = 2 * p - 2 + more
-    found = zb_v(stages=2 * p, micro_batches=m).timeline(**UNIT)
-    assert (found.span_ns, found.makespan_ns) == (6 * m, 6 * m + p - 1)
+    actual = zb_v(stages=2 * p, micro_batches=m).timeline(**UNIT)
+    assert (actual.span_ns, actual.makespan_ns) == (6 * m, 6 * m + p - 1)
 
 
 @given(p=sizes, more=sizes, f=cost, w=cost, hidden=cost)
@@ -141,9 +117,9 @@ def test_dualpipe_v_waits_as_long_as_its_authors_say(p, more, f, w, hidden):
     w = min(f, w)
     both = 2 * f + w - min(f, hidden)
     schedule = dualpipe_v(stages=2 * p, micro_batches=2 * p - 1 + more)
-    found = schedule.timeline(forward=f, input_grad=f, weight_grad=w, overlap_ns=both)
-    busy = [sum(s.end_ns - s.start_ns for s in spans) for spans in found.spans]
-    idle = found.makespan_ns - min(busy)
+    actual = schedule.timeline(forward=f, input_grad=f, weight_grad=w, overlap_ns=both)
+    busy = [sum(s.end_ns - s.start_ns for s in spans) for spans in actual.spans]
+    idle = actual.makespan_ns - min(busy)
     assert idle == (p - 1) * (both + f + w - 3 * w)
 
 
@@ -158,13 +134,13 @@ def test_peaks_of_activations_are_the_published_ones(p, more):
         (zb_h1, [p] * p),
         (zb_h2, [2 * p - 1] * p),
     ):
-        found = builder(stages=p, micro_batches=m).peak_activations()
-        assert list(found.values()) == peaks, builder
+        actual = builder(stages=p, micro_batches=m).peak_activations()
+        assert list(actual.values()) == peaks, builder
     for builder, peak in ((zb_v, 2 * p), (dualpipe_v, 2 * p + 1)):
-        found = builder(stages=2 * p, micro_batches=m).peak_activations()
-        assert list(found.values()) == [peak] * p, builder
-    found = interleaved(stages=2 * p, chunks=2, micro_batches=2 * p).peak_activations()
-    assert list(found.values()) == [3 * p - 1 - 2 * r for r in ranks]
+        actual = builder(stages=2 * p, micro_batches=m).peak_activations()
+        assert list(actual.values()) == [peak] * p, builder
+    actual = interleaved(stages=2 * p, chunks=2, micro_batches=2 * p).peak_activations()
+    assert list(actual.values()) == [3 * p - 1 - 2 * r for r in ranks]
 
 
 def every_schedule(most):
@@ -176,11 +152,6 @@ def every_schedule(most):
             yield dualpipe_v(stages=2 * p, micro_batches=m)
         for v in (1, 2, 3):
             yield interleaved(stages=v * p, chunks=v, micro_batches=m * p)
-
-
-def test_every_built_schedule_passes_its_check():
-    for schedule in every_schedule(7):
-        schedule.check()
 
 
 def orders(schedule):
@@ -233,12 +204,11 @@ def test_stages_have_workers_in_a_loop_or_in_a_v():
     v = zb_v(stages=6, micro_batches=2, workers=names)
     assert [v.worker(s) for s in range(6)] == ["a", "b", "c", "c", "b", "a"]
     assert (v.workers, v.stages, v.micro_batches) == (("a", "b", "c"), 6, 2)
-    with fails_with(ScheduleError, "schedules.stage_6_allowed_is_an"):
+    with fails_with(ScheduleError, "schedules.unknown_stage"):
         v.worker(6)
 
 
 def needed(schedule, part):
-    """The texts of what an action needs, written a second time and more simply."""
     s, m, last = part.stage, part.micro_batch, schedule.stages - 1
     match part.kind:
         case "F":
@@ -253,17 +223,17 @@ def needed(schedule, part):
 def test_actions_start_when_the_last_thing_that_they_need_is_there(
     schedule, f, i, w, c, both
 ):
-    found = schedule.timeline(
+    actual = schedule.timeline(
         forward=f, input_grad=i, weight_grad=w, comm=c, overlap_ns=both
     )
     lasts = {"F": f, "B": i + w, "I": i, "W": w, "OVERLAP_F_B": both}
     ends = {
         str(part): (span.end_ns, worker)
-        for worker, spans in enumerate(found.spans)
+        for worker, spans in enumerate(actual.spans)
         for span in spans
         for part in span.action.parts
     }
-    for worker, spans in enumerate(found.spans):
+    for worker, spans in enumerate(actual.spans):
         free = 0
         for span, step in zip(spans, schedule.actions[worker], strict=True):
             there = [
@@ -285,66 +255,39 @@ def test_an_overlap_costs_its_forward_and_backward_if_nothing_else_is_said():
     assert whole > schedule.makespan_ns(**costs, overlap_ns=9)
 
 
-def test_a_schedule_is_a_value_of_the_public_face():
-    made = jdag.schedules.gpipe(stages=3, micro_batches=2)
-    assert made == gpipe(stages=3, micro_batches=2)
-    assert hash(made) == hash(gpipe(stages=3, micro_batches=2))
-    pair = Overlap(Action("F", 0, 7), Action("B", 7, 3))
-    assert str(pair) == "(0F7;7B3)OVERLAP_F_B"
+CHUNKED = partial(interleaved, chunks=2)
+FRACTION: Any = UNIT | {"comm": 1.5}
+
+
+def sized(builder, stages, micro_batches, **rest):
+    return partial(builder, stages=stages, micro_batches=micro_batches, **rest)
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: gpipe(stages=0, micro_batches=2), "stages = 0: allowed is an integer"),
+        (sized(gpipe, 0, 2), "stages = 0: expected an integer >= 1"),
+        (sized(zb_h1, 2, 1.0), "micro_batches = 1.0: expected an integer >= 1"),
+        (sized(CHUNKED, 5, 4), "stages = 5: expected a multiple of chunks = 2"),
+        (sized(CHUNKED, 6, 4), "micro_batches = 4: expected a multiple of the 3 wor"),
+        (sized(zb_v, 3, 4), "stages = 3: expected an even number"),
+        (sized(dualpipe_v, 4, 3), "micro_batches = 3: expected an integer >= stage"),
+        *[
+            (sized(gpipe, 2, 2, workers=names), f"workers = {names!r}: expected a li")
+            for names in (["a"], ["a", "a"], "ab")
+        ],
+        (partial(Action, "X", 0, 0), "kind = 'X': expected one of F, B, I, W"),
+        (partial(Action, "F", -1, 0), "stage = -1: expected an integer >= 0"),
         (
-            lambda: zb_h1(stages=2, micro_batches=1.0),  # type: ignore[arg-type]
-            "micro_batches = 1.0: allowed is an integer >= 1",
+            partial(gpipe(stages=2, micro_batches=2).makespan_ns, **FRACTION),
+            "comm = 1.5: expected an integer of nanoseconds >= 0",
         ),
         (
-            lambda: gpipe(stages=2, micro_batches=2, workers=["a"]),
-            r"workers = \['a'\]: allowed is a list of 2 names",
-        ),
-        (
-            lambda: gpipe(stages=2, micro_batches=2, workers=["a", "a"]),
-            r"workers = \['a', 'a'\]: allowed is a list of 2 names, none twice",
-        ),
-        (
-            lambda: gpipe(stages=2, micro_batches=2, workers="ab"),
-            "workers = 'ab': allowed is a list of 2 names",
-        ),
-        (
-            lambda: interleaved(stages=5, chunks=2, micro_batches=4),
-            "stages = 5: allowed is a multiple of chunks = 2",
-        ),
-        (
-            lambda: interleaved(stages=6, chunks=2, micro_batches=4),
-            "micro_batches = 4: allowed is a multiple of the 3 workers",
-        ),
-        (
-            lambda: zb_v(stages=3, micro_batches=4),
-            "stages = 3: allowed is an even number",
-        ),
-        (
-            lambda: dualpipe_v(stages=4, micro_batches=3),
-            "micro_batches = 3: allowed is an integer >= stages = 4",
-        ),
-        (lambda: Action("X", 0, 0), "kind = 'X': allowed is one of F, B, I, W"),
-        (lambda: Action("F", -1, 0), "stage = -1: allowed is an integer >= 0"),
-        (
-            lambda: gpipe(stages=2, micro_batches=2).makespan_ns(
-                forward=1.5,  # type: ignore[arg-type]
-                input_grad=1,
-                weight_grad=1,
-            ),
-            "forward = 1.5: allowed is an integer of nanoseconds >= 0",
-        ),
-        (
-            lambda: Schedule(("a",), ((Action("F", 0, 0),),), (1,), 1),
-            r"placement\[0\] = 1: allowed is an index of a worker, 0 to 0",
+            partial(Schedule, ("a",), ((Action("F", 0, 0),),), (1,), 1),
+            "placement[0] = 1: expected an index of a worker, 0 to 0",
         ),
     ],
 )
-def test_an_unusable_size_is_named_with_what_is_allowed(build, message):
-    with pytest.raises(ScheduleError, match=message):
+def test_an_unusable_value_is_named_with_what_is_allowed(build, message):
+    with pytest.raises(ScheduleError, match=re.escape(message)):
         build()

@@ -13,15 +13,17 @@ from tests.tools.error_texts import fails_with
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "No such file or directory; allowed is a cluster's file"),
+        (None, "No such file or directory; expected a cluster's file"),
         (
             b"# One\n# caf\xe9\n",
-            "this is not UTF-8, by byte 0xe9 in line 2: save it as UTF-8; allowed is a"
+            "this is not UTF-8 because of byte 0xe9 in line 2: save the file as UTF-8; "
+            "expected a"
             " cluster's file",
         ),
         (
             "# One".encode("utf-16"),
-            "this is not UTF-8, by byte 0xff in line 1: save it as UTF-8; allowed is a"
+            "this is not UTF-8 because of byte 0xff in line 1: save the file as UTF-8; "
+            "expected a"
             " cluster's file",
         ),
         (
@@ -53,8 +55,8 @@ def test_a_file_without_an_end_or_of_more_than_a_mebibyte_is_not_read(tmp_path: 
     large.write_text("#" * (TOML_BYTES_MAX + 5))
     pipe = tmp_path / "pipe.toml"
     os.mkfifo(pipe)
-    size = "this has more than 1,048,576 bytes, the most allowed"
-    other = "this is no regular file"
+    size = "this file has more than 1,048,576 bytes, the maximum"
+    other = "this is not a regular file"
     for path, why in ((large, size), (Path("/dev/zero"), other), (pipe, other)):
         with pytest.raises(ScenarioError, match=f"{path}: {why}"), wrong(path):
             read_toml(path, "a file")
@@ -72,6 +74,6 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path):
 def test_a_path_that_no_file_can_have_is_named_as_it_can_be_seen(name: str):
     with pytest.raises(ScenarioError) as caught, wrong(Path(name)):
         read_toml(Path(name), "a cluster's file")
-    said = str(caught.value)
-    assert said.startswith(f"{name!r}: no file can have this name: ")
-    assert said.endswith("; allowed is a cluster's file")
+    message = str(caught.value)
+    assert message.startswith(f"{name!r}: no file can have this name: ")
+    assert message.endswith("; expected a cluster's file")

@@ -11,6 +11,7 @@ from jdag.errors import ScenarioError
 from jdag.runtime.chooser import Chooser
 from jdag.sim.network import LinkModel, LogGP, Network, Traffic
 from tests.tools.error_texts import fails_with
+from tests.tools.sim_cases import Unasked
 
 WORKERS = ["a", "b", "c"]
 GIGABYTE = 1_000_000_000  # Per second: one byte a nanosecond.
@@ -23,11 +24,6 @@ def traffic(default, links=None):
 
 def transmit(way, source, destination, size, now_ns, chooser=None):
     return way.lane(source, destination).transmit(size, now_ns, chooser or Chooser(0))
-
-
-class Unasked(Chooser):
-    def amount(self, least, most):
-        raise AssertionError((least, most))
 
 
 def test_a_free_link_delivers_at_once_and_in_any_number():
@@ -97,25 +93,19 @@ def test_two_runs_over_one_network_do_not_meet():
     ("make", "key", "value", "least"),
     [
         (LinkModel, "latency_ns", -1, 0),
-        (LinkModel, "latency_ns", 1.5, 0),
         (LinkModel, "jitter_ns", -2, 0),
-        (LinkModel, "jitter_ns", True, 0),
         (LinkModel, "bandwidth_bytes_per_s", 0, 1),
-        (LinkModel, "bandwidth_bytes_per_s", -5, 1),
         (LogGP, "overhead_ns", -1, 0),
         (LogGP, "gap_ns", -1, 0),
         (PORTS, "port_bandwidth_bytes_per_s", 0, 1),
-        (PORTS, "port_bandwidth_bytes_per_s", 1.5, 1),
-        (PORTS, "port_bandwidth_bytes_per_s", "fast", 1),
     ],
 )
 def test_an_unusable_number_is_refused_by_key_value_and_what_is_allowed(
     make, key, value, least
 ):
-    with pytest.raises(ScenarioError) as caught:
+    text = f"^{key} = {value!r}: expected an integer >= {least}"
+    with pytest.raises(ScenarioError, match=text):
         make(**{key: value})
-    said = f"{key} = {value!r}: allowed is an integer >= {least}"
-    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
 
 
 def with_ports(model):
@@ -123,14 +113,11 @@ def with_ports(model):
     return Traffic(network, WORKERS)
 
 
-def test_all_that_a_worker_sends_passes_its_port():
+def test_all_that_a_worker_sends_and_all_that_comes_to_it_passes_its_port():
     way = with_ports(LinkModel(latency_ns=1_000))
     sent = [transmit(way, "a", to, 100, 0) for to in ("b", "c", "b")]
     assert sent == [1_100, 1_200, 1_300]
     assert way.lane("a", "c").start_ns == 100
-
-
-def test_all_that_comes_to_a_worker_passes_its_port():
     way = with_ports(LinkModel(latency_ns=1_000))
     came = [transmit(way, worker, "c", 100, 0) for worker in ("a", "b")]
     assert came == [1_100, 1_200]
@@ -162,14 +149,11 @@ def test_links_of_unknown_workers_are_refused_by_name():
 @pytest.mark.parametrize(
     ("network", "said"),
     [
-        ((3,), "default = 3: allowed is a LinkModel"),
-        ((LinkModel(), 3), "links = 3: allowed is LinkModels by source and dest"),
-        (
-            (LinkModel(), {"ab": LinkModel()}),
-            "links: name = 'ab': allowed is source and dest",
-        ),
-        ((LinkModel(), {("a", 1): LinkModel()}), r"links: name\[1\] = 1: allowed is"),
-        ((LinkModel(), {("a", "b"): 3}), r"links\[\('a', 'b'\)\] = 3: allowed is"),
+        ((3,), "default = 3: expected a LinkModel"),
+        ((LinkModel(), 3), "links = 3: expected LinkModels by source and dest"),
+        ((LinkModel(), {"ab": LinkModel()}), "links: name = 'ab': expected source"),
+        ((LinkModel(), {("a", 1): LinkModel()}), r"links: name\[1\] = 1: expected"),
+        ((LinkModel(), {("a", "b"): 3}), r"links\[\('a', 'b'\)\] = 3: expected"),
     ],
 )
 def test_what_is_no_model_of_a_link_is_refused_by_name(network: Any, said: str):

@@ -18,14 +18,11 @@ EVENTS_MAX = 20_000
 
 
 def unacknowledged(link: Link) -> list[object]:
-    """The payloads that the peer is not known to have, oldest first."""
     return [payload for payload, _, _ in link._unacked]
 
 
 @dataclass
 class Pair:
-    """Two ends and what lies between: each frame meets the next fate, then none."""
-
     settings: LinkSettings
     # Delays of the copies that arrive: () is a drop, two are a duplicate.
     fates: list[tuple[int, ...]] = field(default_factory=list)
@@ -236,5 +233,5 @@ def test_the_window_bounds_what_is_unacknowledged():
     ],
 )
 def test_unusable_settings_are_refused_by_key_and_value(key, value):
-    with pytest.raises(ScenarioError, match=rf"{key} = {value}.*allowed is an integer"):
+    with pytest.raises(ScenarioError, match=rf"{key} = {value}.*expected an integer"):
         replace(SETTINGS, **{key: value})

@@ -36,25 +36,18 @@ NAME = "program.py"
 
 
 def recorded(folder: Path, run: Any, bytes_max: int = 1 << 20, **settings: Any) -> Any:
-    """Run with nodes that write journals; return what the program returned."""
-    journal: dict[str, Any] = {
-        "journal": str(folder),
-        "journal_bytes": bytes_max,
-        "program": NAME,
-    }
-    with cluster(WORKERS, **journal, **settings) as c:
+    journal: Any = {"journal": str(folder), "journal_bytes": bytes_max}
+    with cluster(WORKERS, **journal, program=NAME, **settings) as c:
         return run(c)
 
 
 def replayed(
     journals: dict[str, Entries], run: Any, schedule: Any = None
 ) -> tuple[Any, int]:
-    """Run from journals; return what the program returned, and the number of inputs."""
     state = ClusterState(RunSettings(WORKERS, schedule=schedule), False)
     found: list[int] = []
-    state.driver = Replaying(
-        WORKERS, journals, partial(run_program, state), found.append
-    )
+    program = partial(run_program, state)
+    state.driver = Replaying(WORKERS, journals, program, found.append)
     with Cluster(state, state.driver.port) as c:
         result = run(c)
     return result, found[0]
@@ -209,16 +202,14 @@ def test_a_full_journal_replays_as_far_as_it_goes(tmp_path: Path):
 
 
 def test_the_length_of_a_journal_is_refused_without_its_folder():
-    said = "journal_bytes = 1000: allowed is a number beside journal=, a folder"
+    said = "journal_bytes = 1000: expected a number together with journal=, which"
     with pytest.raises(ScenarioError, match=said):
         jdag.launch([*"ab"], journal_bytes=1000)
 
 
 def test_a_folder_that_has_journals_is_refused_before_anything_starts(tmp_path: Path):
     (tmp_path / "b.journal").touch()
-    said = (
-        "journal = .*: allowed is a new folder, or an empty one: this one has journals"
-    )
+    said = "journal = .*: expected a new or an empty folder; this one contains jour"
     with pytest.raises(ScenarioError, match=said):
         jdag.launch([*"ab"], journal=tmp_path)
 
@@ -248,28 +239,22 @@ def test_a_program_that_does_less_is_told_what_is_expected(journals: Any):
 
 
 @pytest.mark.parametrize(
-    ("kind", "to", "said"),
+    ("kind", "name", "changed", "said"),
     [
-        (
-            "j",
-            lambda line: f"{line[:-2]}ValueError",
-            r"expected 'j \d+ ValueError', found 'j \d+ ok",
-        ),
-        (
-            "m",
-            lambda line: line.replace("Run", "Call"),
-            r"expected 'm .*Call.*', found 'm .*Run",
-        ),
+        ("j", "ok", "ValueError", r"'j \d+ ValueError', found 'j \d+ ok"),
+        ("m", "Run", "Call", "'m .*Call.*', found 'm .*Run"),
     ],
 )
-def test_an_input_that_is_another_is_told(journals: Any, kind: str, to: Any, said: str):
+def test_an_input_that_is_another_is_told(
+    journals: Any, kind: str, name: str, changed: str, said: str
+):
     lines = [*journals["b"].lines]
-    name = "Run" if kind == "m" else "ok"
-    at = next(n for n, one in enumerate(lines) if one[0] == kind and name in one)
-    lines[at] = to(lines[at])
-    changed = {**journals, "b": Entries("b", lines, "end")}
-    with pytest.raises(JdagError, match=rf"worker 'b' at event {at + 1}: {said}"):
-        replayed(changed, thrice)
+    index = next(n for n, one in enumerate(lines) if one[0] == kind and name in one)
+    lines[index] = lines[index].replace(name, changed)
+    replaced = {**journals, "b": Entries("b", lines, "end")}
+    text = rf"worker 'b' at event {index + 1}: expected {said}"
+    with pytest.raises(JdagError, match=text):
+        replayed(replaced, thrice)
 
 
 def test_a_run_that_has_deviated_is_not_said_to_be_repeated(journals: Any):
@@ -369,49 +354,47 @@ def test_a_script_is_run_again_by_the_command(
     env = {**os.environ, "PYTHONPATH": path}
     subprocess.run(command, check=True, env=env)
     assert capfd.readouterr().out == "Node [4. 4. 4.]\n"
-    done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
-    assert done.exit_code == 0, done.output
-    told = capfd.readouterr()
-    assert told.out == "Replaying [4. 4. 4.]\n"
-    assert f"as in {folder}: " in told.err and " events of 3 workers" in told.err
-    other = tmp_path / "other.py"
+
+    def replay(*words: object) -> tuple[int, str, Any]:
+        done = CliRunner(env=env).invoke(app, ["replay", *map(str, words)])
+        return done.exit_code, done.output, capfd.readouterr()
+
+    code, output, printed = replay(folder, "--", *command)
+    assert (code, printed.out) == (0, "Replaying [4. 4. 4.]\n"), output
+    assert f"as in {folder}: " in printed.err and " events of 3 workers" in printed.err
+    other, twice = tmp_path / "other.py", tmp_path / "more" / "script.py"
     other.write_text(SCRIPT)
-    twice = tmp_path / "more" / "script.py"
     twice.parent.mkdir()
     twice.write_text(SCRIPT.replace('"c", double', '"b", double'))
-    for code, file, said in (
-        (2, other, "a.journal is of program = 'script.py'; what would replay it has "),
+    for expected, file, error in (
+        (2, other, "a.journal has program = 'script.py'; the replay has "),
         (1, twice, "the run deviates from its journal on worker 'c' at event 1: expe"),
     ):
         command[1] = str(file)
-        done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
-        assert done.exit_code == code
-        line = capfd.readouterr().err
+        code, _, (_, line) = replay(folder, "--", *command)
+        assert code == expected
         assert line.startswith("jdag: ") and line.count("\n") == 1, line
-        assert said in line
+        assert error in line
     journal = folder / "a.journal"
     journal.write_text("".join(journal.read_text().splitlines(True)[:12]) + "full\n")
     command[1] = str(script)
-    done = CliRunner(env=env).invoke(app, ["replay", str(folder), "--", *command])
-    assert (done.exit_code, done.output) == (0, "")
-    line = capfd.readouterr().err
+    code, output, (_, line) = replay(folder, "--", *command)
+    assert (code, output) == (0, "")
     assert line.endswith(" of 3 workers; there the journals end, at journal_bytes\n")
     assert line.count("\n") == 1
-    done = CliRunner().invoke(app, ["replay", str(folder), "--", "true"])
-    assert done.exit_code == 2
-    assert "COMMAND = 'true': allowed is a command that launches a cluster" in (
-        done.output
-    )
-    asked = ["replay", "--trace", "t", str(folder), "--", *command]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 2
-    assert "--trace = 't': allowed is only of what jdag explore wrote" in done.output
+    for words, error in (
+        (
+            (folder, "--", "true"),
+            "COMMAND = 'true': expected a command that launches",
+        ),
+        (
+            ("--trace", "t", folder, "--", *command),
+            "--trace = 't': expected only for",
+        ),
+        (("none", "--", *command), "jdag: none: No such file or directory\n"),
+    ):
+        code, output, _ = replay(*words)
+        assert code == 2 and error in output
     (folder / "b.journal").unlink()
-    done = CliRunner().invoke(app, ["replay", str(folder), "--", *command])
-    assert done.exit_code == 2
-    assert "b.journal: No such file" in done.output
-    done = CliRunner().invoke(app, ["replay", "none", "--", *command])
-    assert (done.exit_code, done.output) == (
-        2,
-        "jdag: none: No such file or directory\n",
-    )
+    code, output, _ = replay(folder, "--", *command)
+    assert code == 2 and "b.journal: No such file" in output

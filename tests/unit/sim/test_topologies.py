@@ -110,18 +110,18 @@ def test_workers_outside_of_a_topology_have_links_of_their_own():
 @pytest.mark.parametrize(
     ("build", "said"),
     [
-        (lambda: Dimension("mesh", 2, LINK), "kind = 'mesh': allowed is one of ring"),
-        (lambda: Dimension("ring", 0, LINK), "size = 0: allowed is an integer >= 1"),
+        (lambda: Dimension("mesh", 2, LINK), "kind = 'mesh': expected one of ring"),
+        (lambda: Dimension("ring", 0, LINK), "size = 0: expected an integer >= 1"),
         (
             lambda: ring(["a", "b"], LogGP()),
-            r"link = LogGP\(.*: allowed is a LinkModel, and",
+            r"link = LogGP\(.*: expected a LinkModel other",
         ),
-        (lambda: tree(["a"], LINK, arity=1), "arity = 1: allowed is an integer >= 2"),
-        (lambda: torus("abc", (2, 2), LINK), "workers = 'abc': allowed is a list of 4"),
-        (lambda: ring(["a", "a"], LINK), "workers = .*: allowed is a list of 2 diff"),
-        (lambda: torus(["a"], NOT, LINK), "shape = 5: allowed is a list"),
-        (lambda: topology(["a"], [NOT]), r"dimensions\[0\] = 5: allowed is a Dime"),
-        (lambda: Network(LINK, cut_through=NOT), "cut_through = 5: allowed is true"),
+        (lambda: tree(["a"], LINK, arity=1), "arity = 1: expected an integer >= 2"),
+        (lambda: torus("abc", (2, 2), LINK), "workers = 'abc': expected a list of 4"),
+        (lambda: ring(["a", "a"], LINK), "workers = .*: expected a list of 2 diff"),
+        (lambda: torus(["a"], NOT, LINK), "shape = 5: expected a list"),
+        (lambda: topology(["a"], [NOT]), r"dimensions\[0\] = 5: expected a Dime"),
+        (lambda: Network(LINK, cut_through=NOT), "cut_through = 5: expected true"),
     ],
 )
 def test_an_unusable_topology_is_refused_in_one_line(build: Any, said: str):

@@ -1,6 +1,8 @@
 """Links in virtual time: what arrives when, over which faults; who gives up whom."""
 
 import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax.numpy as jnp
@@ -202,7 +204,6 @@ def test_a_message_that_a_gap_held_up_is_caused_by_what_filled_the_gap(monkeypat
 
 
 def lost(engine):
-    """(time, peer) of each loss that an engine was told."""
     return [(t, event.worker) for t, event in engine.told if isinstance(event, Lost)]
 
 
@@ -278,11 +279,8 @@ def test_waits_suit_the_latencies_of_a_pair():
 
 def test_a_lasting_partition_parts_also_those_who_have_nothing_to_say(monkeypatch):
     def react(engine, event):
-        return (
-            [Resume(1, None)]
-            if event == Lost("c", OUT_OF_REACH) and engine.worker == "a"
-            else None
-        )
+        is_lost = event == Lost("c", OUT_OF_REACH) and engine.worker == "a"
+        return [Resume(1, None)] if is_lost else None
 
     groups = (("a",), ("c",))
     for until_ns, parted in ((None, True), (100_000, True), (30_000, False)):
@@ -310,8 +308,6 @@ KEY = key("value")
 
 
 def over_control_lane(monkeypatch, effects, count, **settings):
-    """What b hears if home sends `effects`, over a link of a byte a nanosecond."""
-
     def react(engine, event):
         if isinstance(event, Left):
             return effects
@@ -361,22 +357,28 @@ def test_over_a_faulty_control_lane_each_message_arrives_once(monkeypatch, seed)
     assert played.simulation.info()["a"]["resends"] > 0
 
 
-def test_engines_and_links_of_a_closed_cluster_are_in_no_cycle():
-    def there() -> int:
-        kinds = Engine, State, Backward, LinkEnd
-        return sum([isinstance(one, kinds) for one in gc.get_objects()])
+@contextmanager
+def no_cycles(*kinds: type) -> Iterator[Callable[[], int]]:
+    def count() -> int:
+        return sum([isinstance(each, kinds) for each in gc.get_objects()])
 
     gc.collect()
     gc.disable()
     try:
-        before = there()
+        before = count()
+        yield lambda: count() - before
+        assert count() == before
+    finally:
+        gc.enable()
+
+
+def test_engines_and_links_of_a_closed_cluster_are_in_no_cycle():
+    with no_cycles(Engine, State, Backward, LinkEnd) as new:
         with jdag.simulate([*"ab"], seed=0, trace=False) as cluster:
             with cluster.context() as ctx:
                 ctx.call("b", jnp.sin, jnp.ones(3)).fetch()
-            assert there() == before + 2 * 4
-        assert there() == before
-    finally:
-        gc.enable()
+            assert new() == 2 * 4
+        del ctx, cluster
 
 
 def weighted(ctx: Any, refs: Any) -> Any:
@@ -387,19 +389,9 @@ WEIGHTED = Case(weighted, {"w": np.ones(3, np.float32)}, {"w": "b"})
 
 
 def test_nothing_of_an_explored_run_is_left_in_a_cycle():
-    def there() -> int:
-        kinds = Simulation, ClusterState, WorkerRuntime, Fragment, Value, Pass
-        return sum([isinstance(one, kinds) for one in gc.get_objects()])
-
     jdag.explore(WEIGHTED, [*"ab"], runs=1)
-    gc.collect()
-    gc.disable()
-    try:
-        before = there()
+    with no_cycles(Simulation, ClusterState, WorkerRuntime, Fragment, Value, Pass):
         assert jdag.explore(WEIGHTED, [*"ab"], runs=3).failure is None
-        assert there() == before
-    finally:
-        gc.enable()
 
 
 def test_free_links_count_the_bytes_that_the_trace_tells():

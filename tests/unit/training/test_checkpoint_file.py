@@ -18,7 +18,6 @@ from tests.unit.training.test_checkpoint import bits
 
 
 def played(case: str, folder: Path) -> str:
-    """Play a case in a process that may fork."""
     script = [sys.executable, "-m", "tests.tools.checkpoint_cases", case, str(folder)]
     done = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,6 @@ def simulated(faults: Sequence[Crash] = (), **settings: Any) -> Any:
 
 
 def trained(faults: Sequence[Crash], **settings: Any) -> tuple[Any, int, int]:
-    """The bits of a training, the records of its trace, and its losses."""
     with simulated(faults) as cluster:
         patient = Patient(cluster.recover)
         found = train(cluster, patient, **settings)
@@ -76,7 +75,7 @@ def test_while_workers_recover_any_of_them_may_be_lost_again():
             cluster.update(jnp.add, refs, 1.0)
             recovery = cluster.state.recovery
             assert cluster.driver.until(
-                lambda of=recovery: of.gone == ["b", "c"], 10**6
+                lambda of=recovery: of.lost_workers == ["b", "c"], 10**6
             )
             cluster.recover()
             losses += cluster.driver.incarnations["c"] == 2
@@ -90,10 +89,9 @@ def two_leaves(cluster: Any) -> list[jdag.Ref]:
 
 
 def lose(cluster: Any, victim: str) -> None:
-    """Crash a worker, and wait until all have learned of it."""
     driver = cluster.driver
     driver._outages.crash(Crash(victim, 0, at_ns=driver.now_ns, restart_ns=1_000))
-    assert driver.until(lambda: victim in cluster.state.recovery.gone, 1)
+    assert driver.until(lambda: victim in cluster.state.recovery.lost_workers, 1)
 
 
 def test_a_leaf_without_a_copy_is_named_and_may_be_dropped_or_loaded(tmp_path: Any):
@@ -166,7 +164,7 @@ def test_an_update_that_loses_an_owner_or_a_peer_is_made_on_none():
         lose(cluster, "d")  # The peer of c.
         make = partial(cluster.make, "c", jnp.negative)
         for change in (partial(cluster.update, jnp.add, refs), make):
-            with fails_with(WorkerLost, "training.cluster_recover_then_repeat_what"):
+            with fails_with(WorkerLost, "training.cluster_recover_then_repeat"):
                 change(1.0)
         cluster.recover()
         assert bits(jdag.fetch(refs)) == bits([drawn(0), drawn(1)])
@@ -294,26 +292,21 @@ def test_what_is_made_and_what_is_loaded_are_recovered(tmp_path: Any):
         lose(cluster, "b")
         cluster.recover()
         assert bits(jdag.fetch([w, v, made])) == found
-        assert found[0] == bits(drawn(0))[0] and [*map(names.get, (w, made))] == [
-            "w",
-            "made",
-        ]
+        assert found[0] == bits(drawn(0))[0]
+        assert (names[w], names[made]) == ("w", "made")
 
 
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (
-            lambda c: c.recover("x"),
-            "worker = 'x': allowed is one of 'a', 'b', 'c', 'd'",
-        ),
-        (lambda c: c.recover("a"), "worker = 'a' is the caller's own, not lost"),
+        (lambda c: c.recover("x"), "worker = 'x': expected one of 'a', 'b', 'c', 'd'"),
+        (lambda c: c.recover("a"), "'a': expected a lost worker, not the caller's own"),
         (lambda c: c.recover("b", timeout_s=1e-3), "worker 'b' is not lost"),
         (lambda c: c.recover(timeout_s=1e-3), "no worker is lost"),
-        (lambda c: c.recover("b", to="b"), "to = 'b': allowed is another worker"),
-        (lambda c: c.recover("b", to="e"), "to = 'e': allowed is one of"),
-        (lambda c: c.recover("b", timeout_s=0), "timeout_s = 0: allowed is"),
-        (lambda c: c.replicate_leaves(to="x"), "to = 'x': allowed is one of"),
+        (lambda c: c.recover("b", to="b"), "to = 'b': expected another worker"),
+        (lambda c: c.recover("b", to="e"), "to = 'e': expected one of"),
+        (lambda c: c.recover("b", timeout_s=0), "timeout_s = 0: expected"),
+        (lambda c: c.replicate_leaves(to="x"), "to = 'x': expected one of"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_in_a_line(ask: Any, said: str):
@@ -341,8 +334,6 @@ def test_a_worker_that_does_not_join_again_in_time_is_named():
 
 
 class Counter:
-    """An object whose calls change it."""
-
     def __init__(self, begin: Any) -> None:
         self.number = float(begin)
 

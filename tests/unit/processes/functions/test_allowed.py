@@ -36,15 +36,9 @@ OWN: tuple[Any, ...] = (
 @pytest.mark.parametrize(
     "found",
     [
-        names_cases.layer,
-        names_cases._private,
-        names_cases.jit,
-        names_cases.clipped,
-        names_cases.Colour,
-        names_cases.Frozen,
-        names_cases.Frozen.doubled,
-        names_cases.Frozen.fixed,
-        names_cases.program,
+        *(names_cases.layer, names_cases._private, names_cases.jit),
+        *(names_cases.clipped, names_cases.Colour, names_cases.program),
+        *(names_cases.Frozen, names_cases.Frozen.doubled, names_cases.Frozen.fixed),
     ],
     ids=name_of,
 )
@@ -76,60 +70,33 @@ def test_what_jdag_itself_calls_is_there_and_has_that_very_name(name: str) -> No
     assert name_of(NOTHING.find(name)) == name
 
 
+OWN_MODULE = "tests.tools.names_cases"
 ATTACKS = [
     # Through what a module imports, or holds under a name of its own.
-    *(
-        "tests.tools.names_cases:os.system",
-        "tests.tools.names_cases:os",
-        "tests.tools.names_cases:sys",
-    ),
-    *(
-        "tests.tools.names_cases:sqrt",
-        "tests.tools.names_cases:system",
-        "tests.tools.names_cases:jnp",
-    ),
-    *("tests.tools.names_cases:alias", "tests.tools.names_cases:impostor"),
-    *("tests.tools.names_cases:RAN.append", "tests.tools.names_cases:jax.numpy.save"),
-    # Through attributes that everything has.
-    "tests.tools.names_cases:layer.__globals__",
-    "tests.tools.names_cases:layer.__class__",
-    "tests.tools.names_cases:layer.__code__",
-    "tests.tools.names_cases:Effect.__init__",
-    "tests.tools.names_cases:Effect.__subclasses__",
-    "tests.tools.names_cases:Effect.__setstate__",
-    "tests.tools.names_cases:Frozen.__class__.__base__.__subclasses__",
-    *("tests.tools.names_cases:__builtins__", "tests.tools.names_cases:__loader__"),
-    # What has no name that says where it is.
-    *(
-        "tests.tools.names_cases:<lambda>",
-        "tests.tools.names_cases:_made.<locals>.inner",
-    ),
-    *("tests.tools.names_cases:inner", "tests.tools.names_cases:nameless"),
-    # Nothing of the kind.
-    *(
-        "tests.tools.names_cases:",
-        "tests.tools.names_cases",
-        ":",
-        "",
-        ":layer",
-        ".:layer",
-    ),
-    *(
-        "tests.tools.names_cases:layer:layer",
-        "tests.tools.names_cases:layer.",
-        "tests.tools.names_cases:",
-    ),
-    *("tests..names_cases:layer", "tests.tools.names_cases.:layer", "../tests:layer"),
-    "tests.tools.names_cases:gone",
+    *[
+        f"{OWN_MODULE}:{name}"
+        for name in (
+            *("os.system", "os", "sys", "sqrt", "system", "jnp", "alias", "impostor"),
+            *("RAN.append", "jax.numpy.save"),
+            # Through attributes that everything has.
+            *("layer.__globals__", "layer.__class__", "layer.__code__"),
+            *("Effect.__init__", "Effect.__subclasses__", "Effect.__setstate__"),
+            "Frozen.__class__.__base__.__subclasses__",
+            *("__builtins__", "__loader__"),
+            # What has no name that says where it is.
+            *("<lambda>", "_made.<locals>.inner", "inner", "nameless"),
+            # Nothing of the kind.
+            *("", "layer:layer", "layer.", "gone"),
+        )
+    ],
+    *(OWN_MODULE, ":", "", ":layer", ".:layer"),
+    *("tests..names_cases:layer", f"{OWN_MODULE}.:layer", "../tests:layer"),
     # Other modules.
     *("builtins:eval", "builtins:exec", "builtins:open", "builtins:__import__"),
     *("builtins:getattr", "builtins:type", "builtins:object", "os:system"),
     *("posix:system", "subprocess:Popen", "subprocess:run", "importlib:import_module"),
-    *(
-        "tests:names_cases",
-        "tests.names_casesx:layer",
-        "tests.unit.wire.test_specs:total",
-    ),
+    *("tests:names_cases", "tests.names_casesx:layer"),
+    "tests.unit.wire.test_specs:total",
     *("__main__:main", "functools:partial", "functools:reduce", "operator:attrgetter"),
     *("numpy:load", "numpy:save", "numpy:fromfile", "numpy:memmap", "ctypes:CDLL"),
     # JAX beyond what its public modules have.
@@ -143,11 +110,8 @@ ATTACKS = [
     *("jax._src.tree_util:register_pytree_node", "jax._src.debugging:callback"),
     # jdag beyond what its protocol needs.
     *("jdag.api.cluster:Cluster", "jdag.launch:launch", "jdag.api.cluster:simulate"),
-    *(
-        "jdag.processes.functions.allowed:Allowed",
-        "jdag.training.checkpoint:save",
-        "jdag.engine.functions:Applied",
-    ),
+    *("jdag.training.checkpoint:save", "jdag.engine.functions:Applied"),
+    "jdag.processes.functions.allowed:Allowed",
     *("jdag.api.cluster:run_here.__wrapped__", "jdag.api.cluster:flatten"),
 ]
 

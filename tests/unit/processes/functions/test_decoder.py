@@ -62,7 +62,6 @@ def made(fn: Any, *args: Any, tracked: bool = True) -> Any:
 
 
 def arrived(message: Any, functions: FunctionDecoder = ALLOWED) -> Any:
-    """The message as it is bound on the other side."""
     return functions.bind(read_message(CODEC, CODEC.encode(message)), "a", CODEC)
 
 
@@ -79,8 +78,6 @@ def bound_of(pair: Any, functions: FunctionDecoder = ALLOWED) -> Bound:
 
 @dataclass(frozen=True)
 class Scale:
-    """Calls of it depend on what it holds."""
-
     by: float
 
     def times(self, x: Any) -> Any:
@@ -213,45 +210,38 @@ def test_what_may_not_be_had_raises_at_each_forward_and_not_before() -> None:
     assert bound.out_tracked == (True,)
 
 
-def test_another_function_of_that_name_is_noticed_by_what_it_gives(
-    monkeypatch: pytest.MonkeyPatch,
+def gives_two(x: Any) -> Any:
+    return x, x
+
+
+def raises(x: Any) -> Any:
+    raise ZeroDivisionError("while it was traced")
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "key"),
+    [
+        (gives_two, JdagError, "processes.gives_float64_3_float64_3"),
+        (raises, ZeroDivisionError, "processes.while_it_was_traced"),
+    ],
+)
+def test_another_function_of_that_name_fails_the_forward(
+    changed: Any, error: Any, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = made(secret, X)
-    data = call_of(here)
-
-    def changed(x: Any) -> Any:
-        return x, x
-
-    changed.__qualname__ = "secret"
+    data = call_of(made(secret, X))
+    monkeypatch.setattr(changed, "__qualname__", "secret")
     monkeypatch.setitem(globals(), "secret", changed)
     bound = arrived(data).function
-    with fails_with(JdagError, "processes.gives_float64_3_float64_3"):
+    with fails_with(error, key):
         bound.forward([X])
-
-
-def test_what_a_trace_raises_is_raised_by_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    here = made(secret, X)
-
-    def changed(x: Any) -> Any:
-        raise ZeroDivisionError("while it was traced")
-
-    changed.__qualname__ = "secret"
-    data = call_of(here)
-    monkeypatch.setitem(globals(), "secret", changed)
-    with fails_with(ZeroDivisionError, "processes.while_it_was_traced"):
-        arrived(data).function.forward([X])
 
 
 def test_a_call_that_its_spec_contradicts_is_refused() -> None:
     call = call_of(made(names_cases.layer, array(2, 3), X))
-    with fails_with(ProtocolError, "processes.layer_says_and_its_spec"):
-        arrived(replace(call, inputs=call.inputs[:1], tracked=(True,)))
-    with fails_with(ProtocolError, "processes.says_and_its_spec"):
-        arrived(replace(call, tracked=(True, False)))
-    with fails_with(ProtocolError, "processes.says_and_its_spec"):
-        arrived(replace(call, outputs=(True, True)))
+    few: dict[str, Any] = {"inputs": call.inputs[:1], "tracked": (True,)}
+    for changed in (few, {"tracked": (True, False)}, {"outputs": (True, True)}):
+        with fails_with(ProtocolError, "processes.layer_says_and_its_spec"):
+            arrived(replace(call, **changed))
     with pytest.raises(ProtocolError):
         arrived(replace(call, function=b"\7"))
 
@@ -334,14 +324,15 @@ def test_arrays_of_jax_come_as_such(value: Any) -> None:
 
 def test_a_program_or_argument_that_cannot_be_had_fails_the_program_alone() -> None:
     run = Run(CONTEXT, (1,), names_cases.program, ((secret,), {}), "x:1")
-    for functions, said in (
-        (FunctionDecoder(), "names_cases:program may not be had by name.*allow="),
+    for allow, said in (
+        ((), "names_cases:program is not in the allowlist.*allow="),
         (
-            FunctionDecoder(["tests.tools.names_cases"]),
-            "an argument of it is not.*secret may not",
+            [names_cases.__name__],
+            "an argument of the program is not available on this worker: .*:secret is "
+            "not in the allowlist",
         ),
     ):
-        found = arrived(run, functions)
+        found = arrived(run, FunctionDecoder(allow))
         assert found.arguments == ((), {})
         assert found.function.__qualname__ == "program"
         with pytest.raises(JdagError, match=said):
@@ -363,7 +354,7 @@ def test_a_result_that_cannot_be_had_is_a_failure_of_its_program() -> None:
     assert found.result == reply._replace(result=None)
     assert found.failure.error == "JdagError"
     assert found.failure.worker == "a"
-    assert "secret may not be had by name" in found.failure.message
+    assert "secret is not in the allowlist" in found.failure.message
     with fails_with(ProtocolError, "processes.which_is_no_reply"):
         arrived(Return(CONTEXT, (1,), (1, 2), None, ("a",), ()))
 
@@ -413,8 +404,6 @@ def test_a_key_of_a_dict_that_cannot_be_one_fails_the_program_alone() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Fragile:
-    """Its parts have to be numbers."""
-
     def __init__(self, part: Any) -> None:
         self.part = part
 

@@ -18,6 +18,7 @@ from jdag.errors import JdagError, PortabilityWarning
 from jdag.processes.functions import encoder as function_encoder
 from jdag.processes.functions import script
 from jdag.processes.functions.script import (
+    GUARD,
     GuardedScript,
     expect,
     main_module,
@@ -25,7 +26,6 @@ from jdag.processes.functions.script import (
     refusal,
 )
 
-GUARD = 'if __name__ == "__main__":'
 TRAIN = """
 import sys
 from dataclasses import dataclass
@@ -97,7 +97,6 @@ def written(folder: Path, text: str, name: str = "train.py") -> str:
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes a text the script that this process has started."""
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     script._has_guard.cache_clear()
@@ -141,7 +140,7 @@ def test_a_worker_imports_the_script_once_with_false_guards(started: Any) -> Non
         ),
         (
             "import jdag\njdag.connect('cluster.toml', name='a')",
-            r"4: JdagError: jdag\.connect at train\.py:4 in <module> is reached when",
+            r"4: JdagError: jdag\.connect at train\.py:4 in <module> runs when a",
         ),
     ],
 )
@@ -161,13 +160,13 @@ def test_a_refusal_names_the_statement_that_is_to_be_under_a_guard(started: Any)
     main = started(f"from jdag.processes.functions.script import refusal\n{asked}")
     assert main_script() is None
     expected = (
-        "f is of the program that was started itself, train.py; workers of jdag.launch "
-        "import it only if it has a guard: put what begins at train.py:2 under "
-        f"`{GUARD}`, and leave functions above it; or put them into a module that can "
-        "be imported, and name that in allow=[...]"
+        "f is defined in the main program, train.py; workers of jdag.launch import "
+        "this script only if it has a guard: put the code at train.py:2 under "
+        f"`{GUARD}`, below the functions; or move the functions to an importable "
+        "module, and name that module in allow=[...]"
     )
     assert main.why == expected
-    assert "guard: put what it runs under" in refusal("f")
+    assert "guard: put the code that the script runs under" in refusal("f")
 
 
 def test_without_a_file_the_remedy_is_a_module(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +175,8 @@ def test_without_a_file_the_remedy_is_a_module(monkeypatch: pytest.MonkeyPatch) 
     for file in (None, "<stdin>"):
         assert main_script() is None
         said = refusal("__main__:f")
-        assert "no file that other processes can import (it is a notebook, " in said
-        assert said.endswith("can be imported, and name that in allow=[...]")
+        assert "without a file that other processes can import (a notebook, " in said
+        assert said.endswith("importable module, and name that module in allow=[...]")
         notebook.__file__ = file or "<stdin>"
 
 
@@ -213,16 +212,15 @@ def test_processes_have_the_bits_of_the_simulator_and_import_only_what_they_need
             assert ctx.call("c", main.back) == 3
             main.under = jdag.program(lambda ctx: 1)
             main.under.__qualname__, main.under.__module__ = "under", "__main__"
-            said = rf"no function or class __main__:under: workers skip .*`{GUARD}`"
+            said = rf"no function or class __main__:under; workers skip .*`{GUARD}`"
             with pytest.raises(JdagError, match=said):
                 ctx.call("b", main.under)
             main.FACTOR = 5.0
             said = rf"halve, .* as arguments, .* on a worker; workers skip .*`{GUARD}`"
             with pytest.raises(JdagError, match=said):
                 ctx.call("b", main.halve, main.Config(0), 1)
-    assert [(logs / f"{name}.log").read_text() for name in "bc"] == [
-        "imported __main__ 2\n"
-    ] * 2
+    texts = [(logs / f"{name}.log").read_text() for name in "bc"]
+    assert texts == ["imported __main__ 2\n"] * 2
 
     y, pull = jax.vjp(lambda x: x / 2 / 2 / 2, jnp.array([13.0, 1.0, 0.2]))
     cotangent = jax.grad(lambda y: jnp.sum(jnp.sin(y) * 2))(y)
@@ -234,10 +232,7 @@ def test_processes_have_the_bits_of_the_simulator_and_import_only_what_they_need
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["train.py"],
-        pytest.param(["-m", "package.train"], marks=pytest.mark.second),
-    ],
+    [["train.py"], pytest.param(["-m", "package.train"], marks=pytest.mark.second)],
 )
 def test_what_a_script_with_a_guard_marks_runs_on_launched_workers(
     command: list[str], tmp_path: Path
@@ -323,7 +318,7 @@ def test_simulate_warns_once_where_launch_would_refuse(
     use: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(function_encoder, "_warned", [])
-    said = r"jdag\.launch would refuse this: .* cannot (run on|go to) 'b'"
+    said = r"jdag\.launch would refuse this: .* cannot (run on|be sent to) 'b'"
     with pytest.warns(PortabilityWarning, match=said) as caught:
         simulated(use)
         simulated(use)

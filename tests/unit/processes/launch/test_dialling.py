@@ -23,8 +23,6 @@ from tests.tools.stream_cases import soon
 
 
 class Main:
-    """Main's own address, and a worker's lookout for it."""
-
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.server = self.open(ANY)
@@ -61,7 +59,7 @@ def test_another_process_at_its_address_is_not_main(main: Main):
     lookout = main.lookout()
     lookout.find()
     main.pid += 1
-    with pytest.raises(JoinError, match=f"process {main.pid} is where main 'm' was"):
+    with pytest.raises(JoinError, match=f"process {main.pid} answers at its addr"):
         lookout.look("m")
 
 
@@ -78,14 +76,14 @@ def test_who_was_never_found_is_not_missed(main: Main, other: dict[str, Any]):
 
 def test_no_worker_is_attached_before_all_answer(monkeypatch: pytest.MonkeyPatch):
     missing, again = free_address(), threading.Semaphore(0)
-    find = Session._find
+    find = Session._check_reachable
 
     def counted(session: Session, peer: str) -> None:
         if peer == "d":
             again.release()
         find(session, peer)
 
-    monkeypatch.setattr(Session, "_find", counted)
+    monkeypatch.setattr(Session, "_check_reachable", counted)
     with ExitStack() as stack:
         workers = [stack.enter_context(seated(name)) for name in "abc"]
         controls = {one.seat._options.worker: one.server.address for one in workers}
@@ -125,7 +123,7 @@ def test_a_worker_is_told_to_leave_also_when_its_network_has_only_just_been_mend
                 client.ask(Health())
             leaving = threading.Thread(target=session.close)
             leaving.start()
-            soon(lambda: "a was not told: cannot reach" in caplog.text)
+            soon(lambda: "a request to a failed: cannot reach" in caplog.text)
             proxy.heal([gate])
             leaving.join()
         assert told

@@ -32,13 +32,7 @@ from jdag.processes.session.requests import (
 )
 from tests.tools.certificates import Issuer
 from tests.tools.error_texts import fails_with, warns_with
-from tests.tools.rpc_cases import (
-    Seated,
-    free_address,
-    plain,
-    plan_of,
-    seated,
-)
+from tests.tools.rpc_cases import Seated, free_address, plain, plan_of, seated
 from tests.tools.stream_cases import soon
 
 LONG_S = 60.0
@@ -68,9 +62,8 @@ def test_all_are_joined_to_all_and_of_two_the_lower_number_dials(three):
     with Session(plan_of(controls(three), allow=("mine",))) as session:
         for name, worker in three.items():
             node = worker.nodes[0]
-            assert (
-                plain(session).ask(name, b"hi") == f"answer hi from {name}\n".encode()
-            )
+            answer = f"answer hi from {name}\n".encode()
+            assert plain(session).ask(name, b"hi") == answer
             assert node.place.settings.workers == ("m", "a", "b", "c")
             assert node.incarnations == {one: 0 for one in "mabc" if one != name}
             allowed = {one: node.place.members[one].allowed for one in node.streams}
@@ -148,7 +141,7 @@ def test_a_new_process_in_place_of_a_lost_one_may_be_told_to_join(three):
 
     workers = dict(three)
     with Session(plan_of(controls(three))) as session:
-        with fails_with(JoinError, "processes.b_is_joined_to_attach"):
+        with fails_with(JoinError, "processes.b_has_joined_already"):
             session.join("b")
         former, address = secrets("a"), three["b"].server.address
         three["b"].die()
@@ -184,7 +177,7 @@ def test_whatever_fails_in_keeping_the_rest_is_kept(three, monkeypatch, caplog):
             soon(lambda: "did not join: b" in session.members.lost.get("b", ""))
             session.lost("c", "its process has ended")
             soon(lambda: session.members.lost.get("c") == "its process has ended")
-            soon(lambda: "b has not joined again" in caplog.text)
+            soon(lambda: "b has not rejoined" in caplog.text)
             session.close()
     with fails_with(JoinError, "processes.worker_b_cannot_join_the"):
         session.join("b")
@@ -200,7 +193,7 @@ def test_a_worker_that_does_not_answer_keeps_main_from_leaving_for_a_bounded_tim
         assert over.wait(LONG_S)
         return {}
 
-    for bound in ("_LEAVING_S", "_LEAVING_LAUNCHED_S"):
+    for bound in ("_DETACH_S", "_DETACH_LAUNCHED_S"):
         monkeypatch.setattr(module, bound, 0.1)
     with seated("a") as worker, worker.but(Detach, frozen) as address:
         with Session(plan_of({"a": address}, deadline_s=3600.0, watched=watched)):
@@ -221,17 +214,16 @@ def test_a_worker_that_main_may_not_take_is_left(three):
 
 
 def test_the_name_of_main_is_for_one_process(monkeypatch):
-    monkeypatch.setattr(module, "_WHO_S", LONG_S)  # However busy this is.
+    monkeypatch.setattr(module, "_HEALTH_S", LONG_S)  # However busy this is.
     control = free_address()
     with seated("w") as worker:
         plan = plan_of({"w": worker.server.address}, control=control)
         with Session(plan), pytest.raises(JoinError) as caught:
             Session(plan_of({}, control=control))
         said = str(caught.value)
-        assert said.startswith(
-            f"cannot be 'm': cannot listen at {control}: Address already in use by "
-        )
-        assert ", 'm'; each name of the file is for one process" in said
+        reason = f"cannot listen at {control}: Address already in use by "
+        assert said.startswith(f"cannot join as 'm': {reason}")
+        assert ", 'm'; each name in the file is one process" in said
         assert "--except" not in said
         with Session(plan):  # It is free again.
             pass
@@ -258,9 +250,8 @@ def test_a_worker_cannot_speak_for_main_whatever_it_shows(three):
 
 
 def test_over_tls_all_is_as_without_and_a_stranger_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "jdag.processes.session.control._PROBE_S", LONG_S
-    )  # However busy this is.
+    # However busy this is.
+    monkeypatch.setattr("jdag.processes.session.control._PROBE_S", LONG_S)
     issuer = Issuer(tmp_path, "ca")
     tls = {name: load_tls(*issuer.issue(name)) for name in "mab"}
     with ExitStack() as stack:
@@ -287,15 +278,13 @@ def test_a_certificate_is_held_to_the_worker_who_shows_it(tmp_path, caplog):
         with Session(plan):
             held = worker.seat._lease
             assert held is not None
-            pair, where = (
-                ConnectionPair("m", "b", held.secrets["m"]),
-                held.listener.address,
-            )
-            with fails_with(JoinError, "processes.does_not_know_this_one"):
+            pair = ConnectionPair("m", "b", held.secrets["m"])
+            where = held.listener.address
+            with fails_with(JoinError, "processes.does_not_know_it"):
                 dial(where, pair, 0, tls=tls["a"], timeout_s=LONG_S)
         said = (
-            "a process that joins as worker 'm' shows a certificate for a, "
-            "127.0.0.1; it has to be for m or 10.1.1.1"
+            "a process that joins as worker 'm' has a certificate for a, "
+            "127.0.0.1; expected a certificate for m or 10.1.1.1"
         )
         assert said in caplog.text
         with pytest.raises(JoinError, match=said):
@@ -324,10 +313,12 @@ def test_a_worker_whose_answer_cannot_be_used_is_named(answer: Any, words: str):
     with seated("a") as worker:
         right = worker.seat.answers[AttachWorker]
         with worker.but(AttachWorker, odd) as address:
-            said = f"worker 'a' at {address} answered what cannot be used: "
+            said = f"worker 'a' at {address} sent an invalid "
             with pytest.raises(JoinError) as caught:
                 Session(plan_of({"a": address}))
-        assert str(caught.value).startswith(f"{said}WorkerAttached: {words}")
+        assert str(caught.value).startswith(
+            f"{said}WorkerAttached as its reply: {words}"
+        )
         assert worker.ask(Health())["state"] == "idle"
 
 
@@ -380,7 +371,6 @@ def _example(asked: type) -> bytes:
 
 
 def _mutated(rng: np.random.Generator, body: bytes) -> bytes:
-    """Change, cut, repeat or insert some bytes."""
     changed = bytearray(body)
     for _ in range(int(rng.integers(1, 4))):
         place = int(rng.integers(0, len(changed) + 1))

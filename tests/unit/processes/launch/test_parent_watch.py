@@ -34,7 +34,6 @@ Launch(options_of("a"), env={"PYTHONPATH": os.pathsep.join([sys.argv[1], *sys.pa
 
 @pytest.fixture
 def slow(tmp_path: Path) -> Path:
-    """A folder with a module in place of JAX whose import does not end."""
     made = tmp_path / "slow"
     made.mkdir()
     (made / "jax.py").write_text(SLOW.format(here=str(tmp_path)))
@@ -44,7 +43,6 @@ def slow(tmp_path: Path) -> Path:
 def start(
     parent: int, litter: Path, *path: Path
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A worker process that finds modules in `path` first; our end of its socket."""
     ours, theirs = socket.socketpair()
     with theirs:
         arguments = (str(theirs.fileno()), "a", str(parent), str(litter))

@@ -13,10 +13,7 @@ from tests.tools.scenario_cases import written
 from tests.tools.stream_cases import soon
 
 LONG_S = 300.0
-ENDS = {
-    "SIGINT": (130, "jdag: interrupted\n"),
-    "SIGTERM": (143, "jdag: terminated\n"),
-}
+ENDS = {"SIGINT": (130, "jdag: interrupted\n"), "SIGTERM": (143, "jdag: terminated\n")}
 NUMBERS = pytest.mark.parametrize("number", ENDS)
 
 # A module of this name, found before the real one, is a signal as that is imported.
@@ -34,7 +31,6 @@ sys.path.insert(0, here)
 
 
 def ended(*command: str, cwd: Path, **variables: str):
-    """Run Python in a session of its own: (exit code, stdout, stderr)."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
@@ -51,7 +47,6 @@ def ended(*command: str, cwd: Path, **variables: str):
 def played(
     place: Path, program: str, *arguments: str, number: str = "", command: str = "run"
 ):
-    """Play one of `signal_cases` by the command line; what is left of it is nothing."""
     file = written(
         place,
         *(["[settings]", f'number = "{number}"'] * bool(number)),
@@ -77,8 +72,8 @@ def test_a_signal_during_imports_is_one_line(tmp_path: Path, number: str):
     (tmp_path / "msgspec.py").write_text(PRESSES)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     variables = {"NUMBER": number, "ENTRY": "jdag/__main__.py", "PYTHONPATH": path}
-    code, out, err = ended("-m", "jdag", "run", cwd=tmp_path, **variables)
-    assert (code, out, err) == (ENDS[number][0], "", ENDS[number][1])
+    result = ended("-m", "jdag", "run", cwd=tmp_path, **variables)
+    assert result == (ENDS[number][0], "", ENDS[number][1])
 
 
 @pytest.mark.parametrize(
@@ -109,8 +104,8 @@ def test_a_worker_that_is_stopped_as_it_becomes_a_process_of_its_own_is_one_line
     entry = "jdag/processes/__main__.py" if when == "in its imports" else "none"
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     variables = {"NUMBER": number, "ENTRY": entry, "PYTHONPATH": path}
-    code, out, err = ended("-c", become, cwd=tmp_path, **variables)
-    assert (code, out, err) == (ENDS[number][0], "", ENDS[number][1])
+    result = ended("-c", become, cwd=tmp_path, **variables)
+    assert result == (ENDS[number][0], "", ENDS[number][1])
 
 
 # ---------------------------------------------------------------------- while it runs
@@ -133,9 +128,7 @@ def test_a_signal_in_a_run_is_one_line_and_nothing_is_left(
 
 
 @pytest.mark.second
-def test_ctrl_c_in_a_terminal_ends_a_check_and_the_run_that_it_has_started(
-    tmp_path: Path,
-):
+def test_ctrl_c_in_a_terminal_ends_a_check_and_the_run_that_it_started(tmp_path: Path):
     assert played(tmp_path, "terminal", command="check") == ENDS["SIGINT"]
 
 
@@ -148,7 +141,6 @@ signals.handle()
 
 
 def snippet(place: Path, *lines: str):
-    """Run these lines in a process whose signals are handled."""
     return ended("-c", COMMAND + "\n".join(lines), cwd=place)
 
 

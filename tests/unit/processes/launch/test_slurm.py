@@ -3,6 +3,7 @@
 import os
 import stat
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,7 @@ def test_a_list_of_hosts_is_read_as_scontrol_reads_it(text, hosts):
 )
 def test_what_is_no_list_of_hosts_is_refused(text: str, tmp_path: Path):
     wrong = {**STEP, "SLURM_STEP_NODELIST": text}
-    allowed = r"SLURM_STEP_NODELIST = .*: allowed is a list of hosts as Slurm writes it"
+    allowed = r"SLURM_STEP_NODELIST = .*: expected a Slurm host list, such as"
     with pytest.raises(ScenarioError, match=allowed):
         write_cluster_file(tmp_path / "cluster.toml", wrong)
 
@@ -98,18 +99,26 @@ def test_another_job_listens_at_other_ports(tmp_path: Path):
     ("changes", "workers", "said"),
     [
         ({"SLURM_JOB_ID": None}, None, "SLURM_JOB_ID = None: .* srun jdag up --slurm"),
-        ({"SLURM_PROCID": "9"}, None, "SLURM_PROCID = 9: allowed is less than"),
-        ({"SLURM_PROCID": "x"}, None, "SLURM_PROCID = 'x': allowed is an integer"),
-        ({"SLURM_NODEID": "0"}, None, "= 0: allowed is 2 for task 2: srun --dist"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, None, r"'2\(3\)': allowed is counts"),
+        ({"SLURM_PROCID": "9"}, None, "SLURM_PROCID = 9: expected an integer below"),
+        ({"SLURM_PROCID": "x"}, None, "SLURM_PROCID = 'x': expected an integer"),
+        (
+            {"SLURM_NODEID": "0"},
+            None,
+            "= 0: expected 2 for task 2; use srun --distribution=block",
+        ),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(3)"}, None, r"'2\(3\)': expected Slurm task"),
         (
             {"SLURM_STEP_TASKS_PER_NODE": "1(x3)"},
             None,
-            r"SLURM_STEP_TASKS_PER_NODE .*\[1, 1, 1\]: .*NTASKS = 4 on",
+            r"SLURM_STEP_TASKS_PER_NODE .*\[1, 1, 1\]: .*with the sum 4",
         ),
-        ({}, "t,a,b,c,d,e", "--workers = .*: allowed is main and .* each of the 4 ta"),
-        ({}, "t,a,b,c,a", "each of the 4 tasks, none twice"),
-        ({}, "t,a,b,c,-", "--workers = '-': allowed is letters, digits"),
+        (
+            {},
+            "t,a,b,c,d,e",
+            "--workers = 't,.*: expected 5 different names, of main and of the 4 tasks",
+        ),
+        ({}, "t,a,b,c,a", "5 different names, of main and of the 4 tasks"),
+        ({}, "t,a,b,c,-", "--workers = '-': expected at most 64 letters, digits"),
     ],
 )
 def test_variables_that_make_no_cluster_are_one_line(changes, workers, said, tmp_path):
@@ -139,17 +148,24 @@ def test_several_hosts_without_certificates_are_refused_and_no_file_is_left(
         (tmp_path / name).write_text(TOKEN)
     (tmp_path / missing).unlink()
     code, _, said = jdag("up", tmp_path / "cluster.toml", "--slurm")
-    assert code == 2 and f" beside it; there is no {missing}\n" in said
+    assert code == 2 and f" of the file, but {missing} is missing\n" in said
     assert len(said.splitlines()) == 1
     assert not (tmp_path / "cluster.toml").exists()
 
 
 def test_workers_are_named_under_slurm_only(tmp_path: Path):
-    code, _, said = jdag("up", tmp_path / "cluster.toml", "--workers", "main,a")
-    assert code == 2
-    assert "--workers = 'main,a': allowed is only with --slurm" in said
-    code, _, said = jdag("up", tmp_path / "cluster.toml", "--slurm", "--only", "w0")
-    assert code == 2 and "--only = 'w0': allowed is without --slurm" in said
+    for options, text in (
+        (
+            ("--workers", "main,a"),
+            "--workers = 'main,a': expected no such option without --slurm",
+        ),
+        (
+            ("--slurm", "--only", "w0"),
+            "--only = 'w0': expected no such option with --slurm",
+        ),
+    ):
+        code, _, said = jdag("up", tmp_path / "cluster.toml", *options)
+        assert code == 2 and text in said
 
 
 @pytest.mark.second
@@ -158,18 +174,16 @@ def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypa
     for key, text in ONE_HOST.items():
         monkeypatch.setenv(key, text)
     options = ("up", path, "--slurm", "--workers", "trainer,a,b")
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    with running(*options) as first:
-        monkeypatch.setenv("SLURM_PROCID", "1")
-        with running(*options) as second:
-            for command in (first, second):
-                until(command, "Ctrl-C stops them")
-            settings = load_cluster_file(path)
-            controls = {name: settings.worker(name).control for name in "ab"}
-            with Session(plan_of(controls, token=settings.token)) as session:
-                for name in "ab":
-                    answer = f"answer hi from {name}\n".encode()
-                    assert plain(session).ask(name, b"hi") == answer
+    with ExitStack() as stack:
+        for task in "01":
+            monkeypatch.setenv("SLURM_PROCID", task)
+            until(stack.enter_context(running(*options)), "Ctrl-C stops them")
+        settings = load_cluster_file(path)
+        controls = {name: settings.worker(name).control for name in "ab"}
+        session = stack.enter_context(Session(plan_of(controls, token=settings.token)))
+        for name in "ab":
+            answer = f"answer hi from {name}\n".encode()
+            assert plain(session).ask(name, b"hi") == answer
 
 
 @pytest.mark.second

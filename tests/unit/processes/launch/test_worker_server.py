@@ -64,14 +64,12 @@ def attach(**changed: Any) -> AttachWorker:
 def come_in(
     answer: Any, secret: str = SECRET, dialler: str = "m", listener: str = "w"
 ) -> Any:
-    """Dial a worker that has answered AttachWorker, as main or another one does."""
     pair = ConnectionPair(dialler, listener, secret)
     return dial(answer["data"], pair, 3, timeout_s=60)
 
 
 def unknown(answer: Any, secret: str, dialler: str, listener: str = "w") -> None:
-    """Whoever shows this secret under this name is not let in."""
-    with fails_with(JoinError, "processes.does_not_know_this_one_2") as caught:
+    with fails_with(JoinError, "processes.does_not_know_it") as caught:
         come_in(answer, secret, dialler, listener)
     assert not caught.value.given_up
 
@@ -120,12 +118,13 @@ def test_a_worker_is_idle_then_held_then_idle_and_each_session_has_its_own_node(
 
 
 def test_a_wrong_token_is_refused_and_a_missing_one_too(worker):
-    said = "worker 'w' refused: the token is wrong; token_file, or else the .token be"
+    said = (
+        "worker 'w' refused the request: the token is wrong; token_file, or else the "
+        ".token file of the cluster file, must be the same on both sides"
+    )
     for asked in (attach(token="other"), Info(token="other")):
         assert refused(partial(worker.ask, asked)).startswith(said)
-    assert "it wants a token, and none came" in refused(
-        lambda: worker.ask(attach(token=""))
-    )
+    assert "the request has no token" in refused(lambda: worker.ask(attach(token="")))
     assert worker.ask(Health())["state"] == "idle"
 
 
@@ -155,7 +154,7 @@ def test_another_main_is_told_who_holds_the_worker(worker):
     other = attach(main="v", secret="s" * 32, incarnations={"v": 0, "w": 0})
     said = refused(lambda: worker.ask(other))
     assert said.startswith(f"worker 'w' is held by main 'm' (process {os.getpid()} on ")
-    assert said.endswith("; it is free when that session has ended")
+    assert said.endswith("; wait until that session has ended")
     # The same one again, without having lost it, is no better.
     assert "is held by main 'm'" in refused(lambda: worker.ask(attach()))
     assert len(worker.nodes) == 1
@@ -186,16 +185,14 @@ def test_a_session_ends_when_its_main_is_lost(worker):
 
 
 def test_a_session_that_does_not_end_is_said_to_be_in_the_way(monkeypatch):
-    monkeypatch.setattr(module, "ENDING_S", 0.1)
+    monkeypatch.setattr(module, "SESSION_END_S", 0.1)
     with seated() as worker:
         worker.ask(attach())
         node = worker.nodes[0]
         close = node.close
         monkeypatch.setattr(node, "close", lambda: None)
         said = refused(lambda: worker.ask(Detach(secret=SECRET)))
-        assert said.startswith(
-            "worker 'w' has not left the session of 'm' within 0.1 s"
-        )
+        assert said.startswith("worker 'w' did not leave the session of 'm' within 0.1")
         monkeypatch.setattr(node, "close", close)
 
 
@@ -208,7 +205,7 @@ def test_a_wrong_secret_is_refused_whatever_is_asked(worker):
     for wrong in ("not it", "", SECRET[:-1], WITH_V):
         for asked in (Mesh(wrong, peers={}, dial=()), peer(NOBODY, secret=wrong)):
             said = refused(partial(worker.ask, asked))
-            assert "the secret is not that of 'm' in this session" in said
+            assert "it does not contain the secret of 'm', which holds" in said
         assert worker.ask(Detach(secret=wrong)) == {"ended": False}
     assert worker.ask(Health())["state"] == "held"
 
@@ -239,7 +236,7 @@ def test_who_is_in_no_session_holds_nobody(worker):
 def test_who_was_given_up_is_told_so_if_it_proves_itself(worker):
     answer = worker.ask(attach(incarnations={"m": 0, "w": 0, "v": 0}))
     worker.nodes[0].place.members.lose("v", 0, "it was silent")
-    with fails_with(JoinError, "processes.has_given_this_one_up") as caught:
+    with fails_with(JoinError, "processes.has_given_it_up") as caught:
         come_in(answer, WITH_V, "v")
     assert caught.value.given_up
     assert "v" not in worker.nodes[0].streams
@@ -257,7 +254,7 @@ def test_a_new_incarnation_replaces_the_old_one(worker):
     with pytest.raises(JoinError) as caught:
         come_in(answer, WITH_V, "v")
     assert caught.value.given_up
-    assert "incarnation 0 of 'v' is gone" in refused(lambda: worker.ask(peer(NOBODY)))
+    assert "0 of 'v' was replaced" in refused(lambda: worker.ask(peer(NOBODY)))
     # Nor is the former one taken for the new one: they are known by other secrets.
     unknown(answer, WITH_V, "v#1")
     come_in(answer, WITH_U, "v#1")[0].close()
@@ -269,9 +266,9 @@ def test_who_is_to_be_dialled_has_to_be_there(worker):
     said = "cannot reach worker 'v' at unix:@no: Connection refused"
     assert refused(lambda: worker.ask(nowhere)) == said
     unknown = Mesh(secret=SECRET, peers={}, dial=("v",))
-    assert "is to be dialled, and not said" in refused(lambda: worker.ask(unknown))
+    assert "the request to dial" in refused(lambda: worker.ask(unknown))
     strange = Mesh(secret=SECRET, peers={"x": NOBODY}, dial=())
-    assert "is none of the others of 'w'" in refused(lambda: worker.ask(strange))
+    assert "is not a peer of 'w' " in refused(lambda: worker.ask(strange))
 
 
 # ------------------------------------------------------------------------- stopping
@@ -303,7 +300,7 @@ def test_who_attaches_while_the_worker_is_asked_to_stop_is_refused():
 
     made: list[PlainNode] = []
     with seated(make_node=make_node) as asked:
-        assert "'w' is stopping" in refused(lambda: asked.ask(attach()))
+        assert "worker 'w': it is stopping" in refused(lambda: asked.ask(attach()))
         asked.thread.join(60)
         assert not asked.thread.is_alive()
         assert [node.closed for node in made] == [True]

@@ -111,10 +111,10 @@ def test_no_byte_of_what_was_said_can_be_changed(heard: Heard):
 def test_a_refusal_is_told_and_only_who_proves_itself_is_believed_to_give_up():
     ours = opening()
     hello = hello_to(ours)
-    with fails_with(JoinError, "processes.worker_b_does_not_know") as caught:
+    with fails_with(JoinError, "processes.worker_b_does_not_know_it") as caught:
         answered(PAIR, ours, hello, hello_answer(None, ours, hello, UNKNOWN))
     assert not caught.value.given_up
-    with fails_with(JoinError, "processes.worker_b_has_given_this") as caught:
+    with fails_with(JoinError, "processes.worker_b_has_given_it_up") as caught:
         answered(PAIR, ours, hello, hello_answer(PAIR, ours, hello, GIVEN_UP))
     assert caught.value.given_up
     with fails_with(ConnectionError, "processes.does_not_prove"):
@@ -127,11 +127,11 @@ def test_another_version_is_named_with_both(theirs: int):
         opened(OPENING.pack(b"jdag", theirs, b"", 0), "worker 'b'", "this process")
     older = "worker 'b'" if theirs < PROTOCOL else "this process"
     assert str(caught.value) == (
-        f"worker 'b' speaks version {theirs} of jdag's protocol and this process "
-        f"version {PROTOCOL}; upgrade jdag for {older}"
+        f"worker 'b' uses version {theirs} of jdag's protocol, and this process "
+        f"uses version {PROTOCOL}; upgrade jdag for {older}"
     )
 
 
 def test_what_is_no_greeting_is_said_to_be_none():
-    with fails_with(ConnectionError, "processes.it_does_not_speak_jdags"):
+    with fails_with(ConnectionError, "processes.does_not_speak_jdags_protocol"):
         opened(b"HTTP".ljust(HELLO_BYTES), "it", "this worker")

@@ -42,7 +42,7 @@ def test_a_certificate_of_the_worker_or_of_its_host_will_do(name: str, host: str
 def test_one_of_another_is_refused_and_named(name: str, host: str):
     with pytest.raises(JoinError) as caught:
         check_identity((name, name), "ps0", host)
-    assert f"joins as worker 'ps0' shows a certificate for {name}; it has" in str(
+    assert f"joins as worker 'ps0' has a certificate for {name}; expected" in str(
         caught.value
     )
     assert str(caught.value).endswith("for ps0" + (f" or {host}" if host else ""))

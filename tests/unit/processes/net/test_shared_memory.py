@@ -57,15 +57,19 @@ class Pair:
     def pass_offers(self, now_ns: int = 0) -> None:
         """Wait until a segment was made, and pass it."""
         assert self.offered.acquire(timeout=60)
-        (segment,) = self.writer.made
+        (segment,) = self.writer.created
         self.writer.offered(now_ns)
         copy = os.dup(segment.descriptor)
         self.reader.offered(segment.number, segment.nbytes, copy)
 
-    def ready(self, nbytes: int = LARGE, now_ns: int = 0) -> SharedSegment:
-        """Miss twice, have one made, and take it."""
+    def miss(self, nbytes: int = LARGE, now_ns: int = 0) -> None:
+        """Ask for a segment twice, so that one is made."""
         for _ in range(2):
             assert self.writer.take(nbytes, now_ns) is None
+
+    def ready(self, nbytes: int = LARGE, now_ns: int = 0) -> SharedSegment:
+        """Miss twice, have one made, and take it."""
+        self.miss(nbytes, now_ns)
         self.pass_offers(now_ns)
         self.deliver(now_ns)
         found = self.writer.take(nbytes, now_ns)
@@ -177,23 +181,21 @@ def test_who_closes_does_not_wait_for_what_is_being_made(
     assert maker.is_alive()
     go_on.set()
     maker.join(60)
-    assert not writer.made
+    assert not writer.created
     assert [one.descriptor for one in made] == ([] if fails else [-1])
 
 
-def test_a_segment_that_never_arrived_is_never_used(caplog):
-    pair = Pair()
-    for _ in range(2):
-        assert pair.writer.take(LARGE, 0) is None
+def test_a_segment_that_never_arrived_is_never_used(pair: Pair, caplog):
+    pair.miss()
     assert pair.offered.acquire(timeout=60)
-    (lost,) = pair.writer.made
+    (lost,) = pair.writer.created
     pair.writer.offered(0)
     for now_ns in (1, LENT_NS_MAX):
         assert pair.writer.take(LARGE, now_ns) is None
         assert pair.writer.sweep(now_ns) == ()
     assert pair.writer.sweep(LENT_NS_MAX + 1) == (lost.number,)
     assert lost.descriptor == -1
-    assert caplog.text.count("go to ps0 by the socket") == 1
+    assert caplog.text.count("are sent to ps0 over the socket") == 1
     for turn in range(5):
         assert pair.writer.take(LARGE, LENT_NS_MAX + 2 + turn) is None
     assert pair.writer._maker is None  # It rests, and then tries again.
@@ -201,8 +203,6 @@ def test_a_segment_that_never_arrived_is_never_used(caplog):
     pair.pass_offers(LENT_NS_MAX + IDLE_NS_MAX + 1)
     pair.deliver(LENT_NS_MAX + IDLE_NS_MAX + 1)
     assert pair.writer.take(LARGE, 0) is not None
-    del lost
-    pair.close()
 
 
 def test_what_is_held_for_long_is_the_readers_and_no_longer_counts():
@@ -264,11 +264,11 @@ def test_a_host_without_room_is_said_once_and_arrays_go_by_the_socket(
             assert pair.writer.take(LARGE, now_ns) is None
         if (maker := pair.writer._maker) is not None:
             maker.join(60)
-        assert not pair.writer.made
+        assert not pair.writer.created
     (line,) = caplog.records
     assert line.getMessage() == (
-        "no shared memory is available: No space left on device; large arrays go to ps0"
-        " by the socket"
+        "no shared memory is available: No space left on device; large arrays are sent "
+        "to ps0 over the socket"
     )
 
 
@@ -276,13 +276,12 @@ def test_a_reader_without_room_is_said_once_and_nothing_is_lent(
     pair: Pair, monkeypatch, caplog
 ):
     monkeypatch.setattr(shared_memory, "MAPPINGS_MAX", 0)
-    for _ in range(2):
-        assert pair.writer.take(LARGE, 0) is None
+    pair.miss()
     pair.pass_offers()
     pair.reader.refused(OSError(24, "Too many open files"))
     assert pair.words.empty()
     (line,) = caplog.records
-    assert "large arrays come from trainer by the socket" in line.getMessage()
+    assert "large arrays of trainer arrive over the socket" in line.getMessage()
 
 
 # What a writer that is no writer may send.
@@ -297,25 +296,24 @@ def memfd(nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
 
 @pytest.mark.parametrize("nbytes", [0, -1, 4095, 4097, 1 << 62])
 def test_a_segment_of_another_size_than_it_says_is_refused(pair: Pair, nbytes: int):
-    with pytest.raises(ConnectionError, match=f"offered {nbytes} bytes in a segment"):
+    with pytest.raises(ConnectionError, match=f"offered {nbytes} bytes in a shared"):
         pair.reader.offered(1, nbytes, memfd(4096))
     assert pair.words.empty()
 
 
-@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_GROW])
-def test_a_segment_that_can_shrink_is_refused(pair: Pair, seals: int):
-    with fails_with(ConnectionError, "processes.a_segment_that_can_shrink"):
-        pair.reader.offered(1, 4096, memfd(4096, seals))
-
-
-def test_what_is_no_memory_is_refused(pair: Pair, tmp_path):
+def test_a_segment_that_can_shrink_is_refused(pair: Pair, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(4096))
-    with fails_with(ConnectionError, "processes.a_segment_that_can_shrink"):
-        pair.reader.offered(1, 4096, os.open(file, os.O_RDWR))
+    for seals in (0, fcntl.F_SEAL_GROW, None):
+        descriptor = os.open(file, os.O_RDWR) if seals is None else memfd(4096, seals)
+        with fails_with(ConnectionError, "processes.segment_can_shrink"):
+            pair.reader.offered(1, 4096, descriptor)
+
+
+def test_what_is_no_memory_is_refused(pair: Pair):
     reading, writing = os.pipe()
     os.close(writing)
-    with fails_with(ConnectionError, "processes.in_a_segment_of_0"):
+    with fails_with(ConnectionError, "processes.segment_of_0_bytes"):
         pair.reader.offered(1, 4096, reading)
 
 
@@ -324,9 +322,8 @@ def test_segments_that_were_not_offered_or_are_lent_cannot_be_borrowed(pair: Pai
     with fails_with(ConnectionError, "processes.offered_segment_1_twice"):
         pair.reader.offered(1, 4096, memfd(4096))
     for number, nbytes in ((2, 10), (1, 4097), (1, 0), (1, -1)):
-        with pytest.raises(
-            ConnectionError, match=f"{nbytes} bytes in segment {number}"
-        ):
+        said = f"{nbytes} bytes in shared memory segment {number}"
+        with pytest.raises(ConnectionError, match=said):
             pair.reader.borrow(number, nbytes)
     view = pair.reader.borrow(1, 4096)
     with fails_with(ConnectionError, "processes.lent_already"):

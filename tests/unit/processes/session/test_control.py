@@ -1,11 +1,12 @@
 """The control plane: what is asked and refused, over real sockets on loopback."""
 
 import json
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jdag.errors import JoinError
 from jdag.processes.net.addresses import Address
 from jdag.processes.net.handshake import PROTOCOL
 from jdag.processes.net.shared_secrets import proof_of
-from jdag.processes.net.tls import load_tls
+from jdag.processes.net.tls import Tls, load_tls
 from jdag.processes.session import control
 from jdag.processes.session.control import (
     ANSWERS_MAX,
@@ -46,13 +47,10 @@ class Asked:
         self.began = threading.Semaphore(0)
         self.answers: Answers = {
             Health: lambda asked: {"worker": "w"},
-            Info: self.info,
+            Info: lambda asked: {"token": asked.token},
             Mesh: self.mesh,
             Detach: self.detach,
         }
-
-    def info(self, asked: Info) -> dict[str, object]:
-        return {"token": asked.token}
 
     def mesh(self, asked: Mesh) -> dict[str, object]:
         raise JoinError("worker 'w' is in no session")
@@ -63,32 +61,33 @@ class Asked:
         return {}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[ControlServer]:
-    made = ControlServer(NAME, ANY, Asked().answers)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(server: ControlServer) -> Iterator[ControlClient]:
-    made = ControlClient("worker 'w'", server.address)
-    yield made
-    made.close()
-
-
 @contextmanager
 def serving(
     asked: Asked, **settings: Any
 ) -> Iterator[tuple[ControlServer, ControlClient]]:
-    made = ControlServer(NAME, ANY, asked.answers, **settings)
-    client = ControlClient(NAME, made.address)
-    try:
-        yield made, client
-    finally:
-        asked.let.set()
-        client.close()
-        made.close()
+    server = ControlServer(NAME, ANY, asked.answers, **settings)
+    with closing(server), closing(ControlClient(NAME, server.address)) as client:
+        try:
+            yield server, client
+        finally:
+            asked.let.set()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ControlServer]:
+    with serving(Asked()) as (server, _):
+        yield server
+
+
+@pytest.fixture
+def client(server: ControlServer) -> Iterator[ControlClient]:
+    with closing(ControlClient(NAME, server.address)) as client:
+        yield client
+
+
+def refusal_at(address: Address, tls: Tls | None = None) -> JoinError:
+    with closing(ControlClient(NAME, address, tls=tls)) as client:
+        return refused(client, timeout_s=60)
 
 
 def refused(
@@ -109,11 +108,6 @@ def raw(client: ControlClient, method: str, body: bytes) -> grpc.RpcError:
     return caught.value
 
 
-def test_what_is_asked_is_answered(client: ControlClient):
-    assert client.ask(Health()) == {"worker": "w"}
-    assert client.ask(Info(token="x" * 4096)) == {"token": "x" * 4096}
-
-
 def test_a_refusal_comes_back_as_it_was_said(client: ControlClient):
     error = refused(client, Mesh(secret="s", peers={}, dial=()))
     assert str(error) == "worker 'w' is in no session"
@@ -121,33 +115,29 @@ def test_a_refusal_comes_back_as_it_was_said(client: ControlClient):
 
 
 def test_a_port_in_use_is_one_clear_line(server: ControlServer):
-    with pytest.raises(JoinError) as caught:
-        ControlServer(NAME, server.address, Asked().answers)
     said = f"cannot listen at {server.address}: Address already in use"
-    assert str(caught.value) == said
+    with pytest.raises(JoinError, match=f"^{re.escape(said)}$"):
+        ControlServer(NAME, server.address, {})
 
 
 def test_without_tls_only_loopback_is_listened_at_or_asked():
     for address in (Address("0.0.0.0", 0), Address("192.0.2.1", 7000)):
-        with fails_with(JoinError, "processes.without_tls_and_only_loopback"):
+        with fails_with(JoinError, "processes.without_tls_only_loopback"):
             ControlServer(NAME, address, {})
-        with fails_with(JoinError, "processes.without_tls_and_only_loopback"):
+        with fails_with(JoinError, "processes.without_tls_only_loopback"):
             ControlClient("w", address)
 
 
 def test_who_is_not_there_is_one_clear_line():
     address = free_address()
-    client = ControlClient("worker 'w'", address)
-    error = refused(client)
-    said = f"cannot reach worker 'w' at {address}: Connection refused"
-    assert str(error) == said
+    error = refusal_at(address)
+    assert str(error) == f"cannot reach worker 'w' at {address}: Connection refused"
     assert error.absent and not error.reached
 
 
 def test_a_host_without_a_name_is_one_clear_line(tmp_path: Path):
     tls = load_tls(*Issuer(tmp_path, "ca").issue("a"))
-    client = ControlClient("worker 'w'", Address("no.such.invalid", 7000), tls=tls)
-    error = refused(client, timeout_s=60)
+    error = refusal_at(Address("no.such.invalid", 7000), tls)
     assert "cannot reach worker 'w' at no.such.invalid:7000: " in str(error)
     assert not (error.absent or error.reached)
 
@@ -171,8 +161,7 @@ def test_what_listens_there_and_is_no_worker_is_refused():
                 came.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
 
         threading.Thread(target=answer, daemon=True).start()
-        client = ControlClient("worker 'w'", Address("127.0.0.1", port))
-        error = refused(client, timeout_s=30)
+        error = refusal_at(Address("127.0.0.1", port))
     assert f"cannot reach worker 'w' at 127.0.0.1:{port}: " in str(error)
 
 
@@ -240,7 +229,7 @@ def test_a_flood_of_strangers_leaves_callers_that_are_known_theirs(
         assert sum(not half.done() for half in halves) == most
         for _ in range(3):
             assert client.ask(Info(token="other"), timeout_s=60) == {"token": "other"}
-        assert "64 calls of strangers are under way; ask again" in str(refused(client))
+        assert "64 concurrent unauthenticated calls is reached" in str(refused(client))
         # A call under way has no thread at the server; here each has one that sends.
         threads = [one.name.startswith("control") for one in threading.enumerate()]
         assert sum(threads) <= ANSWERS_MAX
@@ -260,7 +249,7 @@ def test_a_flood_of_known_callers_keeps_others_out_no_longer_than_the_deadline(
         halves = half_calls(attacker, 32, known[0], ends)
         soon(lambda: sum(half.done() for half in halves) >= 16)
         said = str(refused(client, Info(token="other")))
-        assert "16 calls are under way; ask again" in said
+        assert "16 concurrent calls is reached; try again" in said
         soon(lambda: all(half.done() for half in halves))
         ended = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.CANCELLED
         assert {half.code() for half in halves} == {*ended}
@@ -274,8 +263,8 @@ def test_a_caller_of_another_protocol_is_refused_with_both_versions(
 ):
     older = "this process" if theirs < PROTOCOL else NAME
     said = (
-        f"this process speaks version {theirs} of jdag's protocol and {NAME} version "
-        f"{PROTOCOL}; upgrade jdag for {older}"
+        f"this process uses version {theirs} of jdag's protocol, and {NAME} uses "
+        f"version {PROTOCOL}; upgrade jdag for {older}"
     )
     metadata = ((control.VERSION, str(theirs)),)
     call = client.channel.unary_unary("/jdag.Control/Health")
@@ -297,7 +286,7 @@ def test_who_is_known_waits_for_a_turn_and_a_stranger_does_not(
         first = threads.submit(client.ask, Detach(secret="k"), timeout_s=60)
         assert asked.began.acquire(timeout=60)
         second = threads.submit(client.ask, Info(token="k"), timeout_s=60)
-        assert "1 answers are under way; ask again" in str(refused(client))
+        assert "1 concurrent answers is reached; try again" in str(refused(client))
         asked.let.set()
         assert (first.result(), second.result()) == ({}, {"token": "k"})
 
@@ -313,27 +302,17 @@ def issuer(tmp_path_factory: pytest.TempPathFactory) -> Issuer:
 @pytest.fixture(scope="module")
 def secured(issuer: Issuer) -> Iterator[ControlServer]:
     tls = load_tls(*issuer.issue("server"))
-    made = ControlServer(NAME, ANY, Asked().answers, tls=tls)
-    yield made
-    made.close()
+    with closing(ControlServer(NAME, ANY, Asked().answers, tls=tls)) as server:
+        yield server
 
 
 def test_who_is_certified_by_another_is_refused_in_one_line(secured, tmp_path: Path):
     tls = load_tls(*Issuer(tmp_path, "ca").issue("client"))
-    client = ControlClient("worker 'w'", secured.address, tls=tls)
-    said = str(refused(client))
-    assert said == (
+    assert str(refusal_at(secured.address, tls)) == (
         f"cannot reach worker 'w' at {secured.address}: TLS refused: unable to get "
-        "local issuer certificate; its certificate has to be for 127.0.0.1, and issued "
-        "by the authority that ca names here"
+        "local issuer certificate; its certificate must be for 127.0.0.1, and be "
+        "issued by an authority in the ca file of this process"
     )
-
-
-def test_a_server_that_is_certified_for_another_host_is_refused(secured, issuer):
-    tls = load_tls(*issuer.issue("client"))
-    address = Address("localhost", secured.address.port)
-    client = ControlClient("worker 'w'", address, tls=tls)
-    assert "TLS refused: hostname mismatch" in str(refused(client))
 
 
 def test_who_shows_no_certificate_is_refused(secured, issuer: Issuer):
@@ -346,10 +325,9 @@ def test_who_shows_no_certificate_is_refused(secured, issuer: Issuer):
 
 def test_a_caller_without_tls_is_told_that_the_worker_uses_it(secured, monkeypatch):
     monkeypatch.setattr(control, "_PROBE_S", 60.0)  # However busy this is.
-    client = ControlClient("worker 'w'", secured.address)
-    assert str(refused(client, timeout_s=60)) == (
+    assert str(refusal_at(secured.address)) == (
         f"cannot reach worker 'w' at {secured.address}: it uses TLS and this process "
-        "does not; [tls] has to be in the cluster's file on both sides"
+        "does not; [tls] must be in the cluster file on both sides"
     )
 
 
@@ -358,8 +336,7 @@ def test_a_caller_with_tls_is_told_that_the_worker_does_not_use_it(
 ):
     monkeypatch.setattr(control, "_PROBE_S", 60.0)
     tls = load_tls(*issuer.issue("client"))
-    client = ControlClient("worker 'w'", server.address, tls=tls)
-    assert str(refused(client, timeout_s=60)) == (
+    assert str(refusal_at(server.address, tls)) == (
         f"cannot reach worker 'w' at {server.address}: it does not use TLS and this "
-        "process does; [tls] has to be in the cluster's file on both sides"
+        "process does; [tls] must be in the cluster file on both sides"
     )

@@ -18,8 +18,6 @@ HOST = SimpleNamespace(worker="a")
 
 
 class Filled:
-    """A timeline of some entries, each of which notes that it came."""
-
     def __init__(self, entries):
         self.timeline = SimTimeline(events_max=1000)
         self.came = []
@@ -39,8 +37,6 @@ class Filled:
 
 
 class Picking(Chooser):
-    """Picks any of what may come next, and notes how many there were."""
-
     picks_events = True
 
     def __init__(self, seed=0, at=None):
@@ -118,7 +114,7 @@ def test_a_run_that_does_not_end_is_stopped_by_a_bound_that_is_named():
         timeline.push(timeline.now_ns + 1, 0, (again, host))
 
     again(HOST)
-    with fails_with(JdagError, "report.events_max_100_reached_at"):
+    with fails_with(JdagError, "sim.events_max_is_reached"):
         timeline.run(Chooser(), (), 0)
     assert timeline._pushed == 100
 

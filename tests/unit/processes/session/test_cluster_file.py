@@ -62,7 +62,7 @@ def test_without_a_file_for_it_a_token_is_made_for_this_user_alone(tmp_path: Pat
     assert load_cluster_file(path).token == token
     assert sorted(tmp_path.iterdir()) == [path, made]
     made.chmod(0o640)
-    with fails_with(ScenarioError, "sim.nobody_else_can_read_chmod"):
+    with fails_with(ScenarioError, "processes.nobody_else_can_read_chmod"):
         _ = load_cluster_file(path).token
 
 
@@ -79,70 +79,70 @@ def test_with_another_way_to_trust_no_token_is_made(tmp_path: Path):
 def test_where_no_token_can_be_made_it_is_said(tmp_path: Path):
     settings = load_cluster_file(written(tmp_path, WORKER))
     settings = replace(settings, path=tmp_path / "gone" / "cluster.toml")
-    with fails_with(ScenarioError, "sim.token_file_none_cannot_be"):
+    with fails_with(ScenarioError, "processes.token_file_none_cannot_be"):
         settings.make_token()
 
 
 WRONG = (
-    ("", "workers is missing; it has to be there"),
+    ("", "workers is missing; it is required"),
     (
         "workers = 3",
-        "workers = 3: allowed is 1 to 65,536 tables, such as [wor",
+        "workers = 3: expected 1 to 65,536 tables, such as [wor",
     ),
     (
         '[workers."../a"]\ncontrol = "127.0.0.1:7000"',
-        "workers = '../a': allowed is letters, digits, _, - and ., beginning with a "
-        "letter or digit, at most 64",
+        "workers = '../a': expected at most 64 letters, digits, _, - and ., "
+        "beginning with a letter or digit",
     ),
     (
         '[workers.a]\ncontrol = "127.0.0.1"',
-        "workers.a.control = '127.0.0.1': allowed is host:port, with a port of 1 to "
+        "workers.a.control = '127.0.0.1': expected host:port, with a port of 1 to "
         "65535, such as 127.0.0.1:7001",
     ),
     (
         '[workers.a]\ncontrol = "127.0.0.1:0"',
-        "workers.a.control = '127.0.0.1:0': allowed is host:port",
+        "workers.a.control = '127.0.0.1:0': expected host:port",
     ),
     (
         '[workers.a]\ncontrol = "10.1.2.3:7000"',
-        "workers.a.control = '10.1.2.3:7000': allowed is an address of loopback "
-        "(127.0.0.1), or any once [tls] names ca, certificate and key",
+        "workers.a.control = '10.1.2.3:7000': expected a loopback address "
+        "(127.0.0.1), or any address if [tls] has ca, certificate and key",
     ),
     (
         WORKER + 'data = "0.0.0.0:7001"',
-        "workers.a.data = '0.0.0.0:7001': allowed is an address of loopback",
+        "workers.a.data = '0.0.0.0:7001': expected a loopback address",
     ),
     (
         WORKER + '[workers.b]\ncontrol = "127.0.0.1:7000"',
-        "workers.b.control = '127.0.0.1:7000': allowed is an address of its own; "
-        "workers.a.control has this one",
+        "workers.b.control = '127.0.0.1:7000': expected an unused address; "
+        "workers.a.control has the same address",
     ),
     (
         WORKER + 'device = "tpu"',
-        "workers.a.device = 'tpu': allowed is cpu, gpu, or gpu:N with the number of "
+        "workers.a.device = 'tpu': expected cpu, gpu, or gpu:N with the number of "
         "the GPU",
     ),
-    (WORKER + 'allow = ["a b"]', "workers.a.allow[0] = 'a b': allowed is a module"),
-    (WORKER + 'allow = "os"', "workers.a.allow = 'os': allowed is a list of modules"),
+    (WORKER + 'allow = ["a b"]', "workers.a.allow[0] = 'a b': expected a module"),
+    (WORKER + 'allow = "os"', "workers.a.allow = 'os': expected a list of modules"),
     (
         WORKER + 'allow = ["__main__"]',
-        "workers.a.allow[0] = '__main__': allowed is a module",
+        "workers.a.allow[0] = '__main__': expected a module",
     ),
-    (WORKER + "colour = 1", "workers.a.colour = 1: allowed is one of the keys control"),
+    (WORKER + "colour = 1", "workers.a.colour = 1: expected one of the keys control"),
     (
         "redy_s = 1\n" + WORKER,
-        "redy_s = 1: allowed is one of the keys workers, tls, token_file, deadline_s, "
-        "ready_s, value_bytes_max, nesting_max (do you mean ready_s?)",
+        "redy_s = 1: expected one of the keys workers, tls, token_file, deadline_s, "
+        "ready_s, value_bytes_max, nesting_max (did you mean ready_s?)",
     ),
     (
         'carrier = "grpc"\n' + WORKER,
-        "carrier = 'grpc' has gone: leave it out; sockets carry all data, gRPC is the "
-        "control plane",
+        "carrier = 'grpc' was removed: leave it out; sockets carry all data, gRPC is "
+        "the control plane",
     ),
-    ("deadline_s = 0\n" + WORKER, "deadline_s = 0: allowed is a number of seconds"),
+    ("deadline_s = 0\n" + WORKER, "deadline_s = 0: expected a number of seconds"),
     (
         "value_bytes_max = 0\n" + WORKER,
-        "value_bytes_max = 0: allowed is an integer >= 1",
+        "value_bytes_max = 0: expected an integer >= 1",
     ),
     ('[tls]\nca = "ca.pem"\n' + WORKER, "tls.certificate is missing"),
 )
@@ -161,20 +161,20 @@ def test_a_mistake_is_one_line_with_the_file_the_key_and_what_is_allowed(
 
 def test_a_worker_that_the_file_does_not_name_is_refused_with_those_it_does(tmp_path):
     path = written(tmp_path, GOOD)
-    with fails_with(ScenarioError, "sim.name_ps1_allowed_is_one"):
+    with fails_with(ScenarioError, "processes.name_ps1_allowed_is_one"):
         load_cluster_file(path).worker("ps1")
     names: tuple[Any, ...] = (7, None, ["trainer"], np.zeros(2))
     for name in names:
-        with fails_with(ScenarioError, "sim.name_allowed_is_one_of"):
+        with fails_with(ScenarioError, "processes.name_allowed_is_one_of"):
             load_cluster_file(path).worker(name)
 
 
 def test_a_token_that_is_short_or_not_there_is_refused(tmp_path: Path):
     path = written(tmp_path, 'token_file = "token"\n' + WORKER)
-    with fails_with(ScenarioError, "sim.token_file_token_no_such"):
+    with fails_with(ScenarioError, "processes.token_file_token_no_such"):
         _ = load_cluster_file(path).token
     (tmp_path / "token").write_text("short\n")
-    with fails_with(ScenarioError, "sim.16_to_4096_characters_it"):
+    with fails_with(ScenarioError, "processes.16_to_4096_characters_it"):
         _ = load_cluster_file(path).token
 
 
@@ -185,7 +185,7 @@ def test_files_that_no_file_can_be_are_refused(tmp_path: Path):
         _ = load_cluster_file(path).token
     (tmp_path / "ca.pem").write_text("")
     tls = '[tls]\nca = "ca.pem"\ncertificate = "a\\u0000b"\nkey = "a.key"\n'
-    with fails_with(ScenarioError, "sim.tls_certificate_a_x00b_no"):
+    with fails_with(ScenarioError, "processes.tls_certificate_a_x00b_no"):
         _ = load_cluster_file(written(tmp_path, WORKER + tls)).tls_files
 
 

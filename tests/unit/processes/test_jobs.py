@@ -27,7 +27,7 @@ from jdag.engine.protocol import (
     Sum,
     Tag,
 )
-from jdag.processes.jobs import KNOWN_MAX, SHORT_NS, Jobs, Times
+from jdag.processes.jobs import KNOWN_MAX, SHORT_NS, AverageDurations, Jobs
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.schedules import Action
 
@@ -217,7 +217,7 @@ def test_a_sum_and_a_fill_are_computed_too(bench: Bench) -> None:
 
 
 def test_times_are_believed_from_the_third_run_on_and_forget_the_first() -> None:
-    times = Times()
+    times = AverageDurations()
     times.note("f", 100 * SHORT_NS)  # It compiled.
     assert not times.is_short("f")
     times.note("f", SHORT_NS // 10)
@@ -228,14 +228,14 @@ def test_times_are_believed_from_the_third_run_on_and_forget_the_first() -> None
 
 
 def test_one_run_that_was_delayed_does_not_make_a_computation_long() -> None:
-    times = Times()
+    times = AverageDurations()
     for took_ns in (100 * SHORT_NS, SHORT_NS // 20, 50 * SHORT_NS):
         times.note("f", took_ns)
     assert times.is_short("f")
 
 
 def test_the_memory_of_times_is_bounded() -> None:
-    times = Times()
+    times = AverageDurations()
     for number in range(KNOWN_MAX + 10):
         times.note(number, 1)
-    assert len(times._known) == KNOWN_MAX
+    assert len(times._averages) == KNOWN_MAX

@@ -1,0 +1,114 @@
+"""The workers of a net, and what is on its way between them, large values last."""
+
+import random
+from collections import deque
+from collections.abc import Container, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdag.engine import Engine
+from jdag.engine.protocol import AnyKey, Event, Job, Key, LeafId, Message, Return, Spawn
+from jdag.wire.order import Order
+
+Body = Generator[int, Any, Any]
+Pair = tuple[str, str]
+
+
+@dataclass
+class Place:
+    engine: Engine
+    values: dict[Key, Any] = field(default_factory=dict)
+    jobs: list[Job] = field(default_factory=list)
+    resumed: dict[int, Any] = field(default_factory=dict)
+    alarms: dict[int, Event] = field(default_factory=dict)  # By waiter.
+    spawned: list[Spawn] = field(default_factory=list)
+    running: dict[int, tuple[Any, Body]] = field(default_factory=dict)
+    joined: dict[str, int] = field(default_factory=dict)  # Of whom it was told.
+
+
+@dataclass(eq=False)
+class Parcel:
+    message: Message
+    carried: list[Any]
+
+
+class Links:
+    """Queues by (from, to); of what came out of one values may still be to come.
+
+    `large` is how probable that is, of a message that has any.
+    """
+
+    def __init__(self, rng: random.Random, large: float) -> None:
+        self.queues: dict[Pair, deque[tuple[Any, list[Any]]]] = {}
+        self.partial: dict[Pair, list[Parcel]] = {}
+        self.stalls = False  # What is to come of values does not.
+        self._orders: dict[Pair, Order] = {}
+        self._rng = rng
+        self.large = large
+
+    def send(self, pair: Pair, message: Message, carried: list[Any]) -> None:
+        self.queues.setdefault(pair, deque()).append((message, carried))
+
+    def take(self, pair: Pair) -> list[Parcel]:
+        parcel = Parcel(*self.queues[pair].popleft())
+        large = bool(parcel.carried) and self._rng.random() < self.large
+        if large:
+            self.partial.setdefault(pair, []).append(parcel)
+        order = self._orders.setdefault(pair, Order())
+        return list(order.arrived(parcel, whole=not large))
+
+    def rests(self) -> list[tuple[str, str, Any]]:
+        if self.stalls:
+            return []
+        return [
+            ("rest", pair[1], (pair, parcel))
+            for pair, parcels in self.partial.items()
+            for parcel in parcels
+        ]
+
+    def complete(self, pair: Pair, parcel: Parcel) -> list[Parcel]:
+        self.partial[pair].remove(parcel)
+        return list(self._orders[pair].completed(parcel))
+
+    def forget(self, pair: Pair) -> None:
+        self.partial.pop(pair, None)
+        self._orders.pop(pair, None)
+
+
+def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str]:
+    found: list[str] = []
+    for name, place in places.items():
+        engine: Any = place.engine
+        state = engine._state
+        kept = {
+            "contexts": state.contexts,
+            "passes": engine.live_passes,
+            "jobs": state.jobs,
+            "soon": state.callbacks,
+            "effects": state.out,
+            "requests": engine._reads._requests,
+            "after": state.after,
+            "held": engine._frames._waits,
+            "unacknowledged": state.assignments,
+            "programs": place.running,
+            "values": [
+                key for key in place.values if key.kind != "leaf" or key.name in dropped
+            ],
+        }
+        found.extend(f"{name}: {what} {it}" for what, it in kept.items() if it)
+    return found
+
+
+def taken(store: dict[Key, Any], result: Any) -> Any:
+    match result:
+        case (Return(result=made, failure=failure),):  # News of a program.
+            return made, failure
+        case tuple():
+            pass
+        case _:
+            return result
+    taken = tuple(store[what] if isinstance(what, AnyKey) else what for what in result)
+    for what in result:
+        if isinstance(what, AnyKey) and what.kind == "reading":
+            del store[what]
+    return taken
