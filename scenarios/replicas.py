@@ -17,29 +17,25 @@ from jdag.api.cluster import Cluster
 from jdag.collectives.routes import HOW, How
 from jdag.errors import ScenarioError
 from jdag.scenario import Case, Figures, Run
-from jdag.scenario.player import digest_of
+from jdag.scenario.player import FIGURES as COMMON
+from jdag.scenario.player import LEFT_OVER, digest_of
 
+# Figures that have the texts of other scenarios.
+_COMMON = (
+    *("gradient_bits", "seeds", "bit_patterns", "arrival_orders", "same_bits_as_clean"),
+    *("virtual_time_ns", "wall_time_ns", "messages", "payload_bytes"),
+)
 FIGURES: Mapping[str, str] = {
     "outcome": "how the passes ended",
     "error": "class of the first error, if any",
     "error_message": "message of that error",
     "way": "routes of parameters and gradients, one case for each",
     "gradient_difference": "max|g - g*| / max|g*|; g* by the oracle",
-    "gradient_bits": "hash of the bits of the gradients",
-    "seeds": "number of seeds",
-    "bit_patterns": "number of bitwise different gradients over the seeds",
-    "arrival_orders": "number of arrival orders of cotangents over the seeds",
-    "same_bits_as_clean": "whether a run without faults and jitter has the same bits",
-    "virtual_time_ns": "virtual time from opening the context to the end of the pass",
-    "wall_time_ns": "the same by the clock of this host",
-    "messages": "protocol messages",
-    "payload_bytes": "bytes of the arrays in those messages",
+    **{name: COMMON[name] for name in _COMMON},
     "link_bytes": "bytes of arrays on the busiest link",
     "busiest_bytes": "bytes of arrays sent by the busiest worker",
-    "resends": "frames sent again",
-    "live_contexts": "contexts that still exist on a worker after the run",
-    "live_passes": "passes that still exist on a worker after the run",
-    "values_left": "values other than leaves that exist after the run",
+    "resends": COMMON["resends"],
+    **LEFT_OVER,
     "digest": "digest of the traces",
 }
 

@@ -41,7 +41,9 @@ def checked_workers(
 ) -> tuple[str, ...]:
     check_how(how)
     if isinstance(workers, str):
-        raise JdagError(f"{what} takes a list of workers, not {workers!r}")
+        raise JdagError(
+            f"{what} takes a list of workers: expected [{workers!r}], not {workers!r}"
+        )
     if isinstance(workers, set | frozenset):
         raise JdagError(
             f"{what} takes workers in the order of sums: expected a list such as "

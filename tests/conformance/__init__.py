@@ -36,7 +36,7 @@ test_replicas, test_collectives
 - DistributedDataParallel's all-reduce: all replicas get one sum.
 - torch.distributed.nn's gather, reduce-scatter and all-to-all have gradients.
 - DDP's programs, one on each worker, meet in collectives. A member that is absent,
-  differs, dies or waits elsewhere is named to all who wait.
+  differs, dies or waits for something else is named in the error of each member.
 
 test_errors
 - Six wrong roots are six different messages.

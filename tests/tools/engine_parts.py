@@ -23,7 +23,7 @@ class Place:
     alarms: dict[int, Event] = field(default_factory=dict)  # By waiter.
     spawned: list[Spawn] = field(default_factory=list)
     running: dict[int, tuple[Any, Body]] = field(default_factory=dict)
-    joined: dict[str, int] = field(default_factory=dict)  # Of whom it was told.
+    joined: dict[str, int] = field(default_factory=dict)  # Incarnations that joined.
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """The error texts that tests pin: `tests/errors/ROOM.toml` has a key for each.
 
-In a text `*` stands for anything. A text is the whole message unless it begins or ends
-with `*`. To reword an error, edit its text there.
+A text is the whole message unless it begins or ends with `*`. In between `*` stands for
+anything on one line, `{n}` for a number. To reword an error, edit its text there.
 """
 
 import re
@@ -25,8 +25,13 @@ def texts(room: str) -> dict[str, str]:
 
 def pattern(key: str) -> str:
     room, _, name = key.partition(".")
-    parts = texts(room)[name].split("*")
-    return r"(?s)\A" + ".*".join(re.escape(part) for part in parts) + r"\Z"
+    text = re.escape(texts(room)[name]).replace(r"\{n\}", r"\d+")
+    middle = text.removeprefix(r"\*").removesuffix(r"\*").replace(r"\*", ".*")
+    return (
+        ("" if text.startswith(r"\*") else r"\A")
+        + middle
+        + ("" if text.endswith(r"\*") else r"\Z")
+    )
 
 
 def fails_with(error: type[E] | tuple[type[E], ...], key: str) -> pytest.RaisesExc[E]:

@@ -1,5 +1,6 @@
 """Calls of C that hold Python's interpreter lock for more than two deadlines."""
 
+import ctypes
 from itertools import repeat
 from typing import Any
 
@@ -24,6 +25,12 @@ def compute() -> None:
 @jdag.unjitted
 def busy(x: Any) -> Any:
     compute()
+    return 2.0 * x
+
+
+@jdag.unjitted
+def hung(x: Any) -> Any:
+    ctypes.PyDLL(None).usleep(round(BUSY_S * 1e6))
     return 2.0 * x
 
 

@@ -278,7 +278,9 @@ class Connection:
             self.waiting_bytes += FRAME_BYTES + nbytes
         else:
             self._put(parcel)
-        self._has_more()
+        if not self._flushing:
+            self._flushing = True
+            self._loop.unflushed.append(self)
 
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
         numbers = self.numbers

@@ -13,7 +13,7 @@ from jdag.api.hvp import hvp
 from jdag.api.oracle import oracle
 from jdag.context.refs import fetch, stop_gradient
 from jdag.engine.functions import program
-from jdag.errors import JdagError
+from jdag.errors import JdagError, RemoteError, RootError
 from tests.tools.error_texts import fails_with
 from tests.tools.face_cases import nothing_is_left
 from tests.tools.recovery_cases import bits
@@ -378,6 +378,19 @@ def test_a_hook_sees_primals_and_may_not_replace_one(cluster):
 
 def last_of(ctx, params, x):
     return ctx.call("c", last, params["v"], ctx.call("b", layer, params["w"], x))
+
+
+def test_losses_and_arguments_that_gradients_refuse_are_refused_the_same_way(cluster):
+    with fails_with(RootError, "api.size_9"):
+        hvp(lambda ctx, w: ctx.call("b", jnp.sin, w), cluster)(PARAMS["w"], V["w"])
+    with fails_with(JdagError, "api.argument_0_n_has_no"):
+        hvp(chain, cluster)({"n": np.int64(3)}, {"n": None}, X)
+    with fails_with(RemoteError, "api.layer_failed"):
+        hvp(lambda ctx, w: ctx.call("b", layer, w, jnp.ones(7)), cluster)(
+            PARAMS["w"], V["w"]
+        )
+    cluster.driver.settle()
+    assert not any(info["values_held"] for info in cluster.info().values())
 
 
 def test_abstract_clusters_are_refused():

@@ -261,7 +261,10 @@ def test_shapes_alone_are_replicated_and_reduced(how):
 
 BAD_PLACES: dict[str, tuple[Any, str]] = {
     "none": ([], r"ctx\.replicate takes at least one worker, not \[\]"),
-    "a name": ("a", r"ctx\.replicate takes a list of workers, not 'a'"),
+    "a name": (
+        "a",
+        r"ctx\.replicate takes a list of workers: expected \['a'\], not 'a'",
+    ),
     "a set": ({"d", "b", "c"}, r"in the order .* as \['b', 'c', 'd'\], not a set"),
     "a number": (3, r"ctx.replicate takes the names of workers, not .*int"),
     "twice": (["a", "b", "a"], r"takes each worker once, but 'a' occurs twice"),

@@ -34,6 +34,27 @@ def test_what_is_committed_is_what_comes_out():
     assert replicas.virtual_rows(counts=(2, 4), sizes=(4096,)) == few
 
 
+def test_the_bytes_of_an_all_reduce_are_those_of_theory():
+    for row in committed("all_reduce"):
+        count, size = row["replicas"], row["payload_bytes"]
+        assert row["ring"]["link_bytes"] * count == 2 * (count - 1) * size
+        assert row["ring"]["out_bytes"] == row["ring"]["link_bytes"]
+        assert row["tree"]["link_bytes"] == row["owner"]["link_bytes"] == size
+        assert row["owner"]["out_bytes"] == (count - 1) * size
+
+
+def test_the_bytes_of_replicas_are_those_of_theory():
+    for row in committed("replicate"):
+        count, size = row["replicas"], row["payload_bytes"]
+        assert (
+            row["owner"]["out_bytes"] == row["owner"]["back_into_bytes"] == count * size
+        )
+        assert row["tree"]["out_bytes"] == 2 * size
+        assert row["ring"]["out_bytes"] == row["ring"]["back_into_bytes"] == size
+        link = max((count - 1) * size, size) // count
+        assert row["ring"]["link_bytes"] == row["ring"]["back_link_bytes"] == link
+
+
 @pytest.mark.parametrize("what", ["replicate", "all_reduce"])
 def test_large_arrays_go_fastest_around_a_ring_and_small_ones_slowest(
     what,
@@ -63,3 +84,14 @@ def test_processes_are_measured_each_way(monkeypatch: pytest.MonkeyPatch):
 def test_the_tables_that_are_committed_are_those_of_the_numbers():
     written = (RESULTS / "replicas.md").read_text()
     assert written.endswith(replicas.tables("", COMMITTED).partition("ring.")[2])
+
+
+def test_times_are_written_as_people_read_them():
+    times = [270_400, 13_432_000, 859_033_000]
+    assert [replicas.lasting(ns) for ns in times] == ["270 us", "13.43 ms", "859 ms"]
+
+
+def test_sizes_are_written_as_people_read_them():
+    sizes = [0, 3, 4096, 16 << 20, 31 << 19]
+    written = ["0 B", "3 B", "4 KiB", "16 MiB", "15.5 MiB"]
+    assert [replicas.sized(size) for size in sizes] == written

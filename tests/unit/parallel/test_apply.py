@@ -104,17 +104,26 @@ def test_what_runs_unjitted_makes_its_arrays_where_its_input_lives():
 @pytest.mark.parametrize(
     ("said", "wrong"),
     [
-        (r"2 functions and 1 inputs: pass one input", {"inputs": [1.0]}),
-        (r"2 functions and 3 devices: pass one dev", {"devices": names(3)}),
+        (
+            r"2 functions and 1 inputs: pass one input for each f",
+            {"inputs": [1.0]},
+        ),
+        (
+            r"2 functions and 3 devices: pass one device",
+            {"devices": names(3)},
+        ),
         (r"2 functions and 1 devices", {"devices": names(1)}),
         (r"device cpu:1 is listed twice", {"devices": ["cpu:1", "cpu:1"]}),
         (r"parallel_apply: the list of devices is empty", {"devices": []}),
         (r"fns is a function; expected a list", {"fns": jnp.ones}),
         (r"inputs is a JAX array; expected a list", {"inputs": jnp.ones(2)}),
         (r"a call takes a function, not 4", {"fns": [jnp.sin, 4]}),
-        (r"argument 0\['a'\] is an object, which no", {"inputs": [1, {"a": object()}]}),
         (
-            r"ed an object as its output; a function",
+            r"parallel_apply: argument 0\['a'\] is an object, which no call accepts",
+            {"inputs": [1.0, {"a": object()}]},
+        ),
+        (
+            r"returned an object as its output; a function must",
             {"fns": [jnp.sin, lambda x: object()]},
         ),
     ],

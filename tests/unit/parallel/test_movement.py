@@ -148,8 +148,14 @@ def test_gradients_of_replicas_are_added_in_their_order():
     ("said", "wrong"),
     [
         (r"replicate: the list of devices is empty", lambda: replicate(1.0, [])),
-        (r"cate: leaf \['a'\]: an object is no", lambda: replicate({"a": object()})),
-        (r"leaf \[0\]: a numpy .*object", lambda: replicate([np.asarray([{}])])),
+        (
+            r"replicate: leaf \['a'\]: an object is no",
+            lambda: replicate({"a": object()}),
+        ),
+        (
+            r"replicate: leaf \[0\]: a numpy .*object",
+            lambda: replicate([np.asarray([{}])]),
+        ),
         (r"scatter: leaf itself is ~float64\[\], a scalar", lambda: scatter(1.0)),
         (r"gather needs a list .*, one for each chunk, not \[\]", lambda: gather([])),
         (r"gather: 'b/cpu:1' is a device of", lambda: gather([1.0], "b/cpu:1")),
@@ -166,7 +172,7 @@ def test_gradients_of_replicas_are_added_in_their_order():
             lambda: gather([jnp.ones(2), jnp.ones(2, np.float32)]),
         ),
         (
-            r"r: leaf \[0\] has 1 dim.*, but dim is 1: expected -1 to 0",
+            r"gather: leaf \[0\] has 1 dimensions, but dim is 1: expected -1 to 0",
             lambda: gather([[jnp.ones(2)]], None, 1),
         ),
         (
@@ -182,7 +188,10 @@ def test_gradients_of_replicas_are_added_in_their_order():
             r"reduce_add needs arrays of numbers, but leaf itself is key<fry>\[\]",
             lambda: reduce_add([jax.random.key(0)] * 3),
         ),
-        (r"dim = 1.0: expected an int", lambda: scatter([1.0], None, cast(Any, 1.0))),
+        (
+            r"scatter: dim = 1.0: expected an int",
+            lambda: scatter([1.0], None, cast(Any, 1.0)),
+        ),
     ],
 )
 def test_what_is_wrong_is_said_in_one_error(said, wrong):

@@ -236,3 +236,21 @@ def test_inside_of_checkpoint_gradients_come_to_where_their_arrays_live(rows):
     wanted = jax.grad(lambda p, x: jnp.sum(curved(p, x)), **both)(p, x)
     close((found[0]["w"], found[1]), (wanted[0]["w"], wanted[1]))
     far["w"] -= found[0]["w"]
+
+
+def test_real_workers_give_the_bits_of_simulated_ones():
+    params, x = {"w": array(3, 4)}, array(7, 3, seed=9)
+    clusters = (
+        jdag.simulate(["a", "b"], seed=3),
+        jdag.launch(["a", "b"], allow=["tests.unit.parallel.cases"]),
+    )
+    bits = []
+    for made in clusters:
+        with made as cluster:
+            refs = cluster.put("b", params)
+            with cluster.context() as ctx:
+                loss = program(ctx, refs, x, "b")
+                ctx.backward(loss)
+                found = jdag.fetch((loss, ctx.gradient(refs)))
+            bits.append([np.asarray(a).tobytes() for a in jax.tree.leaves(found)])
+    assert bits[0] == bits[1]

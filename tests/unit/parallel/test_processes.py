@@ -67,6 +67,10 @@ def both() -> list[Ended]:
     return session("all")
 
 
+def test_there_is_a_check_of_each_kind():
+    assert len(NAMES) >= 9
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_on_two_processes(name, both):
     for number, ended in enumerate(both):

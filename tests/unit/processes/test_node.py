@@ -299,3 +299,18 @@ def test_however_many_jobs_are_due_what_is_said_leaves_between_them() -> None:
 def _noted(did: list[str], name: str, do: Callable[..., Any], *given: Any) -> Any:
     did.append(" ".join([name, *[type(one).__name__ for one in given[:1]]]))
     return do(*given)
+
+
+@jdag.program
+def many(ctx: Any, w: Any, count: int) -> Any:
+    for _ in range(count):
+        w = ctx.call(ctx.here, jnp.sin, w)
+    return w
+
+
+def test_the_graph_of_a_large_fragment_can_be_asked_for() -> None:
+    with cluster(("a", "b")) as c:
+        w = c.put("b", W)
+        with c.context() as ctx:
+            ctx.call("b", many, w, 1_500)
+            assert ctx.graph().counts()["b"]["nodes"] == 1_500

@@ -367,7 +367,7 @@ def test_a_script_is_run_again_by_the_command(
     twice.parent.mkdir()
     twice.write_text(SCRIPT.replace('"c", double', '"b", double'))
     for expected, file, error in (
-        (2, other, "a.journal has program = 'script.py'; the replay has "),
+        (2, other, "a.journal has program = 'script.py'; the replay needs "),
         (1, twice, "the run deviates from its journal on worker 'c' at event 1: expe"),
     ):
         command[1] = str(file)

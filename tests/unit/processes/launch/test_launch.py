@@ -309,7 +309,7 @@ def forked(use):
         try:
             use()
         except jdag.JdagError as error:
-            os._exit(f"process {os.getpid()} was forked from it" in str(error))
+            os._exit(f"process {os.getpid()} was forked from process" in str(error))
         os._exit(2)
     return os.WEXITSTATUS(os.waitpid(copy, 0)[1])
 

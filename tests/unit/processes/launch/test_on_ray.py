@@ -179,7 +179,7 @@ def test_a_training_goes_on_on_another_node_with_the_same_bits_or_says_there_is_
         said = "worker 'b' has not joined again within timeout_s=2: "
         with pytest.raises(RecoveryError, match=said) as raised:
             cluster.recover(timeout_s=2)
-        return "Ray cannot place" in str(raised.value)  # Once Ray has noticed.
+        return "Ray can no longer place" in str(raised.value)  # Once Ray has noticed.
 
     def recover(cluster: Any, patient: Any) -> None:
         if none_left:
@@ -200,7 +200,7 @@ def test_a_training_goes_on_on_another_node_with_the_same_bits_or_says_there_is_
 
 @pytest.mark.second
 def test_what_ray_cannot_place_is_refused_and_leaves_nothing(nodes):
-    said = r"Ray cannot place \[\{'CPU': 1, 'up': 1\}\] within ready_s=1; the .*CPU"
+    said = r"Ray did not place \[\{'CPU': 1, 'up': 1\}\] within ready_s=1; the .*CPU"
     with pytest.raises(JoinError, match=said):
         launch(["m", "a"], resources={"CPU": 1, "up": 1}, ready_s=1)
     soon(lambda: ray.available_resources()["CPU"] == 4)

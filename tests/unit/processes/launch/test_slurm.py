@@ -175,9 +175,12 @@ def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypa
         monkeypatch.setenv(key, text)
     options = ("up", path, "--slurm", "--workers", "trainer,a,b")
     with ExitStack() as stack:
+        commands = []
         for task in "01":
             monkeypatch.setenv("SLURM_PROCID", task)
-            until(stack.enter_context(running(*options)), "Ctrl-C stops them")
+            commands.append(stack.enter_context(running(*options)))
+        for command in commands:
+            until(command, "press Ctrl-C to stop the workers")
         settings = load_cluster_file(path)
         controls = {name: settings.worker(name).control for name in "ab"}
         session = stack.enter_context(Session(plan_of(controls, token=settings.token)))

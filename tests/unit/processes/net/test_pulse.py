@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdag
-from jdag.errors import ProtocolError
+from jdag.errors import ProtocolError, WorkerLost
 from jdag.processes.net import pulse_helper
 from jdag.processes.net.addresses import Address, datagrams, host_towards
 from jdag.processes.net.loop import clock_ns
@@ -183,11 +183,12 @@ def test_an_answer_that_is_forged_or_comes_again_is_no_sign_of_life() -> None:
         pulse = Pulse(str(where), KEY.hex())
 
         def answered(key: bytes) -> bytes:
-            data, who = bound.recvfrom(NONCE_BYTES + TAG_BYTES)
+            data, sender = bound.recvfrom(NONCE_BYTES + TAG_BYTES)
             assert data == question(KEY, data[:NONCE_BYTES])
-            bound.sendto(told := pulse_answer(key, data[:NONCE_BYTES]), who)
-            bound.sendto(told, who)
-            return told
+            answer = pulse_answer(key, data[:NONCE_BYTES])
+            bound.sendto(answer, sender)
+            bound.sendto(answer, sender)
+            return answer
 
         pulse.ask(7)
         answered(OTHER_KEY)
@@ -339,3 +340,15 @@ def test_a_worker_and_the_caller_may_compute_for_two_deadlines_in_one_call() -> 
         x = ctx.call("b", cases.doubled, ctx.call("c", cases.doubled, jnp.ones(3)))
         assert x.fetch().tolist() == [4.0, 4.0, 4.0]
         assert not any(info["lost"] for info in cluster.info().values())
+
+
+@pytest.mark.second
+def test_a_worker_that_hangs_in_one_call_is_lost() -> None:
+    workers, deadline_s = ["a", "b", "c"], cases.DEADLINE_S
+    with (
+        jdag.launch(workers, allow=ALLOWED, deadline_s=deadline_s) as cluster,
+        cluster.context() as ctx,
+    ):
+        with pytest.raises(WorkerLost, match="it gave no sign of life for"):
+            ctx.call("b", cases.hung, 3.0).fetch()
+        assert not cluster.info()["c"]["lost"]
