@@ -380,7 +380,7 @@ def test_a_script_is_run_again_by_the_command(
     command[1] = str(script)
     code, output, (_, line) = replay(folder, "--", *command)
     assert (code, output) == (0, "")
-    assert line.endswith(" of 3 workers; there the journals end, at journal_bytes\n")
+    assert line.endswith(" of 3 workers; the journals end here, at journal_bytes\n")
     assert line.count("\n") == 1
     for words, error in (
         (
