@@ -389,7 +389,7 @@ def test_a_script_is_run_again_by_the_command(
         ),
         (
             ("--trace", "t", folder, "--", *command),
-            "--trace = 't': expected only for",
+            "--trace = 't': expected no trace file, since a replay",
         ),
         (("none", "--", *command), "jdag: none: No such file or directory\n"),
     ):
