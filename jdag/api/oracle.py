@@ -296,7 +296,7 @@ def _differentiated(
         reached = hooks.reached([root.key for root in roots])
         hooked = {key: run.values[key] for key in reached}
         # Add zero times each hooked value, so that each has a cotangent.
-        sums += [0 * jnp.sum(jnp.real(value)) for value in hooked.values()]
+        sums += [0 * _real_sum(value) for value in hooked.values()]
         values_and_aux = values, unflatten(treedef, aux_values)
         return sum(sums[1:], sums[0]), (values_and_aux, hooked, run.fetched)
 
@@ -338,8 +338,12 @@ def _inner(value: Any, cotangent: Any) -> Any:
             f"a root of shape {value.shape} needs a cotangent; only a root of size 1, "
             "such as a loss, needs none"
         )
-    weighted = value if cotangent is None else value * cotangent
-    return jnp.sum(jnp.real(weighted))
+    return _real_sum(value if cotangent is None else value * cotangent)
+
+
+def _real_sum(value: Any) -> Any:
+    real = jnp.real(value) if jnp.iscomplexobj(value) else value
+    return jnp.sum(real) if jnp.ndim(real) else real  # JAX would compile a sum.
 
 
 class _Argument:

@@ -40,7 +40,6 @@ from jdag.errors import (
     UnusedSendError,
     unusable,
 )
-from jdag.plans.compiling import compile
 from jdag.scenario.player import (
     FIGURES,
     Figures,
@@ -162,8 +161,7 @@ class Case:
                         run.draw(ctx.graph())
                 if not run.abstract:
                     gradients = self.gradients(ctx, refs)
-                    total_loss = sum(np.sum(root.fetch()) for root in roots)
-                    loss = float(np.real(total_loss))
+                    loss = _total([root.fetch() for root in roots])
         except RootError:
             raise
         except JdagError as raised:
@@ -181,6 +179,8 @@ class Case:
         def program(ctx: Any, params: Any) -> list[Ref]:
             return self.roots(ctx, params)
 
+        from jdag.plans.compiling import compile  # noqa: PLC0415 - imports optax.
+
         step = compile(program, cluster)
         try:
             results = [step.value_and_grad(refs) for _ in range(self.passes)]
@@ -193,9 +193,8 @@ class Case:
         if run.abstract:
             return None, None
         gradients = [jax.tree.leaves(tree) for _, tree in results]
-        total_loss = sum(map(np.sum, results[0][0]))
         sums = [sum(terms[1:], terms[0]) for terms in zip(*gradients, strict=True)]
-        return float(np.real(total_loss)), tuple(sums)
+        return _total(results[0][0]), tuple(sums)
 
     def _outcome(self, played: CaseResult) -> Figures:
         error = played.error
@@ -235,6 +234,11 @@ class Case:
         same = bits(clean.gradients) == bits(played.gradients)
         clean.cluster.close()
         return same
+
+
+def _total(roots: Sequence[Any]) -> float:
+    # Each root has one element. Numpy adds them, since JAX would compile each sum.
+    return float(np.real(sum([np.asarray(root).reshape(()) for root in roots])))
 
 
 def _counts(run: Run, played: CaseResult) -> Figures:
