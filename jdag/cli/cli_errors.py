@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from jdag.errors import JoinError, ScenarioError, named_text, reason, unusable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 File = Annotated[Path, typer.Argument(help="TOML file of the scenario.")]
 _DIGITS_MAX = 1000  # `int` accepts up to 4300 digits.
@@ -48,7 +50,7 @@ def natural(key: str, text: str, least: int = 0) -> int:
     return int(text)
 
 
-def say(console: Console, line: str) -> None:
+def say(console: "Console", line: str) -> None:
     """Print a line without markup, highlighting or line breaks."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 

@@ -179,7 +179,7 @@ def _run_again(folder: Path, command: list[str], trace: Path | None) -> int:
     return code if code >= 0 else 1
 
 
-def replay_file(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
+def replay(bug: Bug, what: What = None, trace: TraceOut = None) -> None:
     """Repeat a wrong run of `jdag explore` step by step, or a run from its journals.
 
     `jdag replay BUG` repeats a wrong run. BUG contains the name of the scenario, or of

@@ -13,12 +13,13 @@ import atexit
 import os
 import sys
 import time
+from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
     from collections.abc import Callable
-    from types import FrameType
+    from types import FrameType, ModuleType
     from typing import NoReturn
 else:
     import _signal as signal  # Importing `signal` takes 10 ms.
@@ -64,6 +65,15 @@ def run_command(command: Callable[[], object]) -> None:
                 sys.stdout.flush()
             finally:
                 exit_by_signal(_State.number)
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module for a command. Meanwhile, a signal ends the process at once."""
+    former, _State.mode = _State.mode, "ends"
+    try:
+        return import_module(module)
+    finally:
+        _State.mode = former
 
 
 def finish() -> None:

@@ -1,14 +1,17 @@
 """The command line: what it prints, what it leaves behind, and its exit codes."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from jdag.cli import commands as cli
+from jdag.cli import running
 from tests import ROOT
 from tests.tools.command_cases import command as jdag
 from tests.tools.scenario_cases import scenario_of, written
@@ -271,6 +274,16 @@ def test_no_command_is_answered_by_help(capsys: pytest.CaptureFixture):
         assert line.endswith(".") and not line.endswith("...")
 
 
+@pytest.mark.parametrize("path", cli.COMMANDS)
+def test_help_has_the_first_line_of_each_command(path: str):
+    module, name = path.split(".")
+    function = getattr(import_module(f"jdag.cli.{module}"), name)
+    assert cli.COMMANDS[path] == (inspect.getdoc(function) or "").partition("\n")[0]
+    code, out, err = jdag(name.replace("_", "-"), "--help")
+    assert (code, err) == (0, "")
+    assert cli.COMMANDS[path] in " ".join(out.split())
+
+
 def test_the_version_can_be_asked_for():
     code, out, _ = jdag("--version")
     assert code == 0
@@ -283,7 +296,7 @@ def test_an_interrupted_run_leaves_nothing(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_scenario", interrupted)
+    monkeypatch.setattr(running, "run_scenario", interrupted)
     monkeypatch.setattr(sys, "argv", ["jdag", "run", str(written(place.parent))])
     with pytest.raises(KeyboardInterrupt):
         cli.main()
@@ -295,7 +308,7 @@ def test_what_is_written_half_is_not_kept(place: Path, monkeypatch: pytest.Monke
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli, "render", full)
+    monkeypatch.setattr(running, "render", full)
     assert "No space left on device" in refused(place, "run", written(place.parent))
 
 
