@@ -1,5 +1,6 @@
 """Nodes without an engine, and seats and processes that have them."""
 
+import gc
 import os
 import socket
 import sys
@@ -154,6 +155,11 @@ def make_plain(options: WorkerOptions) -> Any:
 def make_broken(options: WorkerOptions) -> Any:
     for line in range(100):
         sys.stdout.write(f"line {line}\n")
+    os._exit(3)
+
+
+def make_collecting(options: WorkerOptions) -> Any:
+    sys.stdout.write(f"collector {gc.isenabled()} {gc.get_freeze_count() > 0}\n")
     os._exit(3)
 
 

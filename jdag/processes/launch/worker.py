@@ -65,8 +65,8 @@ def _run(options: WorkerOptions, watch: Watch) -> None:
     expect(options.script)
     use_device(options.device, options.worker)
     configure({**options.config, **_WORKER_CONFIG})
-    gc.collect()
     gc.freeze()  # Exclude the objects of imported modules from garbage collection.
+    gc.enable()
     _log.info("worker %s: process %d", options.worker, os.getpid())
     tls = None if options.tls is None else load_tls(*options.tls)
     make_node = pkgutil.resolve_name(options.node)(options)

@@ -98,6 +98,13 @@ def test_a_process_that_dies_at_its_start_says_why(place: Path):
     assert not litter(place)
 
 
+def test_a_worker_collects_garbage_but_not_among_imported_modules():
+    options = options_of("a", node="tests.tools.rpc_cases:make_collecting")
+    with pytest.raises(JoinError) as caught:
+        Launch(options)
+    assert str(caught.value).split()[-3:] == ["collector", "True", "True"]
+
+
 def test_a_port_in_use_is_what_the_worker_says(idle: Launch):
     taken = idle.addresses["a"]
     with pytest.raises(JoinError) as caught:
