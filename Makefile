@@ -68,6 +68,7 @@ bench: install
 	$(BIN)/python -m paper.retiming
 	$(BIN)/python -m paper.data_parallel
 	$(BIN)/python -m paper.prediction
+	$(BIN)/python -m paper.cold
 
 # Workers hurt in every way, by seed; on loopback.
 chaos: install-test
