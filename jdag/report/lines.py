@@ -5,6 +5,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
@@ -43,7 +44,7 @@ def draw_lines(
     ]
     settings = [*dict.fromkeys([setting for setting, _ in shown])]
     has_numbers = all([type(setting) in (int, float) for setting in settings])
-    figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+    figure = Figure(figsize=(8.0, 4.5), dpi=130, layout="constrained")
     axes = figure.add_subplot()
     drawn = [
         (name, points, _style(number))
@@ -79,7 +80,7 @@ def draw_lines(
     axes.spines[["top", "right"]].set_visible(False)
     if (failed or len(lines) > 1) and len(lines) <= NAMES_MAX:
         _add_legend(figure, named)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
 def _add_legend(figure: Figure, title: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 from msgspec.structs import replace
@@ -49,7 +50,7 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
         max(6.0, _COLUMN_INCHES * columns + 0.4),
         _HEIGHT_INCHES * (layout.height - layout.top + 1.4) + 0.7,
     )
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(-0.5, columns - 0.5)
     axes.set_ylim(layout.height - 0.3, layout.top - 1.6)
@@ -69,7 +70,7 @@ def draw_graph(path: Path, graph: Graph, title: str) -> None:
         _draw_vertex(axes, vertices[id], place)
     title += _left_out(graph, layout)
     axes.set_title(title, loc="left", fontsize=11, parse_math=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
 def _left_out(graph: Graph, layout: _Layout) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -32,7 +33,7 @@ def draw_timeline(path: Path, gantt: Mapping[str, Any], title: str) -> None:
     if gantt["is_dense"]:
         row_inches, most = _DENSE_INCHES
     size = (_WIDTH_INCHES, _FRAME_INCHES + min(row_inches * len(rows), most))
-    figure = Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
     axes = figure.add_subplot()
     _frame(axes, gantt)
     for kind, (_, color) in gantt["kinds"].items():
@@ -51,7 +52,7 @@ def draw_timeline(path: Path, gantt: Mapping[str, Any], title: str) -> None:
     axes.set_title(title, loc="left", fontsize=11, pad=10, parse_math=False)
     _legend(figure, gantt)
     # The file contains no date or version, so that equal runs give equal bytes.
-    figure.savefig(path, dpi=130, metadata={"Software": None})
+    FigureCanvasAgg(figure).print_png(path, metadata={"Software": None})
 
 
 def _draw_bars(axes: Axes, gantt: Mapping[str, Any], kind: str, color: str) -> None:

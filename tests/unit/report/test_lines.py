@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 
 from jdag.report.lines import NAMES_MAX, draw_lines
@@ -13,10 +13,10 @@ from jdag.report.lines import NAMES_MAX, draw_lines
 @pytest.fixture
 def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     figures: list[Any] = []
-    save = Figure.savefig
+    save: Any = FigureCanvasAgg.print_png
 
-    def savefig(self: Figure, *args: Any, **options: Any) -> None:
-        figures.append(self)
+    def print_png(self: FigureCanvasAgg, *args: Any, **options: Any) -> None:
+        figures.append(self.figure)
         save(self, *args, **options)
 
     def draw(lines: Any, x: str = "latency_ns", failed: Any = None) -> Any:
@@ -26,7 +26,7 @@ def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         assert (width, height) == (1040, 585)
         return figures[0]
 
-    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.setattr(FigureCanvasAgg, "print_png", print_png)
     return draw
 
 
