@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.dtypes import canonicalize_dtype
+from msgspec.structs import replace
 
 from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array_type
@@ -74,12 +75,8 @@ def array_over(kind: ArrayType, view: memoryview) -> Any:
     the result like the value given to `parts`: same type, same bits.
     """
     if kind.dual:
-        half = view.nbytes // 2
-        return Dual(_single(kind, view[:half]), _single(kind, view[half:]))
-    return _single(kind, view)
-
-
-def _single(kind: ArrayType, view: memoryview) -> Any:
+        half, single = view.nbytes // 2, replace(kind, dual=False)
+        return Dual(array_over(single, view[:half]), array_over(single, view[half:]))
     impl = KEYS.get(kind.dtype)
     if impl is not None:
         width = view.nbytes // 4 // max(math.prod(kind.shape), 1)
