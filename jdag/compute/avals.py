@@ -113,13 +113,13 @@ def aval_of(value: Any, configured: Configuration | None = None) -> Aval:
     """
     if isinstance(value, Aval):
         return value
-    if type(value) is np.ndarray:
-        dtype = _dtype_in_jax(value.dtype, configured or configuration())
-        return intern_aval(value.shape, dtype, False)
     try:
+        if type(value) is np.ndarray:
+            dtype = _dtype_in_jax(value.dtype, configured or configuration())
+            return intern_aval(value.shape, dtype, False)
         aval = value.aval  # Attributes of a JAX array itself are slow.
         return intern_aval(aval.shape, aval.dtype, aval.weak_type)
-    except AttributeError:
+    except (AttributeError, TypeError, ValueError):  # Not an array that JAX accepts.
         return _aval_of_non_array(value)
 
 
