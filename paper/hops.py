@@ -1,15 +1,16 @@
 """Counts the files and function calls of jdag in a `ctx.call` and in a backward pass.
 
-    python -m paper.hops
+    python -m paper.hops [--list]
 
-The two measured actions are a `ctx.call` with its fetch, and a `backward` over two
-calls, until no more events follow. The counts are the files of jdag that ran, and the
-calls of functions in them, on all threads, greenlets and nodes. Comprehensions and
-generator expressions are left out, since newer Pythons inline them. With the simulator
-the counts are those of one process. With the real driver they are those of the caller
-and its workers, less the counts of idle nodes in the same time. All counts are medians
-of several rounds, after rounds that fill caches. `paper/results/hops.json` contains the
-counts, `hops.md` a table.
+The measured actions are a `ctx.call` with its fetch, a pass over two calls whose graph
+is retained, and a `backward` over two calls on workers, until no more events follow.
+The counts are the files of jdag that ran, and the calls of functions in them, on all
+threads, greenlets and nodes. Comprehensions and generator expressions are left out,
+since newer Pythons inline them. With the simulator the counts are those of one process.
+With the real driver they are those of the caller and of its workers together, less the
+counts of idle nodes in the same time. All counts are medians of several rounds, after
+rounds that fill caches. `paper/results/hops.json` contains the counts, `hops.md` a
+table. `--list` prints the calls of the last round of processes by function.
 """
 
 import json
@@ -47,7 +48,11 @@ class Counts(NamedTuple):
     """The numbers of files used and of functions called in one round."""
 
     files: int
-    calls: int
+    caller: int
+    workers: int
+
+
+Found = dict[int, Counter[str]]  # Calls by "file:function", by process.
 
 
 class Recorder:
@@ -91,28 +96,31 @@ class Rounds:
             self._round = mmap.mmap(file.fileno(), 1)
         self._number = 0
 
-    def count(self, action: Callable[[], object], processes: int) -> Counter[str]:
-        """Run the action as a round. Returns the number of calls by "file:function"."""
+    def count(self, action: Callable[[], object], processes: int) -> Found:
+        """Run the action as a round, after the events of earlier actions."""
+        time.sleep(QUIET_S)
         self._number += 1
         self._round[0] = self._number
         action()
         time.sleep(QUIET_S)
         self._round[0] = 0
-        found: Counter[str] = Counter()
         files: list[Path] = []
         while len(files) < processes:
             time.sleep(POLL_S)
             files = sorted(self._folder.glob(f"{self._number}.*.json"))
-        for file in files:
-            found.update(json.loads(file.read_text()))
-        return found
+        return {
+            int(file.name.split(".")[1]): Counter(json.loads(file.read_text()))
+            for file in files
+        }
 
 
-def without(found: Counter[str], idle: Counter[str]) -> Counts:
+def without(found: Found, idle: Found) -> tuple[Counts, Found]:
     """Subtract the calls of idle nodes. Returns the numbers of files and calls."""
-    left = found - idle
-    files = {place.rpartition(":")[0] for place in left}
-    return Counts(len(files), left.total())
+    left = {process: found[process] - idle[process] for process in found}
+    files = {place.rpartition(":")[0] for calls in left.values() for place in calls}
+    caller = left[os.getpid()].total()
+    total = sum([calls.total() for calls in left.values()])
+    return Counts(len(files), caller, total - caller), left
 
 
 @contextmanager
@@ -134,7 +142,21 @@ def backward(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
         yield lambda: ctx.backward(loss)
 
 
-ACTIONS = {"call and fetch": call, "backward over two calls": backward}
+@contextmanager
+def retained(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
+    """Make calls on two workers. Yields a function that runs another pass over them."""
+    w = cluster.put("b", x)
+    with cluster.context() as ctx:
+        loss = ctx.call("a", _sum, ctx.call("b", _add, w, x))
+        ctx.backward(loss, retain_graph=True)
+        yield lambda: ctx.backward(loss, retain_graph=True)
+
+
+ACTIONS = {
+    "call and fetch": call,
+    "retained pass": retained,
+    "backward over two calls": backward,
+}
 
 
 def _add(w: Any, x: Any) -> Any:
@@ -145,30 +167,41 @@ def _sum(x: Any) -> Any:
     return x.sum()
 
 
-def measured(cluster: Any, rounds: Rounds, processes: int) -> dict[str, Counts]:
-    """Return the median counts of each action."""
+def measured(
+    cluster: Any, rounds: Rounds, processes: int, listed: bool = False
+) -> dict[str, Counts]:
+    """Return the median counts of each action. `listed`: print those of a round."""
     x = np.ones((3, 3), np.float32)
     found: dict[str, Counts] = {}
     for name, prepared in ACTIONS.items():
         counts: list[Counts] = []
+        left: Found = {}
         for number in range(WARM + ROUNDS):
             with prepared(cluster, x) as action:
                 if number < WARM:
                     action()
                     continue
                 idle = rounds.count(lambda: None, processes)
-                counts.append(without(rounds.count(action, processes), idle))
+                these, left = without(rounds.count(action, processes), idle)
+                counts.append(these)
         columns = zip(*counts, strict=True)
         found[name] = Counts(*(int(median(column)) for column in columns))
+        for process, calls in left.items() if listed else ():
+            print(f"{name}, {'caller' if process == os.getpid() else 'worker'}")
+            for place, count in calls.most_common():
+                print(f"{count:5} {place.removeprefix(JDAG)}")
     return found
 
 
 def table(results: dict[str, dict[str, Counts]]) -> str:
     """Return the results as a table in Markdown."""
-    lines = ["| driver | action | files | calls |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| driver | action | files | calls of the caller | calls of workers |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for driver, rows in results.items():
         for name, counts in rows.items():
-            lines.append(f"| {driver} | {name} | {counts.files} | {counts.calls} |")
+            lines.append(f"| {driver} | {name} | {' | '.join(map(str, counts))} |")
     return "\n".join(lines)
 
 
@@ -190,7 +223,8 @@ def main() -> None:
         paths = os.pathsep.join((name, str(ROOT)))
         env, allow = {"PYTHONPATH": paths}, ("paper.hops",)
         with jdag.launch(workers, env=env, allow=allow) as cluster:
-            results["processes"] = measured(cluster, rounds, len(workers))
+            listed = "--list" in sys.argv
+            results["processes"] = measured(cluster, rounds, len(workers), listed)
     written = table(results)
     print(written)
     versions = f"Python {sys.version.split()[0]}, JAX {jax.__version__}"

@@ -102,8 +102,10 @@ def aval_from(kind: ArrayType) -> Aval:
     return intern_aval(kind.shape, dtype_of(kind.dtype), kind.weak).on(kind.device)
 
 
-def aval_of(value: Any) -> Aval:
+def aval_of(value: Any, configured: Configuration | None = None) -> Aval:
     """Return the abstract value of an array or scalar under JAX's current settings.
+
+    These are `configured`, if the caller has just read them.
 
     Accepts JAX and numpy arrays, numpy scalars, Python int, float and complex (weak),
     `jax.ShapeDtypeStruct`, `Aval` (returned unchanged) and `Dual` (the type of its
@@ -112,9 +114,12 @@ def aval_of(value: Any) -> Aval:
     if isinstance(value, Aval):
         return value
     try:
-        aval = value.aval
-        return intern_aval(value.shape, value.dtype, aval.weak_type)
-    except AttributeError:
+        if type(value) is np.ndarray:
+            dtype = _dtype_in_jax(value.dtype, configured or configuration())
+            return intern_aval(value.shape, dtype, False)
+        aval = value.aval  # Attributes of a JAX array itself are slow.
+        return intern_aval(aval.shape, aval.dtype, aval.weak_type)
+    except (AttributeError, TypeError, ValueError):  # Not an array that JAX accepts.
         return _aval_of_non_array(value)
 
 
@@ -125,9 +130,6 @@ def _aval_of_non_array(value: Any) -> Aval:
         return aval_of(value.primal)
     config: Any = jax.config
     try:
-        if type(value) is np.ndarray:
-            dtype = _dtype_in_jax(value.dtype, configuration())
-            return intern_aval(value.shape, dtype, False)
         aval = jax.typeof(value)
     except OverflowError as error:
         raise JdagError(

@@ -15,12 +15,16 @@ buffer passed to `array_over` is not written again.
 import math
 import weakref
 from collections import defaultdict
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.config import trace_context
+from jax._src.interpreters.pxla import batched_device_put
 from jax.dtypes import canonicalize_dtype
+from msgspec.structs import replace
 
 from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array_type
@@ -74,12 +78,8 @@ def array_over(kind: ArrayType, view: memoryview) -> Any:
     the result like the value given to `parts`: same type, same bits.
     """
     if kind.dual:
-        half = view.nbytes // 2
-        return Dual(_single(kind, view[:half]), _single(kind, view[half:]))
-    return _single(kind, view)
-
-
-def _single(kind: ArrayType, view: memoryview) -> Any:
+        half, single = view.nbytes // 2, replace(kind, dual=False)
+        return Dual(array_over(single, view[:half]), array_over(single, view[half:]))
     impl = KEYS.get(kind.dtype)
     if impl is not None:
         width = view.nbytes // 4 // max(math.prod(kind.shape), 1)
@@ -130,12 +130,32 @@ def delivered(value: Any) -> Any:
     if kind is np.ndarray or kind in _NUMBERS:
         small = kind in _NUMBERS or value.nbytes < DELIVERED_MIN_BYTES
         try:
-            return _identity(value) if small else _device_put(value)
+            return _copied(value) if small else _device_put(value)
         except jax.errors.JaxRuntimeError as error:
             return _put_explicitly(error, value)
     if kind is Dual:
         return Dual(*map(delivered, value.keeps))
     return value
+
+
+def _copied(value: Any) -> Any:
+    if value.__class__ is not np.ndarray:
+        return _identity(value)
+    config: Any = jax.config
+    context = config.jax_default_device, trace_context()
+    aval, sharding, devices, committed = _place(value.shape, value.dtype, context)
+    values = [value] * len(devices)
+    return batched_device_put(aval, sharding, values, devices, committed)
+
+
+@lru_cache(maxsize=1024)
+def _place(shape: tuple[int, ...], dtype: Any, context: Any) -> tuple[Any, ...]:
+    """Return the type and the place of what `_identity` makes of an array.
+
+    With these, JAX takes half the time of `_identity`.
+    """
+    array = _identity(np.zeros(shape, dtype))
+    return array.aval, array.sharding, list(array.devices()), array.committed
 
 
 @jax.jit

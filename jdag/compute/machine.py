@@ -107,7 +107,9 @@ class Machine:
                 compute = job.function.compile
             case _:
                 assert_never(job)
-        work = Work(compute, self.device_of(job))
+        # `hold` takes the devices of a pair's results from the pair.
+        device = None if isinstance(job, _PAIR_JOBS) else self.device_of(job)
+        work = Work(compute, device)
         if used_up := inputs_used_up(job):
             self.values.drop(used_up)
         return work

@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from jdag.compute.avals import Aval, aval_of, frozen
 from jdag.compute.callables import refuse_mutable
+from jdag.compute.configuration import Configuration
 from jdag.compute.fingerprint import key_of
 from jdag.compute.refs import RefBase
 from jdag.engine.arrays import HOLE
@@ -220,9 +221,11 @@ class Split(Struct, frozen=True):
             leaves[position] = value
         return self.template.rebuild(leaves)
 
-    def aval(self, position: int, value: Any) -> Aval:
+    def aval(
+        self, position: int, value: Any, configured: Configuration | None = None
+    ) -> Aval:
         try:
-            return aval_of(value)
+            return aval_of(value, configured)
         except JdagError as error:
             where = self.template.name(position)
             raise JdagError(f"{where}: {error}") from None

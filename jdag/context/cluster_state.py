@@ -149,7 +149,7 @@ class ClusterState:
     def fetched(self, refs: Sequence[Ref], port: ProgramPort) -> list[Any]:
         """Return each ref's value or `Failure`. Blocks the program of `port`."""
         waiter = port.waiter()
-        port.tell(Fetched(waiter, tuple([(ref.key, ref.owner) for ref in refs])))
+        port.tell(Fetched(waiter, tuple([ref.located for ref in refs])))
         return list(map(user_value, port.wait(waiter)))
 
     def seen(self, failure: Failure) -> JdagError:
@@ -192,7 +192,8 @@ class ClusterState:
 
     def is_unusable(self) -> bool:
         is_nested = trace_ctx.trace is not self.trace()
-        return self.closed or is_nested or configuration() != self.configuration
+        current, own = configuration(), self.configuration
+        return self.closed or is_nested or (current is not own and current != own)
 
     def check_open(self, what: str) -> None:
         """Raise if the cluster is closed, or if JAX is tracing or was reconfigured."""
@@ -241,4 +242,5 @@ class ClusterState:
     def _incarnation(self, worker: str) -> Worker:
         if self.recovery is not None and self.driver.current is self.driver.port:
             return str(self.recovery.current[worker])
-        return incarnated(worker, self.driver.incarnations.get(worker, 0))
+        incarnation = self.driver.incarnations.get(worker, 0)
+        return incarnated(worker, incarnation) if incarnation else worker

@@ -171,14 +171,16 @@ class Context:
             WorkerLost: the worker, or the owner of an argument, is lost.
         """
         original, frame = (fn, args), self._frame
-        owner, device, fn, parts = self._checked("ctx.call", worker, fn, args, kwargs)
+        checked = self._checked("ctx.call", worker, fn, args, kwargs)
+        owner, device, fn, parts, runs_program = checked
         if is_unjitted(fn) and is_waited_for(self.state, fn, parts.refs):
             python = split((device, *called(*original)[:2], kwargs), {}, is_ref)
             task = frame.start(owner, run_python, python, name_of(fn))
-        elif is_program(fn):
+        elif runs_program:
             task = frame.start(owner, fn, parts)
         else:
-            move_shared(frame, self.move, owner, fn, parts)
+            if frame.tag is not None:
+                move_shared(frame, self.move, owner, fn, parts)
             return frame.issue(owner, device, fn, parts)
         return task.called()
 
@@ -205,8 +207,9 @@ class Context:
         Raises:
             JdagError: `fn` is not a program. Also the errors of `call`.
         """
-        owner, _, fn, parts = self._checked("ctx.start", worker, fn, args, kwargs)
-        if not is_program(fn):
+        checked = self._checked("ctx.start", worker, fn, args, kwargs)
+        owner, _, fn, parts, runs_program = checked
+        if not runs_program:
             raise JdagError(
                 f"ctx.start takes a program, and {name_of(fn)} is a function: ctx.call "
                 "returns refs to its results without waiting; jdag.program marks "
@@ -216,18 +219,20 @@ class Context:
 
     def _checked(
         self, what: str, worker: str, fn: Any, args: Any, kwargs: Any
-    ) -> tuple[str, str | None, Callable[..., Any], Split]:
+    ) -> tuple[str, str | None, Callable[..., Any], Split, bool]:
         self._frame.check(what)
         state = self.state
         owner, device = state.place(worker, what)
         fn, args, implicit = called(fn, args)
-        is_ref_like = state.is_given if is_program(fn) else state.is_named
-        if device is not None and is_program(fn):
+        runs_program = is_program(fn)
+        is_ref_like = state.is_given if runs_program else state.is_named
+        if device is not None and runs_program:
             raise JdagError(
                 f"{name_of(fn)} is a program, which runs on a worker, but {worker!r} "
                 "names a device; only calls of functions may name a device"
             )
-        return owner, device, fn, split(args, kwargs, is_ref_like, implicit)
+        parts = split(args, kwargs, is_ref_like, implicit)
+        return owner, device, fn, parts, runs_program
 
     def move(self, worker: str, refs: Any) -> Any:
         """Copy arrays to a worker; gradients flow back to the originals.
@@ -313,7 +318,7 @@ class Context:
         timeout_ns = nanoseconds(timeout_s)
         frame = self._frame
         due_ns = None if timeout_ns is None else frame.state.driver.now_ns + timeout_ns
-        if not frame.join(frame.running, due_ns):
+        if frame.tasks and not frame.join(frame.running, due_ns):
             raise PassTimeout(
                 f"a pass took longer than timeout_s={timeout_s!r}; it had not begun, "
                 f"since it waited for {', '.join(map(str, frame.running))}"

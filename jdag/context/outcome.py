@@ -40,8 +40,10 @@ class PassReport:
 
 def nanoseconds(timeout_s: float | None) -> int | None:
     """Check a time limit in seconds. Return nanoseconds, or None for no limit."""
-    seconds = converted(_TIMEOUT_S, timeout_s, "timeout_s")
-    return None if seconds is None else max(round(seconds * 1e9), 1)
+    if timeout_s is None:
+        return None
+    seconds: float = converted(_TIMEOUT_S, timeout_s, "timeout_s")
+    return max(round(seconds * 1e9), 1)
 
 
 def remarked(error: JdagError, remarks: Iterable[Callable[[], str]]) -> JdagError:

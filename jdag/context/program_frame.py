@@ -230,32 +230,36 @@ class ProgramFrame:
         site = str(call_site())
         path = (*self.prefix, self.calls + 1)
         here = self.port.worker
-        avals: list[Any] = [None] * parts.size
+        avals: list[Any] = [None] * (len(parts.refs) + len(parts.constants))
         arguments, sources = avals.copy(), avals.copy()
         descends: LeafId | None = None
         constants = list(parts.constants)
+        config = self.state.configuration  # Unchanged: see `check`.
         for index, ref in parts.refs:
             if ref.__class__ is Ref:
-                if ref.holder is not self:
+                holder, leaf = ref.holder, ref.leaf
+                if holder is not self and (
+                    holder is not self.state or leaf is None or leaf.dropped
+                ):
                     self.admit(ref)
+                source, owner = ref.located
                 descends = descends or ref.descends
                 aval = avals[index] = ref.aval
                 if aval.device is not None:
-                    if ref.owner != worker:  # First copy it to the default device.
+                    if owner != worker:  # First copy it to the default device.
                         return self.issue(
                             worker, device, fn, at_home(self, parts, worker)
                         )
                     avals[index] = aval.on(None)
                     sources[index] = aval.device
-                arguments[index] = Argument(ref.key, ref.owner, ref.tracked)
+                arguments[index] = Argument(source, owner, ref.tracked)
             else:  # A ShapeDtypeStruct.
                 constants.append((index, ref))
         for index, value in constants:
             key: Key = ConstantKey(self.id, path, index)
-            avals[index] = parts.aval(index, value)
+            avals[index] = parts.aval(index, value, config)
             arguments[index] = Argument(key, here, False)
         tracked = tuple([argument.tracked for argument in arguments])
-        config = self.state.configuration  # Unchanged: see `check`.
         pair = traced(fn, parts, tuple(avals), tracked, worker, site, configured=config)
         if device is not None or any(sources):
             # A move runs on the device of its source.
@@ -282,9 +286,10 @@ class ProgramFrame:
         for index, aval in enumerate(pair.out_avals):
             key = OutputKey(self.id, path, index)
             hold = Hold(self.loose, key, worker)
-            fields = (aval.on(device), pair.out_tracked[index], descends)
+            placed_aval = aval if device is None else aval.on(device)
+            fields = (placed_aval, pair.out_tracked[index], descends)
             refs.append(Ref(self, key, worker, *fields, hold=hold))
-        return unflatten(pair.out_tree, refs)
+        return pair.out_tree.unflatten(refs)
 
     def admit(self, ref: Ref) -> None:
         holder = ref.holder

@@ -179,6 +179,12 @@ class Ref(RefBase):
         return self._owner if leaf is None else leaf.id.worker
 
     @property
+    def located(self) -> tuple[Key, Worker]:
+        """The `key` and the `owner`."""
+        leaf = self.leaf
+        return (self._key, self._owner) if leaf is None else (leaf.key, leaf.id.worker)
+
+    @property
     def worker(self) -> str:
         """The name of the worker that stores the array."""
         return named(self.owner)

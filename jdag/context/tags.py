@@ -59,8 +59,8 @@ def move_shared(
     These arguments are tracked values on other workers that no call of this micro-batch
     has computed.
     """
-    tag: Tag | None = frame.tag
-    if fn is transferred or tag is None or not tag.listed or frame.state.recording:
+    tag: Tag = frame.tag
+    if fn is transferred or not tag.listed or frame.state.recording:
         return  # Plans send each value separately.
     shared = {
         (ref.key, worker): ref

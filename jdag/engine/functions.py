@@ -115,10 +115,6 @@ def unjitted(fn: Any = None, /, *, shapes: Any = None) -> Any:
     return mark if fn is None else mark(fn)
 
 
-def is_unjitted(fn: Callable[..., Any]) -> bool:
-    return _is_marked(fn, _UNJITTED)
-
-
 def shapes_of(fn: Any) -> Callable[..., Any] | None:
     mark = getattr(fn, _UNJITTED, None)
     if mark is None and isinstance(fn, functools.partial):
@@ -164,10 +160,6 @@ def is_remote(fn: Any) -> bool:
     return _REMOTE in getattr(fn, "__dict__", ())
 
 
-def is_program(fn: Callable[..., Any]) -> bool:
-    return _is_marked(fn, _PROGRAM)
-
-
 def _mark(fn: _Marked, mark: str, decorator: str, value: Any = True) -> _Marked:
     try:
         setattr(fn, mark, value)
@@ -179,12 +171,16 @@ def _mark(fn: _Marked, mark: str, decorator: str, value: Any = True) -> _Marked:
     return fn
 
 
-def _is_marked(fn: Any, mark: str) -> bool:
+def _is_marked(mark: str, fn: Any) -> bool:
     while not getattr(fn, mark, False):
         if not isinstance(fn, functools.partial):
             return False
         fn = fn.func
     return True
+
+
+is_unjitted: Callable[[Any], bool] = functools.partial(_is_marked, _UNJITTED)
+is_program: Callable[[Any], bool] = functools.partial(_is_marked, _PROGRAM)
 
 
 @remote

@@ -60,8 +60,9 @@ class Gradients(Struct, eq=False):
         aval: Any = None,
     ) -> None:
         """Sum `base` and the addends (none: a zero of `aval`), then apply hooks."""
+        after = partial(self._hook, live, hooks, callback) if hooks else callback
         if len(addends) == 1 and base is None:
-            self._hook(live, hooks, callback, addends[0])
+            after(addends[0])
             return
         context, phase = live.fragment.context, live.number
         number = self._state.number_job()
@@ -69,7 +70,7 @@ class Gradients(Struct, eq=False):
         job: Job = Sum(number, context, phase, path, addends, base, output)
         if not addends and base is None:
             job = Fill(number, context, phase, path, aval, 0, output)
-        self._compute(live, job, partial(self._hook, live, hooks, callback, output))
+        self._compute(live, job, partial(after, output))
 
     def _hook(
         self, live: Pass, hooks: Sequence[Hook], callback: KeyCallback, key: Key

@@ -424,7 +424,7 @@ def check_owner(message: Any, sender: Worker, names: Sequence[str]) -> None:
 
 
 def landing(message: Message) -> tuple[Key, ...]:
-    keys = _LANDING.get(message.__class__)
+    keys = LANDING.get(message.__class__)
     return () if keys is None else tuple(keys(message))
 
 
@@ -443,7 +443,8 @@ def _of_step(message: Step | Hop) -> list[Key]:
     return [SlotKey(context, number, slot) for slot in message.slots]
 
 
-_LANDING: dict[type, Callable[[Any], list[Key]]] = {
+# For each message that may carry values, a function that returns their keys.
+LANDING: dict[type, Callable[[Any], list[Key]]] = {
     Cotangent: lambda message: [
         CotangentKey(message.context, (message.number, message.path), slot)
         for slot, present in enumerate(message.present)

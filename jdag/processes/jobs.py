@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from jdag.compute.configuration import with_local_settings
-from jdag.compute.duals import is_array
+from jdag.compute.duals import is_array_type
 from jdag.compute.machine import Machine, Work, blamed_name
 from jdag.compute.pairs import typed_name
 from jdag.engine.protocol import (
@@ -288,10 +288,11 @@ def _kind(job: Job) -> Any:
 
 
 def _await(result: Any) -> None:
-    for item in result if isinstance(result, tuple) else (result,):
-        if is_array(item):
+    items = [result]
+    for item in items:  # The loop extends the list.
+        if is_array_type(item.__class__):
             item.block_until_ready()
         elif isinstance(item, tuple):
-            _await(item)
+            items += item
         elif hasattr(item, "keeps"):
-            _await(item.keeps)
+            items += item.keeps

@@ -12,6 +12,7 @@ programs are interrupted.
 """
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -195,7 +196,8 @@ class Node:
 
         Raises JdagError if the thread has no program, or in a forked process.
         """
-        self._loop.check_process()
+        if os.getpid() != self._loop.process:
+            self._loop.check_process()
         port: ProgramPort | None = getattr(self._thread_local, "port", None)
         if port is None:
             self._refuse_thread()

@@ -19,6 +19,7 @@ from jdag.errors import JdagError
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.node_queries import NodeQueries
 from jdag.processes.peers import OpenQueries
+from jdag.runtime.recorder import NO_CAUSE
 from jdag.runtime.waiters import Waiters, stuck_wait_text
 
 LOOK_NS = 150_000_000
@@ -58,13 +59,11 @@ class Waits:
         """
         results = self._waiters.results
         self._blocked[waiter] = sys._getframe()
-        try:
-            if not users:
-                self._loop.drive(partial(results.__contains__, waiter))
-                return
+        if users:
             self._users, self._stuck = waiter, ""
-            self._loop.drive(lambda: waiter in results or bool(self._stuck))
-            if self._stuck and waiter not in results:
+        try:
+            self._loop.drive(partial(results.__contains__, waiter))
+            if users and self._stuck:
                 raise JdagError(self._stuck)
         finally:
             del self._blocked[waiter]
@@ -104,4 +103,5 @@ class Waits:
             lists = [node["list"] for node in nodes if node["list"]]
             text = stuck_wait_text(waits, lists)
             self._stuck = f"nothing is left to happen, and {text}"
+            self._waiters.results[self._users] = None, NO_CAUSE  # It ends the wait.
             self._loop.wake_waiting()

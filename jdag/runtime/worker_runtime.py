@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from jdag.compute.machine import Machine
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
+    LANDING,
     Alarm,
     Arrived,
     Asked,
@@ -46,7 +47,6 @@ from jdag.engine.protocol import (
     Spawn,
     Stepping,
     Worker,
-    landing,
 )
 from jdag.errors import JdagError
 from jdag.runtime.failures import failure_of
@@ -172,7 +172,7 @@ class WorkerRuntime:
         """Store a message's values and handle it. `fields` are known trace fields."""
         keys: tuple[Key, ...] = ()
         if values:
-            keys = landing(message)
+            keys = tuple(LANDING[message.__class__](message))
             for key, value in zip(keys, values, strict=True):
                 if key.__class__ is ReadingKey:
                     self._fetching[key] = value

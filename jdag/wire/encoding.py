@@ -7,9 +7,9 @@ identity, and a peer whose message raises an error is lost. Data that cannot be 
 or decoded raises a ProtocolError with place and reason.
 """
 
+import re
 from collections.abc import Callable
 from functools import cache
-from operator import attrgetter, itemgetter
 from types import UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
@@ -74,85 +74,79 @@ def bounded(decoder: "Decoder[Any]", data: bytes) -> bytes:
 # ------------------------------------------------------------------------------ checks
 
 
-def _worker(worker: Worker, known: Known) -> None:
-    if worker not in known.workers:
-        raise ProtocolError(
-            f"worker {abridged(repr(worker), SHOWN_MAX)}: the cluster has "
-            f"{known.names} workers, but no worker of this name"
-        )
+def _refuse_worker(worker: Worker, known: Known) -> None:
+    raise ProtocolError(
+        f"worker {abridged(repr(worker), SHOWN_MAX)}: the cluster has "
+        f"{known.names} workers, but no worker of this name"
+    )
 
 
-def _owner(context: ContextId, known: Known) -> None:
-    if context.number >= known.names:
-        raise ProtocolError(
-            f"a context of worker {context.number}: expected a worker from 0 to "
-            f"{known.names - 1}"
-        )
+def _refuse_owner(context: ContextId, known: Known) -> None:
+    raise ProtocolError(
+        f"a context of worker {context.number}: expected a worker from 0 to "
+        f"{known.names - 1}"
+    )
 
 
 # Checks that msgspec cannot do: workers named in a message exist. An engine may use a
 # name long after the message arrived, when its sender can no longer be identified.
-CHECKS: dict[Any, _Check] = {Worker: _worker, ContextId: _owner}
+# By type: the condition of a refusal, and the function that refuses.
+CHECKS: dict[Any, tuple[str, _Check]] = {
+    Worker: ("{} not in known.workers", _refuse_worker),
+    ContextId: ("{}.number >= known.names", _refuse_owner),
+}
 
 
 @cache
 def check_of(kind: Any) -> _Check:
-    if kind in CHECKS:
-        return CHECKS[kind]
+    """Return a function that applies `CHECKS` to a value of this type and its parts.
+
+    Its code is generated: no function is called for a part, since every message is
+    checked.
+    """
+    space: dict[str, Any] = {}
+    body = _check(kind, "value", space) or ["pass"]
+    exec("\n ".join(["def check(value, known):", *body]), space)
+    check: _Check = space["check"]
+    return check
+
+
+def _check(kind: Any, value: str, space: dict[str, Any]) -> list[str]:
+    """Return the lines that check the expression `value`; `space` gets their names."""
     origin, parts = get_origin(kind), get_args(kind)
+    if kind in CHECKS:
+        condition, refuse = CHECKS[kind]
+        space[refuse.__name__] = refuse
+        return [f"if {condition.format(value)}: {refuse.__name__}({value}, known)"]
     if origin is Annotated:
-        return check_of(parts[0])
+        return _check(parts[0], value, space)
     if origin in (Union, UnionType):
-        return _of_union({get_origin(part) or part: check_of(part) for part in parts})
+        return _check_union(parts, value, space)
     if origin is tuple and parts[1:] == (...,):
-        return _of_each(check_of(parts[0]))
-    checks: list[tuple[Callable[[Any], Any], _Check]] = []
+        item = re.split(r"\W", value)[0] + "_"
+        return _under(f"for {item} in {value}:", _check(parts[0], item, space))
+    places: list[tuple[str, Any]] = []
     if origin is tuple:
-        checks = [(itemgetter(i), check_of(part)) for i, part in enumerate(parts)]
+        places = [(f"{value}[{index}]", part) for index, part in enumerate(parts)]
     elif isinstance(kind, type) and issubclass(kind, Struct):
         hints = get_type_hints(kind, include_extras=True)
-        names = kind.__struct_fields__
-        checks = [(attrgetter(name), check_of(hints[name])) for name in names]
-    return _of_parts([(get, check) for get, check in checks if check is not _nothing])
+        places = [(f"{value}.{n}", hints[n]) for n in kind.__struct_fields__]
+    return [line for place, part in places for line in _check(part, place, space)]
 
 
-def _nothing(value: Any, known: Known) -> None: ...
+def _check_union(kinds: Any, value: str, space: dict[str, Any]) -> list[str]:
+    kinds = [kind for kind in kinds if kind is not type(None)]
+    if len(kinds) == 1:
+        return _under(f"if {value} is not None:", _check(kinds[0], value, space))
+    lines: list[str] = []
+    for kind in kinds:
+        cls = get_origin(kind) or kind
+        space[cls.__name__] = cls
+        word = "elif" if lines else "if"
+        head = f"{word} {value}.__class__ is {cls.__name__}:"
+        lines += _under(head, _check(kind, value, space))
+    return lines
 
 
-def _of_parts(checks: list[tuple[Callable[[Any], Any], _Check]]) -> _Check:
-    if not checks:
-        return _nothing
-    if len(checks) == 1:
-        ((get_it, check_it),) = checks
-        return lambda value, known: check_it(get_it(value), known)
-
-    def check_parts(value: Any, known: Known) -> None:
-        for get, check in checks:
-            check(get(value), known)
-
-    return check_parts
-
-
-def _of_union(checks: dict[Any, _Check]) -> _Check:
-    is_optional = len(checks) == 2 and type(None) in checks
-    checks = {part: check for part, check in checks.items() if check is not _nothing}
-    if not checks:
-        return _nothing
-    if is_optional:
-        (check_it,) = checks.values()
-        return lambda value, known: None if value is None else check_it(value, known)
-
-    def check_member(value: Any, known: Known) -> None:
-        check = checks.get(type(value))
-        if check is not None:
-            check(value, known)
-
-    return check_member
-
-
-def _of_each(check: _Check) -> _Check:
-    def check_each(values: tuple[Any, ...], known: Known) -> None:
-        for value in values:
-            check(value, known)
-
-    return _nothing if check is _nothing else check_each
+def _under(head: str, body: list[str]) -> list[str]:
+    return [head, *[f" {line}" for line in body]] if body else []

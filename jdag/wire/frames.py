@@ -50,11 +50,11 @@ LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.SEGMENT: 17,
 }
 
-_HEADER = struct.Struct("<QQQ")
-FRAME_BYTES = _HEADER.size
+HEADER = struct.Struct("<QQQ")
+FRAME_BYTES = HEADER.size
 _KINDS = tuple(FrameKind)
-_LENGTH_BITS = 56
-_LENGTH_MASK = (1 << _LENGTH_BITS) - 1
+LENGTH_BITS = 56
+_LENGTH_MASK = (1 << LENGTH_BITS) - 1
 
 
 def pack_header(
@@ -62,13 +62,13 @@ def pack_header(
 ) -> bytes:
     assert bool(sequence) == bool(kind), (sequence, kind)
     assert 0 <= length <= _LENGTH_MASK, length
-    return _HEADER.pack(sequence, acknowledged, kind << _LENGTH_BITS | length)
+    return HEADER.pack(sequence, acknowledged, kind << LENGTH_BITS | length)
 
 
 def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
     """Decode the header at `start`, all of whose bytes must be present."""
-    sequence, acknowledged, rest = _HEADER.unpack_from(data, start)
-    number, length = rest >> _LENGTH_BITS, rest & _LENGTH_MASK
+    sequence, acknowledged, rest = HEADER.unpack_from(data, start)
+    number, length = rest >> LENGTH_BITS, rest & _LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
             f"a frame of kind {number}: expected kind 0 to {len(_KINDS) - 1}"

@@ -15,7 +15,7 @@ Data that cannot be encoded or decoded raises a ProtocolError.
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any, get_args
+from typing import Any
 
 from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import replace
@@ -93,6 +93,8 @@ def _with_failures(message: Any, _: Any) -> Any:
 
 
 def _with_failure(message: Any, _: Any) -> Any:
+    if message.failure is None:
+        return message
     return replace(message, failure=_bare(message.failure))
 
 
@@ -142,14 +144,18 @@ _CLOSED: dict[type[Any], Close] = {
     ),
     Assign: lambda message, _: replace(message, parts=_with_types(message.parts)),
 }
-_CHECKS = {kind: check_of(kind) for kind in get_args(Message)}
 
 
-def _sealed(message: Message, kinds: Sequence[ArrayType], data: Data) -> bytes:
+def _sealed(data: Data, message: Message, kinds: Sequence[ArrayType] = ()) -> bytes:
     close = _CLOSED.get(message.__class__)
     closed = message if close is None else close(message, data)
-    envelope = encoded(Envelope(closed, tuple(kinds)), _encode)
-    return envelope if len(envelope) <= CHECKED_BYTES else bounded(_decoder, envelope)
+    try:
+        envelope = _encode(Envelope(closed, tuple(kinds)))
+    except (OverflowError, TypeError, ValueError, RecursionError):
+        envelope = encoded(Envelope(closed, tuple(kinds)), _encode)  # Or its error.
+    if len(envelope) > CHECKED_BYTES:
+        bounded(_decoder, envelope)
+    return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
 
 # Bytes of the length prefix, and of an envelope without message and types.
@@ -173,15 +179,18 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
         return b""
 
     kinds = [type_of(value) for value in values]
-    envelope = len(_sealed(message, kinds, measured)) + trees
+    head = len(_sealed(measured, message, kinds)) + trees
     elements = sum([kind.nbytes for kind in kinds])
-    return elements, COUNT_BYTES + envelope + elements
+    return elements, head + elements
 
 
 class Codec:
-    """The codec of a cluster's messages. `name` names functions in nested data."""
+    """The codec of a cluster's messages. `name` names functions in nested data.
 
-    __slots__ = ("_data", "names", "workers")
+    `encode` takes a message, and the types of its values.
+    """
+
+    __slots__ = ("encode", "names", "workers")
 
     def __init__(
         self, workers: Sequence[Worker], name: Callable[[Any], str] = name_of
@@ -190,16 +199,12 @@ class Codec:
             raise ProtocolError(
                 f"{len(workers)} workers: expected at most {WORKERS_MAX}"
             )
-        self._data: Data = partial(write_tree, name=name)
+        self.encode = partial(_sealed, partial(write_tree, name=name))
         self.names = len(workers)
         self.workers = set(workers)
 
     def joined(self, name: str, incarnation: int) -> None:
         self.workers.add(incarnated(name, incarnation))
-
-    def encode(self, message: Message, kinds: Sequence[ArrayType] = ()) -> bytes:
-        envelope = _sealed(message, kinds, self._data)
-        return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
     def decode_drawing(self, data: bytes) -> GraphSnapshot | None:
         graph: GraphSnapshot | None = decoded(_snapshots, data)
@@ -214,7 +219,10 @@ class Codec:
                 f"a message of {end} bytes, but only {len(data)} were received"
             )
         source = data if end < COPIED_BYTES else memoryview(data)
-        envelope: Envelope = decoded(_decoder, source[COUNT_BYTES:end])
+        try:
+            envelope = _decoder.decode(source[COUNT_BYTES:end])
+        except Exception:
+            envelope = decoded(_decoder, source[COUNT_BYTES:end])  # With its error.
         message, kinds = envelope.message, envelope.kinds
-        _CHECKS[message.__class__](message, self)
+        check_of(message.__class__)(message, self)
         return message, kinds, end

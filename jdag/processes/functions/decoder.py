@@ -56,7 +56,9 @@ BOUND_MAX = PAIRS_MAX
 MADE_MAX = 512
 DEFINED_MAX, DEFINED_BYTES_MAX = 4096, 1 << 30
 # Attributes of `jdag.compute.pairs.Pair` that are known only once it is built.
-_BUILT = ("out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches")
+_BUILT = (
+    "out_tree", "residual_bytes", "args_kept", "outputs_kept", "reaches", "may_raise",
+)  # fmt: skip
 REPLY = name_of(Reply)
 BOUND = NAMING | {Start, Return, Tell}  # The messages that `bind` changes.
 
@@ -219,7 +221,8 @@ class FunctionDecoder:
     def _make(self, bound: Bound) -> Any:
         build = self._from_definition if bound.body.digest else self._from_names
         built = build(bound)
-        bound.may_raise = built.may_raise
+        for name in _BUILT:
+            setattr(bound, name, getattr(built, name))
         if bound.in_devices is None or bound.out_devices is None:
             return built
         return Placed(built, bound.device, bound.in_devices, bound.out_devices)

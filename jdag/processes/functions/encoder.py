@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from msgspec.structs import replace
@@ -78,7 +78,6 @@ _WIDEST = AllImported((MAIN,), load=False)  # The largest possible allowlist.
 Definitions = tuple[Definition, ...]
 _Modules = tuple[str, ...]
 _Spec = tuple[bytes, Definitions]  # A spec, and the definitions to send before it.
-Encoded = TypeVar("Encoded", Call, Assignment)
 
 
 class FunctionEncoder:
@@ -122,6 +121,10 @@ class FunctionEncoder:
         Raises:
             JdagError: a function, program or hook cannot be sent to its worker.
         """
+        if event.__class__ is Issued:
+            if (to := event.worker) != here:
+                self.spec_for(event.function, allowed_on(to), to, event.call_site)
+            return
         for pair, worker, site in _pairs_of(event):
             if worker != here:
                 self.spec_for(pair, allowed_on(worker), worker, site)
@@ -144,7 +147,8 @@ class FunctionEncoder:
         """
         match message:
             case Call():
-                return self._encoded(message, allowed_modules)
+                spec, needed = self._spec_or_name(message.function, allowed_modules)
+                return replace(message, function=spec), needed
             case Assign():
                 encoded = [self._encoded(p, allowed_modules) for p in message.parts]
                 parts = tuple([part for part, _ in encoded])
@@ -159,12 +163,12 @@ class FunctionEncoder:
                 return message, ()
 
     def _encoded(
-        self, message: Encoded, allowed_modules: _Modules
-    ) -> tuple[Encoded, Definitions]:
-        if message.function is None:
-            return message, ()
-        spec, needed = self._spec_or_name(message.function, allowed_modules)
-        return replace(message, function=spec), needed
+        self, part: Assignment, allowed_modules: _Modules
+    ) -> tuple[Assignment, Definitions]:
+        if part.function is None:
+            return part, ()
+        spec, needed = self._spec_or_name(part.function, allowed_modules)
+        return replace(part, function=spec), needed
 
     def _spec_or_name(self, pair: Any, allowed_modules: _Modules) -> _Spec:
         try:

@@ -20,7 +20,7 @@ from typing import Any
 from msgspec import Struct
 
 from jdag.compute.buffers import Buffers, array_over
-from jdag.engine.protocol import landing
+from jdag.engine.protocol import LANDING
 from jdag.errors import ProtocolError
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.shared_memory import (
@@ -188,10 +188,12 @@ class Assembler:
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """Decode a message. Return the deliveries that can now be passed on."""
         message, kinds, offset = self._codec.decode(payload)
-        if len(kinds) != len(landing(message)):
+        keys_of = LANDING.get(message.__class__)
+        expected = 0 if keys_of is None else len(keys_of(message))
+        if len(kinds) != expected:
             raise ProtocolError(
                 f"a {type(message).__name__} has {len(kinds)} values; expected"
-                f" {len(landing(message))}"
+                f" {expected}"
             )
         self.messages += 1
         delivery = Delivery(message, [], self.messages)

@@ -61,7 +61,7 @@ class Loop:
     """Sockets, timers and the loop lock. Calls `flush` after each `dirty` iteration."""
 
     def __init__(self, flush: _Call) -> None:
-        self._process = os.getpid()
+        self.process = os.getpid()
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,16 +132,16 @@ class Loop:
                 return
 
     def check_process(self) -> None:
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             raise JdagError(
-                f"process {os.getpid()} was forked from process {self._process} and "
+                f"process {os.getpid()} was forked from process {self.process} and "
                 "cannot use its cluster; start processes by "
                 'multiprocessing.get_context("spawn")'
             )
 
     def acquire(self) -> None:
         """Take the lock. If its holder is blocked in a poll, wake the holder up."""
-        if os.getpid() != self._process:
+        if os.getpid() != self.process:
             self.check_process()
         me = threading.get_ident()
         if me == self._main:

@@ -23,12 +23,20 @@ from jdag.processes.net.large_values import (
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.processes.net.streams import Stream
-from jdag.wire.frames import FRAME_BYTES, FrameKind, Header, unpack_header
+from jdag.wire.frames import (
+    FRAME_BYTES,
+    HEADER,
+    LENGTH_BITS,
+    FrameKind,
+    Header,
+    unpack_header,
+)
 
 BUFFER_BYTES = 256 * 1024
 READS_MAX = 16  # Reads per loop iteration; other connections must be read too.
 DIGEST_BYTES = 32
 PING, PONG = b"?", b"!"
+_MESSAGE = FrameKind.MESSAGE << LENGTH_BITS
 
 
 class ReceivedDefinition(NamedTuple):
@@ -162,7 +170,19 @@ class FrameReader:
     def _parse(self, stream: Stream, events: list[PeerEvent]) -> None:
         """Handle complete frames. An incomplete large frame will be read in place."""
         buffer, start, end = self._buffer, 0, self._end
+        numbers = self._numbers
         while end - start >= FRAME_BYTES and not self.paused:
+            sequence, acknowledged, rest = HEADER.unpack_from(buffer, start)
+            body, length = start + FRAME_BYTES, rest ^ _MESSAGE
+            if length <= end - body and sequence == numbers.received + 1:
+                # A whole message, by far the most frequent frame.
+                start = body + length
+                if acknowledged > numbers.acknowledged:
+                    numbers.acknowledge(acknowledged)
+                numbers.received = sequence
+                self.nbytes += length
+                events += self.assembler.message(bytes(buffer[body:start]))
+                continue
             header = unpack_header(buffer, start)
             sequence, _, length, kind = header
             if sequence and sequence != self._numbers.received + 1:
@@ -170,7 +190,6 @@ class FrameReader:
                     f"received frame number {sequence}; expected number "
                     f"{self._numbers.received + 1}"
                 )
-            body = start + FRAME_BYTES
             is_chunk = kind is FrameKind.CHUNK
             if end - body >= length:
                 start = body + length

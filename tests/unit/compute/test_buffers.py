@@ -79,6 +79,16 @@ def test_arrays_of_every_dtype_come_with_their_type_and_bits(dtype: str):
         assert bits(jnp.asarray(carried(drawn_here))) == bits(array), shape
 
 
+@pytest.mark.parametrize("kind", ["int64", "uint64", "float64", "complex128"])
+def test_an_array_of_64_bits_comes_as_jit_would_have_it(kind: str):
+    value = np.array([3, 1 << 40, 7], kind)
+    for wide in (False, True, False):
+        with jax.enable_x64(wide):
+            array = jax.jit(lambda x: x)(value)
+            assert bits(delivered(value)) == bits(array)
+            assert delivered(value).committed is array.committed
+
+
 @pytest.mark.parametrize("value", [np.ones(3), 2.5, np.ones(DELIVERED_MIN_BYTES)])
 def test_a_received_value_passes_a_guard_of_implicit_transfers(value: Any):
     wanted = bits(delivered(value))
