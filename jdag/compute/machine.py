@@ -10,7 +10,7 @@ laptop. Both modes hold, read and drop the same values.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, compress
 from typing import Any, NamedTuple, assert_never
 
@@ -21,7 +21,7 @@ from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
 from jdag.compute.halves import halves
 from jdag.compute.hooks import hooked, seen
-from jdag.compute.pairs import input_types
+from jdag.compute.pairs import PAIRS_MAX, input_types
 from jdag.compute.sums import add, filled
 from jdag.compute.values import Buffer, Values
 from jdag.engine.functions import name_of, name_on
@@ -247,9 +247,9 @@ class Machine:
         arrays: Sequence[Any],
         devices: Sequence[str | None] | None,
     ) -> None:
-        homes = [None] * len(keys) if devices is None else devices
+        put, homes = self.values.put, devices or (None,) * len(keys)
         for key, array, home in zip(keys, arrays, homes, strict=True):
-            self.values.put(key, array, home)
+            put(key, array, home)
 
 
 class _AbstractResiduals(NamedTuple):
@@ -290,7 +290,7 @@ def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
         case VjpWeights():
             return halves(job.function, job.weights).weight_avals
         case Vjp():
-            return input_types(job.function)
+            return _cotangent_types(job.function)
         case Sum():
             last: Any = (job.base, *job.addends)[-1]
             return get(last)
@@ -301,6 +301,11 @@ def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
             return (*job.function.out_avals, *bundles)
         case _:
             return None
+
+
+@lru_cache(PAIRS_MAX)
+def _cotangent_types(pair: Any) -> tuple[Aval, ...]:
+    return tuple(input_types(pair))
 
 
 def _identity(value: Any) -> Any:

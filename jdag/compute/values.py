@@ -15,13 +15,15 @@ from jdag.compute.duals import is_array_type
 class Buffer:
     """Represents the array of an abstract value. Only the array's size is known.
 
-    Equal abstract values are one object; buffers tell their arrays apart.
+    Equal abstract values are one object; buffers tell their arrays apart. `holders`
+    counts the keys and residuals that hold the array.
     """
 
-    __slots__ = ("nbytes",)
+    __slots__ = ("holders", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, holders: int = 0) -> None:
         self.nbytes = nbytes
+        self.holders = holders
 
 
 class Values:
@@ -77,6 +79,10 @@ class Values:
             holds = self._holds
             is_array = _is_array_class(value.__class__)
             for part in (value,) if is_array else _parts_of(value):
+                if part.__class__ is Buffer:
+                    part.holders += 1
+                    self.bytes_held += part.nbytes if part.holders == 1 else 0
+                    continue
                 name = id(part)
                 if name in holds:
                     count, nbytes = holds[name]
@@ -124,8 +130,7 @@ class Values:
         """
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = Buffer(self._held[key].nbytes)
-            self._holds[id(buffer)] = (1, buffer.nbytes)
+            buffer = self._buffers[key] = Buffer(self._held[key].nbytes, 1)
         return buffer
 
     def _release(self, key: Hashable, value: Any) -> None:
@@ -136,6 +141,10 @@ class Values:
             value = self._buffers.pop(key)
         holds = self._holds
         for part in (value,) if _is_array_class(value.__class__) else _parts_of(value):
+            if part.__class__ is Buffer:
+                part.holders -= 1
+                self.bytes_held -= 0 if part.holders else part.nbytes
+                continue
             name = id(part)
             count, nbytes = holds[name]
             if count > 1:

@@ -124,7 +124,8 @@ class Forwarding(Struct, eq=False):
         inputs = tuple([value.stored for value in node.arguments])
         outputs = tuple([value.key for value in node.results])
         head = self._state.number_job(), context, path, function
-        job = Forward(*head, inputs, outputs, node.residuals, fragment.tag(node))
+        tag = node.tag and fragment.tag(node)
+        job = Forward(*head, inputs, outputs, node.residuals, tag)
         self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
@@ -184,8 +185,10 @@ class Forwarding(Struct, eq=False):
 
     def ship(self, sender: Worker, message: Ship) -> None:
         state = self._state
-        self._lifetimes.discard(message.discarded)
-        fragment = state.fragment(message.context)
+        if message.discarded:
+            self._lifetimes.discard(message.discarded)
+        context = message.context
+        fragment = state.contexts.get(context) or state.fragment(context)
         if fragment is not None:
             self._ship(fragment, message)
         else:
@@ -233,7 +236,8 @@ class Forwarding(Struct, eq=False):
 
     def primal(self, sender: Worker, message: Primal) -> None:
         state = self._state
-        fragment = state.fragment(message.context)
+        context = message.context
+        fragment = state.contexts.get(context) or state.fragment(context)
         if fragment is None:
             state.drop(landing(message))
             return

@@ -198,7 +198,13 @@ class State:
         self, values: Sequence[Value], callback: Callable[[], None]
     ) -> None:
         """Run `callback` once all values have settled, possibly immediately."""
-        self._wait([v.waiters for v in values if not v.settled], callback)
+        waiting: list[list[Pending]] = []
+        for value in values:
+            if not value.settled:
+                if value.waiters is None:
+                    value.waiters = []
+                waiting.append(value.waiters)
+        self._wait(waiting, callback)
 
     def when_computed(self, jobs: Sequence[int], callback: Callable[[], None]) -> None:
         """Run `callback` once all these jobs are done, possibly immediately."""
@@ -222,9 +228,8 @@ class State:
         assert not value.settled, value.key
         value.settled = True
         value.failure = failure
-        waiters = value.waiters
-        if waiters:
-            value.waiters = []
+        if value.waiters is not None:
+            waiters, value.waiters = value.waiters, None
             self.count_down(waiters)
         if not value.users:
             self._free(value)

@@ -123,7 +123,8 @@ class ReadyJobs:
 
     def choices(self) -> list[Any]:
         """Return the jobs that may run next; of a step in the list, the first job."""
-        return [entry[2] for entry in self._jobs] + self._next(False)[:1]
+        jobs = [entry[2] for entry in self._jobs]
+        return jobs + self._next(False)[:1] if self._runs else jobs
 
     def skip(self, skip: Skip | Listed) -> None:
         run_id = skip.context, skip.number

@@ -15,7 +15,6 @@ A cause is the index of a record in the trace; -1 means no cause, or no trace.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Protocol
 
 from jdag.compute.machine import Machine
@@ -149,7 +148,7 @@ class WorkerRuntime:
             port.pending.append(event.waiter)
             self.waiters.events[event.waiter] = self.worker, type(event).__name__
         causes = () if port.cause < 0 else (port.cause,)
-        keys = tuple(map(itemgetter(0), values))
+        keys = tuple([key for key, _ in values]) if values else ()
         try:
             for key, value in values:
                 self.machine.values.put(key, value)
@@ -206,9 +205,7 @@ class WorkerRuntime:
         for effect in self.engine.handle(event):
             if not self.alive:
                 break  # The worker crashed between two effects.
-            cause, kind = record, effect.__class__
-            if recorder is not None and kind in RECORDED:
-                cause = recorder.effect(self.worker, effect, record)
+            kind = effect.__class__
             try:
                 if kind is Send:
                     message, sent, values = effect.message, effect.values, ()
@@ -216,10 +213,15 @@ class WorkerRuntime:
                         message, sent, values = self.machine.load(
                             message, sent, self.worker
                         )
-                    driver.transmit(self, effect, message, (sent, values), cause)
-                elif kind is Compute:
-                    driver.compute(self, effect.job, cause)
-                elif kind is Drop:
+                    driver.transmit(self, effect, message, (sent, values), record)
+                    continue
+                if kind is Compute:
+                    driver.compute(self, effect.job, record)
+                    continue
+                cause = record
+                if recorder is not None and kind in RECORDED:
+                    cause = recorder.effect(self.worker, effect, record)
+                if kind is Drop:
                     self.drop(effect.keys)
                 elif kind is Resume:
                     self._resume(effect, cause)

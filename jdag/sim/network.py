@@ -214,15 +214,22 @@ class Lane:
     record: int = -1
     flight_ns: int = field(init=False)
     pause_ns: int = field(init=False)
+    jitter_ns: int = field(init=False)
+    is_instant: bool = field(init=False)  # Whether frames take no time to leave.
+    ports: tuple[NetworkPort, ...] = field(init=False)  # That frames pass.
 
     def __post_init__(self) -> None:
-        self.flight_ns, self.pause_ns = self.model.flight_ns, self.model.pause_ns
+        model, ports = self.model, (self.out, self.into)
+        self.ports = tuple([port for port in ports if port is not None])
+        self.flight_ns, self.pause_ns = model.flight_ns, model.pause_ns
+        self.jitter_ns = model.jitter_ns
+        is_plain = type(model) is LinkModel
+        self.is_instant = is_plain and model.bandwidth_bytes_per_s is None
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame now. Return the frame's arrival time in ns."""
-        model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = 0 if model is FREE_LINK else model.transfer_ns(size_bytes)
+        transfer_ns = 0 if self.is_instant else self.model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.port.transfer_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
@@ -234,8 +241,8 @@ class Lane:
         self.bytes += size_bytes
         self.frames += 1
         arrival_ns = left_ns + self.flight_ns
-        if model.jitter_ns:
-            arrival_ns += chooser.amount(0, model.jitter_ns)
+        if self.jitter_ns:
+            arrival_ns += chooser.amount(0, self.jitter_ns)
         if self.into is not None:  # The frame passes the port while it arrives.
             passing_ns = self.port.transfer_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
@@ -245,10 +252,10 @@ class Lane:
         return arrival_ns
 
     def passed(self, record: int) -> None:
-        """Save the trace record of the last frame, in the lane and in both ports."""
+        """Save the trace record of the last frame, in the lane and in its ports."""
         self.record = record
-        if self.out is not None and self.into is not None:
-            self.out.record = self.into.record = record
+        for port in self.ports:
+            port.record = record
 
     def before(self, now_ns: int, last: int) -> list[int]:
         """Return the trace records of the frames for which the last frame waited."""
@@ -262,7 +269,7 @@ class Lane:
     @property
     def drained_ns(self) -> int:
         """Latest possible arrival time in ns of all frames so far."""
-        latest_ns = self.busy_until_ns + self.flight_ns + self.model.jitter_ns
+        latest_ns = self.busy_until_ns + self.flight_ns + self.jitter_ns
         return max(latest_ns, self.arrived_ns)
 
 
@@ -279,6 +286,10 @@ class PathLane(Lane):
     passages: tuple[tuple[NetworkPort, LinkModel], ...] = ()
     cut_through: bool = False
     waited: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        Lane.__post_init__(self)
+        self.ports = tuple([port for port, _ in self.passages])
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         reached_ns, left_ns, takes_ns = now_ns, now_ns, 0
@@ -301,18 +312,13 @@ class PathLane(Lane):
         self.waited = tuple(waited)
         self.bytes += size_bytes
         self.frames += 1
-        if self.model.jitter_ns:
-            arrival_ns += chooser.amount(0, self.model.jitter_ns)
+        if self.jitter_ns:
+            arrival_ns += chooser.amount(0, self.jitter_ns)
         self.arrived_ns = max(self.arrived_ns, arrival_ns)
         return arrival_ns
 
     def before(self, now_ns: int, last: int) -> list[int]:
         return [record for record in dict.fromkeys(self.waited) if record >= 0]
-
-    def passed(self, record: int) -> None:
-        self.record = record
-        for port, _ in self.passages:
-            port.record = record
 
     @property
     def drained_ns(self) -> int:
@@ -356,7 +362,8 @@ class Traffic:
             else:
                 out, into = self._port(source, "out"), self._port(destination, "into")
                 rate = self._network.port_bandwidth_bytes_per_s
-                lane = Lane(model, out, into, LinkModel(0, rate))
+                port = FREE_LINK if rate is None else LinkModel(0, rate)
+                lane = Lane(model, out, into, port)
             self._lanes[source, destination] = lane
         return lane
 

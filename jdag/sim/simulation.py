@@ -190,7 +190,7 @@ class Simulation:
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
         self._look(event, port.worker)
-        if event.__class__ is Issued:
+        if self._jobs.calls_take_time and event.__class__ is Issued:
             self._spend(port, self._jobs.models[named(port.worker)].call_ns)
         if port.host.alive:  # Otherwise the program will be ended soon.
             port.host.tell(port, event, values)
