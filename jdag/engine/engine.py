@@ -140,7 +140,8 @@ class Engine:
                 self._listings.program_waits(event)
         callbacks = state.callbacks
         while callbacks:
-            callbacks.popleft()()
+            pending = callbacks.popleft()
+            pending.callback(*pending.args)
         out, state.out = state.out, []
         return out
 

@@ -94,8 +94,7 @@ class Forwarding(Struct, eq=False):
         else:  # No pass differentiates this call.
             self._state.skip(fragment, node, "BIW")
         fragment.pending += 1
-        start = partial(self._start, fragment, node)
-        self._state.when_settled(node.arguments, start)
+        self._state.when_settled(node.arguments, self._start, fragment, node)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
         if key.kind in LEAF_KINDS:
@@ -213,8 +212,7 @@ class Forwarding(Struct, eq=False):
                 spent=[not tracked for tracked in message.tracked],
             )
         fragment.pending += 1
-        shipped = partial(self._shipped, fragment, message, values)
-        self._state.when_settled(values, shipped)
+        self._state.when_settled(values, self._shipped, fragment, message, values)
 
     def _shipped(
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]

@@ -80,7 +80,8 @@ class LeafVersions(Struct, eq=False):
 
 class Pending(Struct, eq=False):
     missing: int
-    callback: Callable[[], None]
+    callback: Callable[..., None]
+    args: tuple[Any, ...]
 
 
 class CallNode(Struct, eq=False):

@@ -8,7 +8,6 @@ need no recursion.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -93,7 +92,7 @@ class State:
         self.after: dict[int, list[Pending]] = {}  # Callbacks that wait for a job.
         # Frames here with scheduled calls that no Listing has announced.
         self.listing: dict[tuple[ContextId, Path], None] = {}
-        self.callbacks: deque[Callable[[], None]] = deque()
+        self.callbacks: deque[Pending] = deque()
         self.out: list[Effect] = []
         self.number_job = count(1).__next__
 
@@ -195,26 +194,31 @@ class State:
             self.out.append(Skip(fragment.context, None, ""))
 
     def when_settled(
-        self, values: Sequence[Value], callback: Callable[[], None]
+        self, values: Sequence[Value], callback: Callable[..., None], *args: Any
     ) -> None:
-        """Run `callback` once all values have settled, possibly immediately."""
+        """Run `callback(*args)` once all values have settled, possibly immediately."""
         waiting: list[list[Pending]] = []
         for value in values:
             if not value.settled:
                 if value.waiters is None:
                     value.waiters = []
                 waiting.append(value.waiters)
-        self._wait(waiting, callback)
+        if waiting:
+            self._wait(waiting, callback, args)
+        else:
+            callback(*args)
 
     def when_computed(self, jobs: Sequence[int], callback: Callable[[], None]) -> None:
         """Run `callback` once all these jobs are done, possibly immediately."""
-        self._wait([self.after.setdefault(job, []) for job in jobs], callback)
-
-    def _wait(self, waiting: list[list[Pending]], callback: Callable[[], None]) -> None:
-        if not waiting:
+        if jobs:
+            self._wait([self.after.setdefault(job, []) for job in jobs], callback, ())
+        else:
             callback()
-            return
-        pending = Pending(len(waiting), callback)
+
+    def _wait(
+        self, waiting: list[list[Pending]], callback: Callable[..., None], args: Any
+    ) -> None:
+        pending = Pending(len(waiting), callback, args)
         for pendings in waiting:
             pendings.append(pending)
 
@@ -222,7 +226,7 @@ class State:
         for pending in waiting:
             pending.missing -= 1
             if pending.missing == 0:
-                self.callbacks.append(pending.callback)
+                self.callbacks.append(pending)
 
     def settle(self, value: Value, failure: Failure | None) -> None:
         assert not value.settled, value.key
@@ -269,7 +273,7 @@ class State:
         fragment.pending -= 1
         assert fragment.pending >= 0, fragment.pending
         if fragment.pending == 0 and fragment.release is not None:
-            self.callbacks.append(partial(self.on_quiet, fragment))
+            self.callbacks.append(Pending(0, self.on_quiet, (fragment,)))
 
     def released_failure(self, context: ContextId) -> Failure:
         owner = self.owner(context)

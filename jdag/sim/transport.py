@@ -57,8 +57,8 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class _Parcel(Struct, frozen=True):
-    """One message with its values.
+class _Parcel(Struct):
+    """One message with its values, until these have been delivered.
 
     `fields` describe the message in a trace, and are () without a trace. `wire_bytes`
     is the size of its frame. With a control lane, `value_bytes` is the size of its
@@ -66,7 +66,7 @@ class _Parcel(Struct, frozen=True):
     record of its send.
     """
 
-    message: Message
+    message: Any
     fields: tuple[Any, ...]
     values: tuple[Any, ...]
     wire_bytes: int
@@ -144,6 +144,8 @@ class SimTransport:
         self._joins = self._network.control_lane is None and not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
+        # Without faults each parcel is delivered once.
+        self._frees = not (chooser.untimed or self._has_frame_faults)
         is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
         self._link = SureLink if is_sure and not self._has_frame_faults else Link
         if isinstance(env.timeline, UntimedTimeline):
@@ -302,8 +304,10 @@ class SimTransport:
             if host.alive:  # The message before may have caused a crash.
                 record = parcel.record
                 causes = (record,) if record == sent else (record, sent)
-                message = parcel.message
-                host.arrived(end.peer, message, parcel.values, causes, parcel.fields)
+                message, values = parcel.message, parcel.values
+                if self._frees:  # The link may keep the parcel for long.
+                    parcel.message, parcel.values = None, ()
+                host.arrived(end.peer, message, values, causes, parcel.fields)
 
     def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
         """Receive several acknowledgements as if they had been sent as one message."""
