@@ -10,7 +10,7 @@ laptop. Both modes hold, read and drop the same values.
 """
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain, compress
 from typing import Any, NamedTuple, assert_never
 
@@ -21,7 +21,7 @@ from jdag.compute.avals import Aval, aval_of, is_deleted
 from jdag.compute.devices import put
 from jdag.compute.halves import halves
 from jdag.compute.hooks import hooked, seen
-from jdag.compute.pairs import PAIRS_MAX, input_types
+from jdag.compute.pairs import input_types
 from jdag.compute.sums import add, filled
 from jdag.compute.values import Buffer, Values
 from jdag.engine.functions import name_of, name_on
@@ -67,6 +67,12 @@ class Machine:
         self._leaving_bytes_max = leaving_bytes_max
 
     def run(self, job: Job) -> BaseException | None:
+        if self.abstract and not isinstance(job, Apply):  # Nothing is computed.
+            work = Work(list, self.device_of(job))
+            result = _abstract_result(job, self.values.get)
+            self.values.drop(inputs_used_up(job))
+            self.hold(job, work, result)
+            return None
         work = self.begin(job)
         try:
             result = work.compute()
@@ -83,8 +89,6 @@ class Machine:
             case Apply():
                 hook = seen if job.output is None else hooked
                 compute = partial(hook, job.function, get(job.input))
-            case _ if self.abstract:
-                compute = partial(_identity, _abstract_result(job, get))
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
             case VjpWeights():
@@ -290,7 +294,7 @@ def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
         case VjpWeights():
             return halves(job.function, job.weights).weight_avals
         case Vjp():
-            return _cotangent_types(job.function)
+            return input_types(job.function)
         case Sum():
             last: Any = (job.base, *job.addends)[-1]
             return get(last)
@@ -303,19 +307,10 @@ def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
             return None
 
 
-@lru_cache(PAIRS_MAX)
-def _cotangent_types(pair: Any) -> tuple[Aval, ...]:
-    return tuple(input_types(pair))
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
 def inputs_used_up(job: Job) -> tuple[Key, ...]:
     match job:
         case Vjp():
-            addends = tuple([key for keys in job.cotangents for key in keys])
+            addends = tuple(chain.from_iterable(job.cotangents))
             return (*addends, job.residuals) if job.last else addends
         case VjpWeights():
             return (job.stash,)

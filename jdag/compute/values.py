@@ -78,7 +78,7 @@ class Values:
         else:
             holds = self._holds
             is_array = _is_array_class(value.__class__)
-            for part in (value,) if is_array else _parts_of(value):
+            for part in (value,) if is_array else getattr(value, "keeps", (value,)):
                 if part.__class__ is Buffer:
                     part.holders += 1
                     self.bytes_held += part.nbytes if part.holders == 1 else 0
@@ -140,7 +140,8 @@ class Values:
                 return
             value = self._buffers.pop(key)
         holds = self._holds
-        for part in (value,) if _is_array_class(value.__class__) else _parts_of(value):
+        is_array = _is_array_class(value.__class__)
+        for part in (value,) if is_array else getattr(value, "keeps", (value,)):
             if part.__class__ is Buffer:
                 part.holders -= 1
                 self.bytes_held -= 0 if part.holders else part.nbytes
@@ -159,11 +160,6 @@ class Values:
     @property
     def held(self) -> int:
         return len(self._held)
-
-
-def _parts_of(value: Any) -> tuple[Any, ...]:
-    parts: tuple[Any, ...] = getattr(value, "keeps", (value,))
-    return parts
 
 
 # Whether values of this class are arrays; cached, since `put` calls it.

@@ -309,7 +309,9 @@ class Backward:
             spot = 0, tree.ranks[path, position]
             self.gradients.put(live, vertex, tree, spot, key)
         elif key is not None:
-            due.add(slot, (path, position, key))
+            addends = due.addends[slot] or []
+            addends.append((path, position, key))
+            due.addends[slot] = addends
         due.remaining -= 1
         if due.remaining == 0:
             live.ready.append(vertex)

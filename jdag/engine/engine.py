@@ -122,11 +122,11 @@ class Engine:
         """
         state, kind = self._state, event.__class__
         if isinstance(event, protocol.Arrived):
-            message, sender = event.message, event.sender
-            if sender in state.lost:
+            message = event.message
+            if event.sender in state.lost:
                 state.drop(landing(message))
             else:
-                state.handlers[message.__class__](sender, message)
+                state.handlers[message.__class__](event.sender, message)
         elif isinstance(event, protocol.Computed):
             done, _, job = state.jobs.pop(event.job)
             done(event.failure, job)

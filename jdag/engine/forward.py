@@ -62,8 +62,9 @@ class Forwarding(Struct, eq=False):
     def _call(self, fragment: Fragment, message: Call) -> None:
         context, path = message.context, message.path
         for incoming in message.incoming:
-            slots = len(incoming.tracked)
-            recv = self._recv(fragment, path, incoming.source, slots)
+            slots, source = len(incoming.tracked), incoming.source
+            recv = fragment.recvs.get((path, source))
+            recv = recv or self._new_recv(fragment, path, source, slots)
             recv.tracked = incoming.tracked
         if message.incoming:  # Shapes of the symbolic zeros that these recvs may send.
             for key, aval in zip(message.inputs, message.function.avals, strict=True):
@@ -156,19 +157,16 @@ class Forwarding(Struct, eq=False):
             self._woken(fragment, node)
         state.pending_done(fragment)
 
-    def _recv(
+    def _new_recv(
         self, fragment: Fragment, path: Path, source: Worker, slots: int
     ) -> RecvEnd:
-        recv = fragment.recvs.get((path, source))
-        if recv is None:
-            recv = RecvEnd(path, source, [None] * slots)
-            name = path, source
-            keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
-            recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
-            fragment.values.update(zip(keys, recv.outputs, strict=True))
-            fragment.recvs[name] = recv
-            if source in self._state.lost:
-                self._fail_recv(recv, source)
+        recv, name = RecvEnd(path, source, [None] * slots), (path, source)
+        keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
+        recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
+        fragment.values.update(zip(keys, recv.outputs, strict=True))
+        fragment.recvs[name] = recv
+        if source in self._state.lost:
+            self._fail_recv(recv, source)
         return recv
 
     def lost(self, worker: Worker) -> None:
@@ -186,8 +184,7 @@ class Forwarding(Struct, eq=False):
         state = self._state
         if message.discarded:
             self._lifetimes.discard(message.discarded)
-        context = message.context
-        fragment = state.contexts.get(context) or state.fragment(context)
+        fragment = state.fragment(message.context)
         if fragment is not None:
             self._ship(fragment, message)
         else:
@@ -234,13 +231,13 @@ class Forwarding(Struct, eq=False):
 
     def primal(self, sender: Worker, message: Primal) -> None:
         state = self._state
-        context = message.context
-        fragment = state.contexts.get(context) or state.fragment(context)
+        fragment = state.fragment(message.context)
         if fragment is None:
             state.drop(landing(message))
             return
-        slots = len(message.failures)
-        recv = self._recv(fragment, message.path, message.source, slots)
+        slots, path, source = len(message.failures), message.path, message.source
+        recv = fragment.recvs.get((path, source))
+        recv = recv or self._new_recv(fragment, path, source, slots)
         for value, failure in zip(recv.outputs, message.failures, strict=True):
             if not value.settled:
                 state.settle(value, failure)

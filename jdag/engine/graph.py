@@ -50,7 +50,7 @@ class Value:
         self.index = index
         self.settled = False
         self.failure: Failure | None = None
-        self.waiters: list[Pending] | None = None
+        self.waiters: Any = ()  # A list of `Pending` while some wait.
         self.users = 1  # One for the programs that can name the value: see `lifetimes`.
 
 

@@ -148,8 +148,8 @@ class State:
             self.out.append(Send(to, message, values, zeros))
 
     def acknowledge(self, to: Worker, context: ContextId | None, path: Path) -> None:
-        if to != self.worker:
-            self.send(to, Acknowledge(context, (path,)))
+        if to != self.worker and to not in self.lost:
+            self.out.append(Send(to, Acknowledge(context, (path,)), (), ()))
 
     def send_each(self, messages: Mapping[Worker, Message]) -> None:
         """Send all messages except this worker's own, whose values are kept here."""
@@ -197,27 +197,19 @@ class State:
         self, values: Sequence[Value], callback: Callable[..., None], *args: Any
     ) -> None:
         """Run `callback(*args)` once all values have settled, possibly immediately."""
-        waiting: list[list[Pending]] = []
-        for value in values:
-            if not value.settled:
-                if value.waiters is None:
-                    value.waiters = []
-                waiting.append(value.waiters)
-        if waiting:
-            self._wait(waiting, callback, args)
-        else:
-            callback(*args)
+        unsettled = [value for value in values if not value.settled]
+        for value in unsettled:
+            value.waiters = value.waiters or []
+        self._wait([value.waiters for value in unsettled], callback, args)
 
     def when_computed(self, jobs: Sequence[int], callback: Callable[[], None]) -> None:
         """Run `callback` once all these jobs are done, possibly immediately."""
-        if jobs:
-            self._wait([self.after.setdefault(job, []) for job in jobs], callback, ())
-        else:
-            callback()
+        self._wait([self.after.setdefault(job, []) for job in jobs], callback, ())
 
-    def _wait(
-        self, waiting: list[list[Pending]], callback: Callable[..., None], args: Any
-    ) -> None:
+    def _wait(self, waiting: list[list[Pending]], callback: Any, args: Any) -> None:
+        if not waiting:
+            callback(*args)
+            return
         pending = Pending(len(waiting), callback, args)
         for pendings in waiting:
             pendings.append(pending)
@@ -232,8 +224,8 @@ class State:
         assert not value.settled, value.key
         value.settled = True
         value.failure = failure
-        if value.waiters is not None:
-            waiters, value.waiters = value.waiters, None
+        if value.waiters:
+            waiters, value.waiters = value.waiters, ()
             self.count_down(waiters)
         if not value.users:
             self._free(value)
@@ -255,7 +247,7 @@ class State:
                 self.release((value.before,))
                 return
         if value.failure is None:
-            self.drop((value.stored,))
+            self.out.append(Drop((value.stored,)))
         producer = value.producer
         fragment = self.contexts.get(value.key.context)
         if fragment is None:

@@ -55,7 +55,7 @@ class Due(Struct):
     addend arrives. `remaining` includes sums of trees.
     """
 
-    addends: list[Sequence[Addend]]
+    addends: list[Any]  # For each slot a list of addends, or () before the first.
     edges: list[tuple[tuple[float, ...], int, int]] | None
     remaining: int = 0
     hooked: bool = False  # Whether hooks were applied.
@@ -69,22 +69,14 @@ class Due(Struct):
         self.trees, self.edges = {}, None
         for slot, edges in by_slot.items():
             if len(edges) > ADDENDS_MAX:
-                sums: list[Addend] = []
-                self.addends[slot] = sums
-                self.trees[slot] = addend_tree(edges, sums)
+                self.addends[slot] = []
+                self.trees[slot] = addend_tree(edges, self.addends[slot])
 
     def waiting(self) -> list[Key]:
         keys = [key for slot in self.addends for _, _, key in slot]
         for tree in (self.trees or {}).values():
             keys += tree.waiting()
         return keys
-
-    def add(self, slot: int, addend: Addend) -> None:
-        addends = self.addends[slot]
-        if type(addends) is list:
-            addends.append(addend)
-        else:
-            self.addends[slot] = [addend]
 
     def take(self, slot: int) -> tuple[Key, ...]:
         """Remove and return a slot's addends, in order. The caller must drop them."""
@@ -141,11 +133,10 @@ class Pass(Struct, eq=False):
         """
         outbox, self.outbox = self.outbox, []
         owed, self.unreported = self.unreported, 0
-        count = len(outbox) + (self.busy > 0)
-        if count == 1:
+        if len(outbox) == 1 and not self.busy:
             part, self.credit = self.credit, NOTHING
             return [(outbox[0], outbox[0].message(part, owed))]
-        parts = split_credit(self.credit, count)
+        parts = split_credit(self.credit, len(outbox) + (self.busy > 0))
         self.credit = parts.pop(0) if self.busy else NOTHING
         sent = []
         for outgoing, part in zip(outbox, parts, strict=True):

@@ -123,8 +123,7 @@ class ReadyJobs:
 
     def choices(self) -> list[Any]:
         """Return the jobs that may run next; of a step in the list, the first job."""
-        jobs = [entry[2] for entry in self._jobs]
-        return jobs + self._next(False)[:1] if self._runs else jobs
+        return [entry[2] for entry in self._jobs] + self._next(False)[:1]
 
     def skip(self, skip: Skip | Listed) -> None:
         run_id = skip.context, skip.number

@@ -111,9 +111,7 @@ class Recorder:
         else:
             record = self.trace.add(ended_ns, "finish", worker, detail, (start,))
         if failure is None:
-            producers = self._producers[worker]
-            for key in made_by(job):
-                producers[key] = record
+            self._producers[worker].update(dict.fromkeys(made_by(job), record))
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
@@ -200,16 +198,12 @@ class NoRecorder:
 
 
 def _job_fields(job: Any, cost_ns: int) -> tuple[Any, ...]:
-    kind, label, name = _kind_name(job.__class__), _label(job.context), job_name(job)
+    kind = job.__class__.__name__.lower()
     tag: Tag | None = getattr(job, "tag", None)
     # The job's action in a pipeline, such as 0F3.
     action = f"{tag.stage}{job.action}{tag.micro_batch}" if tag is not None else ""
-    return (kind, label, job.phase, job.path, name, action, cost_ns)
-
-
-@lru_cache
-def _kind_name(kind: type) -> str:
-    return kind.__name__.lower()
+    place = _label(job.context), job.phase, job.path
+    return (kind, *place, job_name(job), action, cost_ns)
 
 
 def trace_fields(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:

@@ -35,6 +35,7 @@ _Row = tuple[int, str, str, tuple[Any, ...], tuple[int, ...]]
 _Part = int | str | bool | None
 _Parts = tuple[_Part | tuple[_Part | tuple[_Part, ...], ...], ...]
 _decode = Decoder(list[tuple[int, str, str, _Parts, tuple[int, ...]]]).decode
+_read = lru_cache(2)(_decode)  # Records are read in order.
 _PACK = 64  # Number of rows in a pack, which is a list of msgpack.
 _HEADER_BYTES = 3  # The length of that list.
 
@@ -154,9 +155,8 @@ class Trace:
 
     def _read(self, number: int) -> Sequence[_Row]:
         """Return the rows of a pack. The last may be incomplete."""
-        if number < len(self._packs):
-            return _unpacked(self._packs[number])
-        return _decode(encoded(tuple(self._rows)))
+        is_full = number < len(self._packs)
+        return _read(self._packs[number] if is_full else encoded(tuple(self._rows)))
 
     def __len__(self) -> int:
         return len(self._packs) * _PACK + len(self._rows)
@@ -198,11 +198,6 @@ class Trace:
             for record in self:
                 fields = {name: getattr(record, name) for name in FIELDS}
                 file.write(json.dumps(fields, separators=(",", ":")) + "\n")
-
-
-@lru_cache(2)  # Programs read records in order.
-def _unpacked(pack: bytes) -> Sequence[_Row]:
-    return _decode(pack)
 
 
 def read_trace(path: str | Path) -> Trace:

@@ -205,7 +205,9 @@ class WorkerRuntime:
         for effect in self.engine.handle(event):
             if not self.alive:
                 break  # The worker crashed between two effects.
-            kind = effect.__class__
+            cause, kind = record, effect.__class__
+            if recorder is not None and kind in RECORDED:
+                cause = recorder.effect(self.worker, effect, record)
             try:
                 if kind is Send:
                     message, sent, values = effect.message, effect.values, ()
@@ -213,15 +215,10 @@ class WorkerRuntime:
                         message, sent, values = self.machine.load(
                             message, sent, self.worker
                         )
-                    driver.transmit(self, effect, message, (sent, values), record)
-                    continue
-                if kind is Compute:
-                    driver.compute(self, effect.job, record)
-                    continue
-                cause = record
-                if recorder is not None and kind in RECORDED:
-                    cause = recorder.effect(self.worker, effect, record)
-                if kind is Drop:
+                    driver.transmit(self, effect, message, (sent, values), cause)
+                elif kind is Compute:
+                    driver.compute(self, effect.job, cause)
+                elif kind is Drop:
                     self.drop(effect.keys)
                 elif kind is Resume:
                     self._resume(effect, cause)

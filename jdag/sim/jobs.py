@@ -171,9 +171,7 @@ class SimJobs:
     def _costs_ns(self, name: str, batch: Sequence[_Ready]) -> Sequence[int]:
         job, model = batch[0][0], self.models[name]
         for started, _, _ in batch:
-            ran = name, getattr(started, "function", None)
-            if ran not in self._ran:
-                self._ran[ran] = started
+            self._ran.setdefault((name, getattr(started, "function", None)), started)
         if model is FREE_DEVICE:
             return [0] * len(batch)
         if len(batch) > 1 or not isinstance(job, _OF_PAIRS):

@@ -214,22 +214,18 @@ class Lane:
     record: int = -1
     flight_ns: int = field(init=False)
     pause_ns: int = field(init=False)
-    jitter_ns: int = field(init=False)
-    is_instant: bool = field(init=False)  # Whether frames take no time to leave.
     ports: tuple[NetworkPort, ...] = field(init=False)  # That frames pass.
 
     def __post_init__(self) -> None:
-        model, ports = self.model, (self.out, self.into)
+        ports = self.out, self.into
         self.ports = tuple([port for port in ports if port is not None])
-        self.flight_ns, self.pause_ns = model.flight_ns, model.pause_ns
-        self.jitter_ns = model.jitter_ns
-        is_plain = type(model) is LinkModel
-        self.is_instant = is_plain and model.bandwidth_bytes_per_s is None
+        self.flight_ns, self.pause_ns = self.model.flight_ns, self.model.pause_ns
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame now. Return the frame's arrival time in ns."""
         start_ns = max(self.busy_until_ns, now_ns)
-        transfer_ns = 0 if self.is_instant else self.model.transfer_ns(size_bytes)
+        model = self.model
+        transfer_ns = 0 if model is FREE_LINK else model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.port.transfer_ns(size_bytes)
             start_ns = self.out.reserve(start_ns, passing_ns, now_ns)
@@ -241,8 +237,8 @@ class Lane:
         self.bytes += size_bytes
         self.frames += 1
         arrival_ns = left_ns + self.flight_ns
-        if self.jitter_ns:
-            arrival_ns += chooser.amount(0, self.jitter_ns)
+        if model.jitter_ns:
+            arrival_ns += chooser.amount(0, model.jitter_ns)
         if self.into is not None:  # The frame passes the port while it arrives.
             passing_ns = self.port.transfer_ns(size_bytes)
             begun_ns = self.into.reserve(arrival_ns - passing_ns, passing_ns, now_ns)
@@ -269,7 +265,7 @@ class Lane:
     @property
     def drained_ns(self) -> int:
         """Latest possible arrival time in ns of all frames so far."""
-        latest_ns = self.busy_until_ns + self.flight_ns + self.jitter_ns
+        latest_ns = self.busy_until_ns + self.flight_ns + self.model.jitter_ns
         return max(latest_ns, self.arrived_ns)
 
 
@@ -286,10 +282,6 @@ class PathLane(Lane):
     passages: tuple[tuple[NetworkPort, LinkModel], ...] = ()
     cut_through: bool = False
     waited: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        Lane.__post_init__(self)
-        self.ports = tuple([port for port, _ in self.passages])
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         reached_ns, left_ns, takes_ns = now_ns, now_ns, 0
@@ -312,8 +304,8 @@ class PathLane(Lane):
         self.waited = tuple(waited)
         self.bytes += size_bytes
         self.frames += 1
-        if self.jitter_ns:
-            arrival_ns += chooser.amount(0, self.jitter_ns)
+        if self.model.jitter_ns:
+            arrival_ns += chooser.amount(0, self.model.jitter_ns)
         self.arrived_ns = max(self.arrived_ns, arrival_ns)
         return arrival_ns
 
@@ -358,7 +350,7 @@ class Traffic:
                 ports = [self._links.setdefault(hop[:2], NetworkPort()) for hop in hops]
                 passages = tuple(zip(ports, [hop.model for hop in hops], strict=True))
                 lane = PathLane(model, None, None, passages=passages)
-                lane.cut_through = self._network.cut_through
+                lane.cut_through, lane.ports = self._network.cut_through, tuple(ports)
             else:
                 out, into = self._port(source, "out"), self._port(destination, "into")
                 rate = self._network.port_bandwidth_bytes_per_s

@@ -21,7 +21,6 @@ _NETWORK = Meta(description="a Network or a LinkModel")
 _LINK = Meta(description="a LinkSettings, or None")
 POLICY = Annotated[str, one_of(*POLICIES)]
 VALUES = Annotated[str, one_of("real", "abstract")]
-_FREE_NETWORK = Network(FREE_LINK)
 
 
 class SimSettings(RunSettings, frozen=True, kw_only=True):
@@ -83,7 +82,7 @@ class SimSettings(RunSettings, frozen=True, kw_only=True):
     def all_links(self) -> Network:
         if isinstance(self.network, Network):
             return self.network
-        return Network(self.network) if self.network else _FREE_NETWORK
+        return Network(self.network or FREE_LINK)
 
 
 def _described(model: Any) -> dict[str, Any]:

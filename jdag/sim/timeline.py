@@ -47,8 +47,7 @@ class SimTimeline:
         self._pushed = 0
 
     def __len__(self) -> int:
-        entries = [*self._heap, *self._soon]
-        return sum([entry[ACTION] is not None for entry in entries])
+        return sum([e[ACTION] is not None for e in (*self._heap, *self._soon)])
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         """Queue an action for `time_ns`. At one time, lower priorities run first."""

@@ -255,8 +255,7 @@ class SimTransport:
         if end.data is not None:
             value_bytes = payload_bytes
             frame_bytes -= value_bytes
-        arrival_ns = lane.transmit(frame_bytes, now_ns, self._chooser)
-        whole_ns = arrival_ns
+        whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, self._chooser)
         if value_bytes or lane.start_ns > now_ns or lane.held:
             whole_ns, before = self._waits(end, value_bytes, arrival_ns)
             causes = (*causes, *before)
@@ -267,7 +266,9 @@ class SimTransport:
             fingerprints = tuple(map(fingerprint, arrays)) if arrays else ()
             detail = (end.peer, *fields, payload_bytes, wire_bytes, fingerprints)
             record = recorder.note("send", worker, detail, causes)
-            end.passed(record, value_bytes)
+            end.record = lane.record = record
+            if lane.ports or value_bytes:
+                end.passed(record, value_bytes)
         parcel = _Parcel(
             message, fields, arrays, frame_bytes, record, value_bytes, whole_ns
         )
@@ -342,11 +343,7 @@ class SimTransport:
     def _waits(
         self, end: LinkEnd, value_bytes: int, arrival_ns: int
     ) -> tuple[int, list[int]]:
-        """Send the values of a frame that was sent now on a lane of its own.
-
-        Returns the arrival time of the values, and trace records of frames that they
-        and the frame waited for.
-        """
+        """Send a frame's values. Return when they arrive, and what both waited for."""
         now_ns, data = self._timeline.now_ns, end.data
         before = end.out.before(now_ns, end.record)
         if data is not None and value_bytes:

@@ -167,16 +167,6 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
             elements += value_bytes
         if nbytes <= CHECKED_BYTES and len(values) < 16:
             return elements, _OVERHEAD_BYTES + nbytes + elements
-    return _closed_size(message, values)
-
-
-@lru_cache(4096)
-def _bytes_of(kind: ArrayType) -> tuple[int, int]:
-    """Return the bytes of a value's header and elements."""
-    return len(encoded(kind)), kind.nbytes
-
-
-def _closed_size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     trees = 0
 
     def measured(tree: Any, **options: Any) -> bytes:
@@ -191,6 +181,11 @@ def _closed_size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     envelope = len(_sealed(message, kinds, measured)) + trees
     elements = sum([kind.nbytes for kind in kinds])
     return elements, COUNT_BYTES + envelope + elements
+
+
+@lru_cache(4096)
+def _bytes_of(kind: ArrayType) -> tuple[int, int]:
+    return len(encoded(kind)), kind.nbytes
 
 
 class Codec:
