@@ -54,12 +54,12 @@ from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import EVENT
 
 # A graph consists of many small, long-lived tuples and few reference cycles. With
-# Python's default threshold of 700 objects, cycle collection took half of a long run.
-GARBAGE_MIN = 50_000
+# Python's default thresholds, cycle collection took half of a long run.
+GARBAGE_MIN, YOUNG_MIN = 50_000, 50
 
 
 class CycleCollector:
-    """Raises the threshold of Python's cycle collector while simulations are open."""
+    """Raises the thresholds of Python's cycle collector while simulations are open."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -69,7 +69,7 @@ class CycleCollector:
         """Count an open simulation. Return the function to call when it is closed."""
         if not self._open:
             self._thresholds = gc.get_threshold()
-            gc.set_threshold(GARBAGE_MIN, *self._thresholds[1:])
+            gc.set_threshold(GARBAGE_MIN, YOUNG_MIN, self._thresholds[2])
         self._open += 1
         return finalize(simulation, self._closed)
 

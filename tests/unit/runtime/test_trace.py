@@ -68,6 +68,17 @@ def test_each_field_and_each_part_of_a_detail_changes_the_digest(row):
     assert digests[0] != digests[1]
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128])
+def test_the_last_bits_of_a_run_of_any_length_change_the_digest(length):
+    digests = []
+    for cause in (1, 2):
+        trace = Trace()
+        for index in range(length):
+            trace.add(index, "send", "a", SEND, (cause,) * (index + 1 == length))
+        digests.append(trace.digest)
+    assert digests[0] != digests[1]
+
+
 def test_the_digest_does_not_depend_on_when_it_was_asked_for():
     asked, not_asked = Trace(), Trace()
     for index in range(10_000):
