@@ -181,7 +181,8 @@ class Simulation:
         self._counted = self.info()
         self._timeline.clear()
         self._outages.transport.clear()
-        if self.functions and sys.exception() is None:  # Errors end a run early.
+        named = any([model.functions for model in self._jobs.models.values()])
+        if named and self.functions and not sys.exception():  # Errors end a run early.
             check_costs(self._jobs.models, self.functions)
 
     # ------------------------------------------------ calls of programs: `ProgramPort`
