@@ -15,15 +15,14 @@ from jdag.compute.duals import is_array_type
 class Buffer:
     """Represents the array of an abstract value. Only the array's size is known.
 
-    Equal abstract values are one object; buffers tell their arrays apart. `holders`
-    counts the keys and residuals that hold the array.
+    Equal abstract values are one object; buffers tell their arrays apart.
     """
 
     __slots__ = ("holders", "nbytes")
 
     def __init__(self, nbytes: int, holders: int = 0) -> None:
         self.nbytes = nbytes
-        self.holders = holders
+        self.holders = holders  # Number of keys and residuals that hold the array.
 
 
 class Values:

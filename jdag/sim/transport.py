@@ -57,8 +57,8 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class _Parcel(Struct):
-    """One message with its values, until these have been delivered.
+class _Parcel(Struct, frozen=True):
+    """One message with its values.
 
     `fields` describe the message in a trace, and are () without a trace. `wire_bytes`
     is the size of its frame. With a control lane, `value_bytes` is the size of its
@@ -66,7 +66,7 @@ class _Parcel(Struct):
     record of its send.
     """
 
-    message: Any
+    message: Message
     fields: tuple[Any, ...]
     values: tuple[Any, ...]
     wire_bytes: int
@@ -122,9 +122,8 @@ class LinkEnd:
     waiting: list[tuple[Acknowledge, int]] = field(default_factory=list)
 
     def passed(self, record: int, value_bytes: int) -> None:
-        self.record = self.out.record = record
-        if self.out.ports:
-            self.out.passed(record)
+        self.record = record
+        self.out.passed(record)
         if value_bytes and self.data is not None:
             self.data.passed(record)
 
@@ -144,8 +143,6 @@ class SimTransport:
         self._joins = self._network.control_lane is None and not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
-        # Without faults each parcel is delivered once.
-        self._frees = not (chooser.untimed or self._has_frame_faults)
         is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
         self._link = SureLink if is_sure and not self._has_frame_faults else Link
         if isinstance(env.timeline, UntimedTimeline):
@@ -305,10 +302,8 @@ class SimTransport:
             if host.alive:  # The message before may have caused a crash.
                 record = parcel.record
                 causes = (record,) if record == sent else (record, sent)
-                message, values = parcel.message, parcel.values
-                if self._frees:  # The link may keep the parcel for long.
-                    parcel.message, parcel.values = None, ()
-                host.arrived(end.peer, message, values, causes, parcel.fields)
+                message = parcel.message
+                host.arrived(end.peer, message, parcel.values, causes, parcel.fields)
 
     def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
         """Receive several acknowledgements as if they had been sent as one message."""
