@@ -67,6 +67,12 @@ class Machine:
         self._leaving_bytes_max = leaving_bytes_max
 
     def run(self, job: Job) -> BaseException | None:
+        if self.abstract and not isinstance(job, Apply):  # Nothing is computed.
+            work = Work(list, self.device_of(job))
+            result = _abstract_result(job, self.values.get)
+            self.values.drop(inputs_used_up(job))
+            self.hold(job, work, result)
+            return None
         work = self.begin(job)
         try:
             result = work.compute()
@@ -83,8 +89,6 @@ class Machine:
             case Apply():
                 hook = seen if job.output is None else hooked
                 compute = partial(hook, job.function, get(job.input))
-            case _ if self.abstract:
-                compute = partial(_identity, _abstract_result(job, get))
             case Forward():
                 compute = partial(job.function.forward, [get(k) for k in job.inputs])
             case VjpWeights():
@@ -249,9 +253,9 @@ class Machine:
         arrays: Sequence[Any],
         devices: Sequence[str | None] | None,
     ) -> None:
-        homes = [None] * len(keys) if devices is None else devices
+        put, homes = self.values.put, devices or (None,) * len(keys)
         for key, array, home in zip(keys, arrays, homes, strict=True):
-            self.values.put(key, array, home)
+            put(key, array, home)
 
 
 class _AbstractResiduals(NamedTuple):
@@ -305,14 +309,10 @@ def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
             return None
 
 
-def _identity(value: Any) -> Any:
-    return value
-
-
 def inputs_used_up(job: Job) -> tuple[Key, ...]:
     match job:
         case Vjp():
-            addends = tuple([key for keys in job.cotangents for key in keys])
+            addends = tuple(chain.from_iterable(job.cotangents))
             return (*addends, job.residuals) if job.last else addends
         case VjpWeights():
             return (job.stash,)

@@ -206,9 +206,10 @@ def output_types(pair: Any) -> list[Aval]:
     return _on(pair.out_avals, pair.out_devices)
 
 
-def input_types(pair: Any) -> list[Aval]:
+@lru_cache(maxsize=PAIRS_MAX)
+def input_types(pair: Any) -> Sequence[Aval]:
     avals = [aval.strong for aval in compress(pair.avals, pair.tracked)]
-    return _on(avals, pair.in_devices)
+    return tuple(_on(avals, pair.in_devices))
 
 
 def _on(avals: Sequence[Aval], devices: Sequence[str | None] | None) -> list[Aval]:

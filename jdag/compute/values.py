@@ -18,10 +18,11 @@ class Buffer:
     Equal abstract values are one object; buffers tell their arrays apart.
     """
 
-    __slots__ = ("nbytes",)
+    __slots__ = ("holders", "nbytes")
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, holders: int = 0) -> None:
         self.nbytes = nbytes
+        self.holders = holders  # Number of keys and residuals that hold the array.
 
 
 class Values:
@@ -76,7 +77,11 @@ class Values:
         else:
             holds = self._holds
             is_array = _is_array_class(value.__class__)
-            for part in (value,) if is_array else _parts_of(value):
+            for part in (value,) if is_array else getattr(value, "keeps", (value,)):
+                if part.__class__ is Buffer:
+                    part.holders += 1
+                    self.bytes_held += part.nbytes if part.holders == 1 else 0
+                    continue
                 name = id(part)
                 if name in holds:
                     count, nbytes = holds[name]
@@ -124,8 +129,7 @@ class Values:
         """
         buffer = self._buffers.get(key)
         if buffer is None:
-            buffer = self._buffers[key] = Buffer(self._held[key].nbytes)
-            self._holds[id(buffer)] = (1, buffer.nbytes)
+            buffer = self._buffers[key] = Buffer(self._held[key].nbytes, 1)
         return buffer
 
     def _release(self, key: Hashable, value: Any) -> None:
@@ -135,7 +139,12 @@ class Values:
                 return
             value = self._buffers.pop(key)
         holds = self._holds
-        for part in (value,) if _is_array_class(value.__class__) else _parts_of(value):
+        is_array = _is_array_class(value.__class__)
+        for part in (value,) if is_array else getattr(value, "keeps", (value,)):
+            if part.__class__ is Buffer:
+                part.holders -= 1
+                self.bytes_held -= 0 if part.holders else part.nbytes
+                continue
             name = id(part)
             count, nbytes = holds[name]
             if count > 1:
@@ -150,11 +159,6 @@ class Values:
     @property
     def held(self) -> int:
         return len(self._held)
-
-
-def _parts_of(value: Any) -> tuple[Any, ...]:
-    parts: tuple[Any, ...] = getattr(value, "keeps", (value,))
-    return parts
 
 
 # Whether values of this class are arrays; cached, since `put` calls it.

@@ -76,6 +76,7 @@ class ClusterState:
     def __init__(self, settings: RunSettings, abstract: bool) -> None:
         self.settings = settings
         self.workers = tuple(settings.workers)
+        self._names = frozenset(self.workers)
         self.schedule = settings.schedule  # The order of the work of pipelines.
         self.abstract = abstract
         self.leaves: dict[LeafId, Leaf] = {}
@@ -222,7 +223,7 @@ class ClusterState:
 
     def place(self, place: object, what: str) -> tuple[str, str | None]:
         """Return the worker of a place, as an incarnation, and its device or None."""
-        if isinstance(place, str) and place in self.workers:
+        if isinstance(place, str) and place in self._names:
             return self._incarnation(place), None
         workers = f"the workers are {', '.join(map(repr, self.workers))}"
         if not isinstance(place, str):

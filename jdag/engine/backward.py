@@ -304,12 +304,14 @@ class Backward:
             oldest[vertex.leaf] = min(read, oldest.get(vertex.leaf, read))
         if due.edges is not None and len(due.edges) > ADDENDS_MAX:
             due.plant()
-        tree = due.trees.get(slot)
+        tree = None if due.trees is None else due.trees.get(slot)
         if tree is not None:
             spot = 0, tree.ranks[path, position]
             self.gradients.put(live, vertex, tree, spot, key)
         elif key is not None:
-            due.addends[slot].append((path, position, key))
+            addends = due.addends[slot] or []
+            addends.append((path, position, key))
+            due.addends[slot] = addends
         due.remaining -= 1
         if due.remaining == 0:
             live.ready.append(vertex)
@@ -393,7 +395,7 @@ class Backward:
         del live.dues[node]  # Removed early, to bound the memory of a long pass.
         if not live.retain:
             node.residuals = None
-        tag = live.fragment.tag(node)
+        tag = node.tag and live.fragment.tag(node)
         if tag is not None and live.retain:  # Schedules list no second backward.
             node.tag = replace(tag, listed=False)
         outputs = [ScratchKey(context, number, i) for i in range(len(node.inputs))]

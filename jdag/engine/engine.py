@@ -97,15 +97,15 @@ class Engine:
         kind = cause.__class__
         if kind not in OF_CONTEXTS:
             return []
+        context = getattr(cause, "context", None)
+        part = state.contexts.get(context)
+        if part is not None:
+            return [(phase_of(part), kind)]
         if kind is protocol.Lost or kind is protocol.Joined:
             return [(phase_of(part), kind) for part in state.contexts.values()]
         if kind is protocol.Computed:
             part = state.jobs[cause.job][1]
             return [(phase_of(part), kind)] if isinstance(part, Fragment) else []
-        context = getattr(cause, "context", None)
-        part = state.contexts.get(context)
-        if part is not None:
-            return [(phase_of(part), kind)]
         if context is None:
             return []
         if state.owner(context) == state.worker:
@@ -121,24 +121,27 @@ class Engine:
             WorkerLost: a program's event involves a lost worker.
         """
         state, kind = self._state, event.__class__
-        if isinstance(event, protocol.Computed):
+        if isinstance(event, protocol.Arrived):
+            message = event.message
+            if event.sender in state.lost:
+                state.drop(landing(message))
+            else:
+                state.handlers[message.__class__](event.sender, message)
+        elif isinstance(event, protocol.Computed):
             done, _, job = state.jobs.pop(event.job)
             done(event.failure, job)
             if event.job in state.after:
                 state.count_down(state.after.pop(event.job))
-        elif not isinstance(event, protocol.Arrived):
+        else:
             if self._plans.staged and kind not in _DRIVER_EVENTS:
                 self._plans.commit(event)
             self._events[kind](event)
             if state.listing and kind in WAIT_EVENTS:
                 self._listings.program_waits(event)
-        elif event.sender in state.lost:
-            state.drop(landing(event.message))
-        else:
-            state.handlers[event.message.__class__](event.sender, event.message)
         callbacks = state.callbacks
         while callbacks:
-            callbacks.popleft()()
+            pending = callbacks.popleft()
+            pending.callback(*pending.args)
         out, state.out = state.out, []
         return out
 

@@ -62,8 +62,9 @@ class Forwarding(Struct, eq=False):
     def _call(self, fragment: Fragment, message: Call) -> None:
         context, path = message.context, message.path
         for incoming in message.incoming:
-            slots = len(incoming.tracked)
-            recv = self._recv(fragment, path, incoming.source, slots)
+            slots, source = len(incoming.tracked), incoming.source
+            recv = fragment.recvs.get((path, source))
+            recv = recv or self._new_recv(fragment, path, source, slots)
             recv.tracked = incoming.tracked
         if message.incoming:  # Shapes of the symbolic zeros that these recvs may send.
             for key, aval in zip(message.inputs, message.function.avals, strict=True):
@@ -94,8 +95,7 @@ class Forwarding(Struct, eq=False):
         else:  # No pass differentiates this call.
             self._state.skip(fragment, node, "BIW")
         fragment.pending += 1
-        start = partial(self._start, fragment, node)
-        self._state.when_settled(node.arguments, start)
+        self._state.when_settled(node.arguments, self._start, fragment, node)
 
     def value(self, fragment: Fragment, key: Key) -> Value:
         if key.kind in LEAF_KINDS:
@@ -124,7 +124,8 @@ class Forwarding(Struct, eq=False):
         inputs = tuple([value.stored for value in node.arguments])
         outputs = tuple([value.key for value in node.results])
         head = self._state.number_job(), context, path, function
-        job = Forward(*head, inputs, outputs, node.residuals, fragment.tag(node))
+        tag = node.tag and fragment.tag(node)
+        job = Forward(*head, inputs, outputs, node.residuals, tag)
         self._state.compute(job, partial(self._forwarded, fragment, node), fragment)
 
     def _forwarded(
@@ -156,19 +157,16 @@ class Forwarding(Struct, eq=False):
             self._woken(fragment, node)
         state.pending_done(fragment)
 
-    def _recv(
+    def _new_recv(
         self, fragment: Fragment, path: Path, source: Worker, slots: int
     ) -> RecvEnd:
-        recv = fragment.recvs.get((path, source))
-        if recv is None:
-            recv = RecvEnd(path, source, [None] * slots)
-            name = path, source
-            keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
-            recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
-            fragment.values.update(zip(keys, recv.outputs, strict=True))
-            fragment.recvs[name] = recv
-            if source in self._state.lost:
-                self._fail_recv(recv, source)
+        recv, name = RecvEnd(path, source, [None] * slots), (path, source)
+        keys = [ReceivedKey(fragment.context, name, slot) for slot in range(slots)]
+        recv.outputs = tuple([Value(key, recv, key.index) for key in keys])
+        fragment.values.update(zip(keys, recv.outputs, strict=True))
+        fragment.recvs[name] = recv
+        if source in self._state.lost:
+            self._fail_recv(recv, source)
         return recv
 
     def lost(self, worker: Worker) -> None:
@@ -184,7 +182,8 @@ class Forwarding(Struct, eq=False):
 
     def ship(self, sender: Worker, message: Ship) -> None:
         state = self._state
-        self._lifetimes.discard(message.discarded)
+        if message.discarded:
+            self._lifetimes.discard(message.discarded)
         fragment = state.fragment(message.context)
         if fragment is not None:
             self._ship(fragment, message)
@@ -210,8 +209,7 @@ class Forwarding(Struct, eq=False):
                 spent=[not tracked for tracked in message.tracked],
             )
         fragment.pending += 1
-        shipped = partial(self._shipped, fragment, message, values)
-        self._state.when_settled(values, shipped)
+        self._state.when_settled(values, self._shipped, fragment, message, values)
 
     def _shipped(
         self, fragment: Fragment, message: Ship, values: tuple[Value, ...]
@@ -237,8 +235,9 @@ class Forwarding(Struct, eq=False):
         if fragment is None:
             state.drop(landing(message))
             return
-        slots = len(message.failures)
-        recv = self._recv(fragment, message.path, message.source, slots)
+        slots, path, source = len(message.failures), message.path, message.source
+        recv = fragment.recvs.get((path, source))
+        recv = recv or self._new_recv(fragment, path, source, slots)
         for value, failure in zip(recv.outputs, message.failures, strict=True):
             if not value.settled:
                 state.settle(value, failure)

@@ -50,7 +50,7 @@ class Value:
         self.index = index
         self.settled = False
         self.failure: Failure | None = None
-        self.waiters: list[Pending] = []
+        self.waiters: Any = ()  # A list of `Pending` while some wait.
         self.users = 1  # One for the programs that can name the value: see `lifetimes`.
 
 
@@ -80,7 +80,8 @@ class LeafVersions(Struct, eq=False):
 
 class Pending(Struct, eq=False):
     missing: int
-    callback: Callable[[], None]
+    callback: Callable[..., None]
+    args: tuple[Any, ...]
 
 
 class CallNode(Struct, eq=False):

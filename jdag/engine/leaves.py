@@ -256,7 +256,7 @@ class Leaves(Struct, eq=False):
             end = fragment.leaves[name] = LeafEnd(name, version.leaf.aval)
         value = fragment.values[version.key] = Value(version.key, end)
         end.outputs = (*end.outputs, value)
-        self._state.when_settled((version,), partial(self._mirror, version, value))
+        self._state.when_settled((version,), self._mirror, version, value)
         return value
 
     def _mirror(self, source: Version, value: Value) -> None:

@@ -8,7 +8,6 @@ need no recursion.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -93,7 +92,7 @@ class State:
         self.after: dict[int, list[Pending]] = {}  # Callbacks that wait for a job.
         # Frames here with scheduled calls that no Listing has announced.
         self.listing: dict[tuple[ContextId, Path], None] = {}
-        self.callbacks: deque[Callable[[], None]] = deque()
+        self.callbacks: deque[Pending] = deque()
         self.out: list[Effect] = []
         self.number_job = count(1).__next__
 
@@ -149,8 +148,8 @@ class State:
             self.out.append(Send(to, message, values, zeros))
 
     def acknowledge(self, to: Worker, context: ContextId | None, path: Path) -> None:
-        if to != self.worker:
-            self.send(to, Acknowledge(context, (path,)))
+        if to != self.worker and to not in self.lost:
+            self.out.append(Send(to, Acknowledge(context, (path,)), (), ()))
 
     def send_each(self, messages: Mapping[Worker, Message]) -> None:
         """Send all messages except this worker's own, whose values are kept here."""
@@ -195,20 +194,23 @@ class State:
             self.out.append(Skip(fragment.context, None, ""))
 
     def when_settled(
-        self, values: Sequence[Value], callback: Callable[[], None]
+        self, values: Sequence[Value], callback: Callable[..., None], *args: Any
     ) -> None:
-        """Run `callback` once all values have settled, possibly immediately."""
-        self._wait([v.waiters for v in values if not v.settled], callback)
+        """Run `callback(*args)` once all values have settled, possibly immediately."""
+        unsettled = [value for value in values if not value.settled]
+        for value in unsettled:
+            value.waiters = value.waiters or []
+        self._wait([value.waiters for value in unsettled], callback, args)
 
     def when_computed(self, jobs: Sequence[int], callback: Callable[[], None]) -> None:
         """Run `callback` once all these jobs are done, possibly immediately."""
-        self._wait([self.after.setdefault(job, []) for job in jobs], callback)
+        self._wait([self.after.setdefault(job, []) for job in jobs], callback, ())
 
-    def _wait(self, waiting: list[list[Pending]], callback: Callable[[], None]) -> None:
+    def _wait(self, waiting: list[list[Pending]], callback: Any, args: Any) -> None:
         if not waiting:
-            callback()
+            callback(*args)
             return
-        pending = Pending(len(waiting), callback)
+        pending = Pending(len(waiting), callback, args)
         for pendings in waiting:
             pendings.append(pending)
 
@@ -216,15 +218,14 @@ class State:
         for pending in waiting:
             pending.missing -= 1
             if pending.missing == 0:
-                self.callbacks.append(pending.callback)
+                self.callbacks.append(pending)
 
     def settle(self, value: Value, failure: Failure | None) -> None:
         assert not value.settled, value.key
         value.settled = True
         value.failure = failure
-        waiters = value.waiters
-        if waiters:
-            value.waiters = []
+        if value.waiters:
+            waiters, value.waiters = value.waiters, ()
             self.count_down(waiters)
         if not value.users:
             self._free(value)
@@ -246,7 +247,7 @@ class State:
                 self.release((value.before,))
                 return
         if value.failure is None:
-            self.drop((value.stored,))
+            self.out.append(Drop((value.stored,)))
         producer = value.producer
         fragment = self.contexts.get(value.key.context)
         if fragment is None:
@@ -264,7 +265,7 @@ class State:
         fragment.pending -= 1
         assert fragment.pending >= 0, fragment.pending
         if fragment.pending == 0 and fragment.release is not None:
-            self.callbacks.append(partial(self.on_quiet, fragment))
+            self.callbacks.append(Pending(0, self.on_quiet, (fragment,)))
 
     def released_failure(self, context: ContextId) -> Failure:
         owner = self.owner(context)

@@ -10,7 +10,7 @@ delivered; a worker that is not passive holds credit; `outbox` is empty when the
 handling of an event ends.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -55,38 +55,37 @@ class Due(Struct):
     addend arrives. `remaining` includes sums of trees.
     """
 
-    addends: list[list[Addend]]
-    edges: list[tuple[AddendEdge, int]] | None
+    addends: list[Any]  # For each slot a list of addends, or () before the first.
+    edges: list[tuple[tuple[float, ...], int, int]] | None
     remaining: int = 0
     hooked: bool = False  # Whether hooks were applied.
-    trees: dict[int, Tree] = {}  # For slots with more than eight addends.
+    trees: dict[int, Tree] | None = None  # For slots with more than eight addends.
 
     def plant(self) -> None:
         """Create the trees at the first addend. All edges are counted by then."""
         by_slot: dict[int, list[AddendEdge]] = {}
-        for edge, slot in self.edges or ():
-            by_slot.setdefault(slot, []).append(edge)
-        self.trees = {
-            slot: addend_tree(edges, self.addends[slot])
-            for slot, edges in by_slot.items()
-            if len(edges) > ADDENDS_MAX
-        }
-        self.edges = None
+        for path, position, slot in self.edges or ():
+            by_slot.setdefault(slot, []).append((path, position))
+        self.trees, self.edges = {}, None
+        for slot, edges in by_slot.items():
+            if len(edges) > ADDENDS_MAX:
+                self.addends[slot] = []
+                self.trees[slot] = addend_tree(edges, self.addends[slot])
 
     def waiting(self) -> list[Key]:
         keys = [key for slot in self.addends for _, _, key in slot]
-        for tree in self.trees.values():
+        for tree in (self.trees or {}).values():
             keys += tree.waiting()
         return keys
 
     def take(self, slot: int) -> tuple[Key, ...]:
         """Remove and return a slot's addends, in order. The caller must drop them."""
         addends = ordered(self.addends[slot])
-        self.addends[slot] = []
+        self.addends[slot] = ()
         return addends
 
 
-def ordered(addends: list[Addend]) -> tuple[Key, ...]:
+def ordered(addends: Sequence[Addend]) -> tuple[Key, ...]:
     if len(addends) == 1:
         return (addends[0][2],)
     return tuple([key for _, _, key in sorted(addends)])
@@ -133,10 +132,12 @@ class Pass(Struct, eq=False):
         carries the change in owed sends.
         """
         outbox, self.outbox = self.outbox, []
-        count = len(outbox) + (self.busy > 0)
-        parts = [self.credit] if count == 1 else split_credit(self.credit, count)
-        self.credit = parts.pop(0) if self.busy else NOTHING
         owed, self.unreported = self.unreported, 0
+        if len(outbox) == 1 and not self.busy:
+            part, self.credit = self.credit, NOTHING
+            return [(outbox[0], outbox[0].message(part, owed))]
+        parts = split_credit(self.credit, len(outbox) + (self.busy > 0))
+        self.credit = parts.pop(0) if self.busy else NOTHING
         sent = []
         for outgoing, part in zip(outbox, parts, strict=True):
             sent.append((outgoing, outgoing.message(part, owed)))
@@ -198,7 +199,7 @@ def walk(
                     continue  # The value is missing, so its call fails.
                 due = dues.get(vertex)
                 if due is None:
-                    due = dues[vertex] = Due([[] for _ in vertex.outputs], None)
+                    due = dues[vertex] = Due([()] * len(vertex.outputs), None)
                     if type(vertex) is CallNode:
                         reached.append(vertex)
                         stack.append(vertex)
@@ -206,7 +207,7 @@ def walk(
                         due.edges = []
                 due.remaining += 1
                 if due.edges is not None:
-                    due.edges.append(((path, position), value.index))
+                    due.edges.append((path, position, value.index))
                 if type(vertex) is RecvEnd:
                     received.append((vertex, value.index))
         if not stack:

@@ -97,7 +97,9 @@ class Recorder:
             record_kind, detail = "issue", trace_fields(event)
         record = self.note(record_kind, worker, detail, causes)
         if keys:
-            self._producers[worker].update(dict.fromkeys(keys, record))
+            producers = self._producers[worker]
+            for key in keys:
+                producers[key] = record
         return record
 
     def _computed(self, worker: str, event: Computed) -> int:
@@ -109,7 +111,9 @@ class Recorder:
         else:
             record = self.trace.add(ended_ns, "finish", worker, detail, (start,))
         if failure is None:
-            self._producers[worker].update(dict.fromkeys(made_by(job), record))
+            producers = self._producers[worker]
+            for key in made_by(job):
+                producers[key] = record
         return record
 
     def effect(self, worker: str, effect: Any, cause: int) -> int:
@@ -196,12 +200,15 @@ class NoRecorder:
 
 
 def _job_fields(job: Any, cost_ns: int) -> tuple[Any, ...]:
-    kind = job.__class__.__name__.lower()
+    kind = _KINDS[job.__class__]
     tag: Tag | None = getattr(job, "tag", None)
     # The job's action in a pipeline, such as 0F3.
     action = f"{tag.stage}{job.action}{tag.micro_batch}" if tag is not None else ""
-    place = _label(job.context), job.phase, job.path
-    return (kind, *place, job_name(job), action, cost_ns)
+    label, name = _label(job.context), job_name(job)
+    return (kind, label, job.phase, job.path, name, action, cost_ns)
+
+
+_KINDS = {kind: kind.__name__.lower() for kind in get_args(Job)}
 
 
 def trace_fields(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:

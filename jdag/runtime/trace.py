@@ -3,8 +3,8 @@
 A driver calls `add(...)`, which returns an index; later events name their causes by
 index. A detail consists of int, str, bool, None, and tuples of these that are nested at
 most two deep, so files round-trip. The digest covers every bit: equal digests mean
-equal runs. Events are stored as bytes, which cost the garbage collector nothing; tuples
-took a third of the time of a long run.
+equal runs. All but the newest events are stored as bytes, many to a pack, which cost
+the garbage collector nothing; tuples took a third of the time of a long run.
 
 Invariants: indices count from 0 without a gap; causes have smaller indices.
 
@@ -19,12 +19,13 @@ Invariants: indices count from 0 without a gap; causes have smaller indices.
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from msgspec.msgpack import Decoder, Encoder
+from msgspec.msgpack import Decoder
 
 from jdag.errors import JdagError
 from jdag.wire.encoding import encoded
@@ -33,9 +34,10 @@ _Row = tuple[int, str, str, tuple[Any, ...], tuple[int, ...]]
 
 _Part = int | str | bool | None
 _Parts = tuple[_Part | tuple[_Part | tuple[_Part, ...], ...], ...]
-_encode = Encoder().encode
-_decode = Decoder(tuple[int, str, str, _Parts, tuple[int, ...]]).decode
-_CHUNK = 4096
+_decode = Decoder(list[tuple[int, str, str, _Parts, tuple[int, ...]]]).decode
+_read = lru_cache(2)(_decode)  # Records are read in order.
+_PACK = 64  # Number of rows in a pack, which is a list of msgpack.
+_HEADER_BYTES = 3  # The length of that list.
 
 _PLACE = ("context", "number", "path")
 _JOB = ("job", *_PLACE, "function", "action", "cost_ns")
@@ -102,12 +104,13 @@ FIELDS = tuple(field.name for field in fields(TraceRecord))
 class Trace:
     """The records of one run, in order. Indexing and iteration give `TraceRecord`s."""
 
-    __slots__ = ("_hash", "_hashed", "_rows", "settings")
+    __slots__ = ("_hash", "_hashed", "_packs", "_rows", "settings")
 
     def __init__(self) -> None:
-        self._rows: list[bytes] = []
+        self._packs: list[bytes] = []
+        self._rows: list[_Row] = []  # The newest, fewer than a pack.
         self._hash = hashlib.sha256()
-        self._hashed = 0  # The number of rows in the hash.
+        self._hashed = 0  # The number of packs in the hash.
         # The run's settings that re-timing needs, as JSON data. Not in the digest.
         self.settings: dict[str, Any] = {}
 
@@ -124,37 +127,48 @@ class Trace:
         Raises:
             ProtocolError: the detail holds an unsupported type.
         """
-        rows = self._rows
-        rows.append(encoded((time_ns, kind, worker, detail, causes)))
-        return len(rows) - 1
+        row = (time_ns, kind, worker, detail, causes)
+        encoded(row)
+        self._rows.append(row)
+        self._pack()
+        return len(self) - 1
 
     def at(self, clock: Any) -> Note:
         """Return `add` for a driver, with the time `now_ns` of its clock."""
-        rows = self._rows
+        rows, packs, pack = self._rows, self._packs, self._pack
         append = rows.append
 
         def note(
             kind: str, worker: str, detail: tuple[Any, ...], causes: tuple[int, ...]
         ) -> int:
-            row = (clock.now_ns, kind, worker, detail, causes)
-            try:
-                append(_encode(row))
-            except ValueError:
-                append(encoded(row))  # `encoded` escapes text that is not Unicode.
-            return len(rows) - 1
+            append((clock.now_ns, kind, worker, detail, causes))
+            if len(rows) >= _PACK:
+                pack()
+            return len(packs) * _PACK + len(rows) - 1
 
         return note
 
+    def _pack(self) -> None:
+        while len(self._rows) >= _PACK:
+            self._packs.append(encoded(tuple(self._rows[:_PACK])))
+            del self._rows[:_PACK]
+
+    def _read(self, number: int) -> Sequence[_Row]:
+        """Return the rows of a pack. The last may be incomplete."""
+        is_full = number < len(self._packs)
+        return _read(self._packs[number] if is_full else encoded(tuple(self._rows)))
+
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._packs) * _PACK + len(self._rows)
 
     def __getitem__(self, index: int) -> TraceRecord:
-        place = range(len(self._rows))[index]
-        return TraceRecord(place, *_decode(self._rows[place]))
+        place = range(len(self))[index]
+        return TraceRecord(place, *self._read(place // _PACK)[place % _PACK])
 
     def __iter__(self) -> Iterator[TraceRecord]:
-        for index, row in enumerate(self._rows):
-            yield TraceRecord(index, *_decode(row))
+        for start in range(0, len(self), _PACK):
+            for index, row in enumerate(self._read(start // _PACK), start):
+                yield TraceRecord(index, *row)
 
     def of_kind(self, *kinds: str) -> Iterator[TraceRecord]:
         return (record for record in self if record.kind in kinds)
@@ -162,11 +176,12 @@ class Trace:
     @property
     def digest(self) -> str:
         """The SHA-256 of all records so far, in hexadecimal. Computed on access."""
-        rows = self._rows
-        for start in range(self._hashed, len(rows), _CHUNK):
-            self._hash.update(b"".join(rows[start : start + _CHUNK]))
-        self._hashed = len(rows)
-        return self._hash.hexdigest()
+        for pack in self._packs[self._hashed :]:
+            self._hash.update(pack[_HEADER_BYTES:])
+        self._hashed = len(self._packs)
+        digest = self._hash.copy()
+        digest.update(b"".join(map(encoded, self._rows)))
+        return digest.hexdigest()
 
     def write(self, path: str | Path) -> None:
         """Write one JSON object per line, with the fields of `TraceRecord`.

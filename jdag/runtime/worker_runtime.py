@@ -15,7 +15,6 @@ A cause is the index of a record in the trace; -1 means no cause, or no trace.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any, Protocol
 
 from jdag.compute.machine import Machine
@@ -149,7 +148,7 @@ class WorkerRuntime:
             port.pending.append(event.waiter)
             self.waiters.events[event.waiter] = self.worker, type(event).__name__
         causes = () if port.cause < 0 else (port.cause,)
-        keys = tuple(map(itemgetter(0), values))
+        keys = tuple([key for key, _ in values]) if values else ()
         try:
             for key, value in values:
                 self.machine.values.put(key, value)
@@ -207,8 +206,6 @@ class WorkerRuntime:
             if not self.alive:
                 break  # The worker crashed between two effects.
             cause, kind = record, effect.__class__
-            if recorder is not None and kind in RECORDED:
-                cause = recorder.effect(self.worker, effect, record)
             try:
                 if kind is Send:
                     message, sent, values = effect.message, effect.values, ()
@@ -219,22 +216,25 @@ class WorkerRuntime:
                     driver.transmit(self, effect, message, (sent, values), cause)
                 elif kind is Compute:
                     driver.compute(self, effect.job, cause)
-                elif kind is Drop:
-                    self.drop(effect.keys)
-                elif kind is Resume:
-                    self._resume(effect, cause)
                 else:
-                    self._carry_out_rare(effect, cause)
+                    if recorder is not None and kind in RECORDED:
+                        cause = recorder.effect(self.worker, effect, record)
+                    if kind is Drop:
+                        self.drop(effect.keys)
+                    else:
+                        self._carry_out(effect, cause)
             except Exception as error:
                 failed = failed or error
         if failed is not None and self.alive:
             raise failed
         return record
 
-    def _carry_out_rare(
-        self, effect: Alarm | Skip | Listed | Spawn, cause: int
+    def _carry_out(
+        self, effect: Resume | Alarm | Skip | Listed | Spawn, cause: int
     ) -> None:
-        if isinstance(effect, Alarm):
+        if isinstance(effect, Resume):
+            self._resume(effect, cause)
+        elif isinstance(effect, Alarm):
             alarm = self.driver.alarm(self, effect, cause)
             self.waiters.alarms[effect.waiter] = alarm
         elif isinstance(effect, Skip | Listed):

@@ -107,6 +107,8 @@ class Settings(Struct, frozen=True):
         problems: list[str] = []
         for field in fields_of(type(self)):
             value = getattr(self, field.name)
+            if value is field.default:
+                continue
             try:
                 result = converted(field.type, value, field.name)
             except ScenarioError as error:

@@ -69,6 +69,7 @@ class SimJobs:
         self._env = env
         self._timeline = env.timeline
         self.models = models(env.settings.devices, env.workers)
+        self.calls_take_time = any([m.call_ns for m in self.models.values()])
         self._devices: dict[tuple[Worker, str | None], _Device] = {}
         schedule = env.settings.schedule
         self._steps: Mapping[str, Sequence[ScheduleStep]] = (
@@ -86,9 +87,11 @@ class SimJobs:
         return [(worker, *names) for worker, job in jobs for names in functions_of(job)]
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
-        device = self._device(host, host.machine.device_of(job))
+        name = host.machine.device_of(job)
+        device = self._devices.get((host.worker, name)) or self._device(host, name)
         device.ready.add(job, (job, cause, self._timeline.now_ns))
-        self._choose(host, device)
+        if not device.busy:
+            self._choose(host, device)
 
     def _device(self, host: WorkerRuntime, name: str | None) -> _Device:
         device = self._devices.get((host.worker, name))
@@ -100,16 +103,16 @@ class SimJobs:
         return device
 
     def _choose(self, host: WorkerRuntime, device: _Device) -> None:
-        """If the device is idle, let it choose a job after all other events of now."""
-        if not device.busy and len(device.ready):
-            device.busy = True
-            now_ns = self._timeline.now_ns
-            self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
+        """Let an idle device choose a job after all other events of now."""
+        device.busy = True
+        now_ns = self._timeline.now_ns
+        self._timeline.push(now_ns, BEGIN, (self._begin, host, device))
 
     def skip(self, host: WorkerRuntime, skip: Skip | Listed) -> None:
         device = self._device(host, None)  # Only default devices follow a schedule.
         device.ready.skip(skip)
-        self._choose(host, device)
+        if len(device.ready) and not device.busy:
+            self._choose(host, device)
 
     @property
     def stalled(self) -> list[str]:
@@ -186,5 +189,5 @@ class SimJobs:
         for each in computed:
             if host.alive:
                 device.finish = host.handle(each)
-        if host.alive:
+        if len(device.ready) and not device.busy and host.alive:
             self._choose(host, device)

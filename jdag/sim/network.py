@@ -214,14 +214,17 @@ class Lane:
     record: int = -1
     flight_ns: int = field(init=False)
     pause_ns: int = field(init=False)
+    ports: tuple[NetworkPort, ...] = field(init=False)  # That frames pass.
 
     def __post_init__(self) -> None:
+        ports = self.out, self.into
+        self.ports = tuple([port for port in ports if port is not None])
         self.flight_ns, self.pause_ns = self.model.flight_ns, self.model.pause_ns
 
     def transmit(self, size_bytes: int, now_ns: int, chooser: Chooser) -> int:
         """Send a frame now. Return the frame's arrival time in ns."""
-        model = self.model
         start_ns = max(self.busy_until_ns, now_ns)
+        model = self.model
         transfer_ns = 0 if model is FREE_LINK else model.transfer_ns(size_bytes)
         if self.out is not None:
             passing_ns = self.port.transfer_ns(size_bytes)
@@ -245,10 +248,10 @@ class Lane:
         return arrival_ns
 
     def passed(self, record: int) -> None:
-        """Save the trace record of the last frame, in the lane and in both ports."""
+        """Save the trace record of the last frame, in the lane and in its ports."""
         self.record = record
-        if self.out is not None and self.into is not None:
-            self.out.record = self.into.record = record
+        for port in self.ports:
+            port.record = record
 
     def before(self, now_ns: int, last: int) -> list[int]:
         """Return the trace records of the frames for which the last frame waited."""
@@ -309,11 +312,6 @@ class PathLane(Lane):
     def before(self, now_ns: int, last: int) -> list[int]:
         return [record for record in dict.fromkeys(self.waited) if record >= 0]
 
-    def passed(self, record: int) -> None:
-        self.record = record
-        for port, _ in self.passages:
-            port.record = record
-
     @property
     def drained_ns(self) -> int:
         return self.arrived_ns
@@ -352,11 +350,12 @@ class Traffic:
                 ports = [self._links.setdefault(hop[:2], NetworkPort()) for hop in hops]
                 passages = tuple(zip(ports, [hop.model for hop in hops], strict=True))
                 lane = PathLane(model, None, None, passages=passages)
-                lane.cut_through = self._network.cut_through
+                lane.cut_through, lane.ports = self._network.cut_through, tuple(ports)
             else:
                 out, into = self._port(source, "out"), self._port(destination, "into")
                 rate = self._network.port_bandwidth_bytes_per_s
-                lane = Lane(model, out, into, LinkModel(0, rate))
+                port = FREE_LINK if rate is None else LinkModel(0, rate)
+                lane = Lane(model, out, into, port)
             self._lanes[source, destination] = lane
         return lane
 

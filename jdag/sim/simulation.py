@@ -54,12 +54,12 @@ from jdag.sim.settings import SimSettings
 from jdag.sim.timeline import EVENT
 
 # A graph consists of many small, long-lived tuples and few reference cycles. With
-# Python's default threshold of 700 objects, cycle collection took half of a long run.
-GARBAGE_MIN = 50_000
+# Python's default thresholds, cycle collection took half of a long run.
+GARBAGE_MIN, YOUNG_MIN = 50_000, 50
 
 
 class CycleCollector:
-    """Raises the threshold of Python's cycle collector while simulations are open."""
+    """Raises the thresholds of Python's cycle collector while simulations are open."""
 
     def __init__(self) -> None:
         self._open = 0
@@ -69,7 +69,7 @@ class CycleCollector:
         """Count an open simulation. Return the function to call when it is closed."""
         if not self._open:
             self._thresholds = gc.get_threshold()
-            gc.set_threshold(GARBAGE_MIN, *self._thresholds[1:])
+            gc.set_threshold(GARBAGE_MIN, YOUNG_MIN, self._thresholds[2])
         self._open += 1
         return finalize(simulation, self._closed)
 
@@ -181,7 +181,8 @@ class Simulation:
         self._counted = self.info()
         self._timeline.clear()
         self._outages.transport.clear()
-        if self.functions and sys.exception() is None:  # Errors end a run early.
+        named = any([model.functions for model in self._jobs.models.values()])
+        if named and self.functions and not sys.exception():  # Errors end a run early.
             check_costs(self._jobs.models, self.functions)
 
     # ------------------------------------------------ calls of programs: `ProgramPort`
@@ -190,7 +191,7 @@ class Simulation:
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
         self._look(event, port.worker)
-        if event.__class__ is Issued:
+        if self._jobs.calls_take_time and event.__class__ is Issued:
             self._spend(port, self._jobs.models[named(port.worker)].call_ns)
         if port.host.alive:  # Otherwise the program will be ended soon.
             port.host.tell(port, event, values)

@@ -36,17 +36,18 @@ CRASH, EVENT, BEGIN, TIMER = range(4)
 class SimTimeline:
     """The queue of actions. `programs` has the last two programs that were started."""
 
-    __slots__ = ("_heap", "_pushed", "events_max", "now_ns", "programs")
+    __slots__ = ("_heap", "_pushed", "_soon", "events_max", "now_ns", "programs")
 
     def __init__(self, events_max: int) -> None:
         self.now_ns = 0
         self.events_max = events_max
         self.programs: deque[Any] = deque(maxlen=2)
         self._heap: list[Entry] = []
+        self._soon: deque[Entry] = deque()  # Events pushed for now, thus in order.
         self._pushed = 0
 
     def __len__(self) -> int:
-        return sum([entry[ACTION] is not None for entry in self._heap])
+        return sum([e[ACTION] is not None for e in (*self._heap, *self._soon)])
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         """Queue an action for `time_ns`. At one time, lower priorities run first."""
@@ -55,7 +56,10 @@ class SimTimeline:
             raise self._too_many()
         self._pushed = sequence = self._pushed + 1
         entry = [time_ns, priority, sequence, action]
-        heappush(self._heap, entry)
+        if time_ns == self.now_ns and priority == EVENT:
+            self._soon.append(entry)
+        else:
+            heappush(self._heap, entry)
         return entry
 
     def _too_many(self) -> JdagError:
@@ -70,9 +74,14 @@ class SimTimeline:
         entry[ACTION] = None
 
     def run(self, chooser: Chooser, results: Container[int], waiter: int) -> None:
-        heap = self._heap
-        while heap and waiter not in results:  # Bounded by events_max.
-            entry = self._picked(chooser) if chooser.picks_events else heappop(heap)
+        heap, soon, picks = self._heap, self._soon, chooser.picks_events
+        while (soon or heap) and waiter not in results:  # Bounded by events_max.
+            if picks:
+                entry = self._picked(chooser)
+            elif soon and not (heap and heap[0] < soon[0]):
+                entry = soon.popleft()
+            else:
+                entry = heappop(heap)
             action = entry[ACTION]
             if action is not None:
                 entry[ACTION] = None  # A later `cancel` then has no effect.
@@ -81,6 +90,8 @@ class SimTimeline:
 
     def _picked(self, chooser: Chooser) -> Entry:
         heap = self._heap
+        while self._soon:
+            heappush(heap, self._soon.popleft())
         first = heap[0]
         tied = []
         while heap and heap[0][:SEQUENCE] == first[:SEQUENCE]:
@@ -98,3 +109,4 @@ class SimTimeline:
 
     def clear(self) -> None:
         self._heap.clear()
+        self._soon.clear()

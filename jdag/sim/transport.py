@@ -102,6 +102,7 @@ class LinkEnd:
     is the trace record of the last frame sent, `heard` that of the last one received.
     """
 
+    host: WorkerRuntime
     worker: Worker
     peer: Worker
     route: tuple[str, str]
@@ -184,8 +185,9 @@ class SimTransport:
                 data, control = (out, into), self._traffic.control
                 out, into = control(*route), control(*back)
             link, twin_link = self._link(peer, settings), self._link(worker, settings)
-            end = LinkEnd(worker, peer, route, link, out, into, data[0])
-            twin = LinkEnd(peer, worker, back, twin_link, into, out, data[1])
+            host, twin_host = self._hosts[worker], self._hosts[peer]
+            end = LinkEnd(host, worker, peer, route, link, out, into, data[0])
+            twin = LinkEnd(twin_host, peer, worker, back, twin_link, into, out, data[1])
             end.twin, twin.twin = twin, end
             self._ends[worker][peer], self._ends[peer][worker] = end, twin
         return end
@@ -226,7 +228,7 @@ class SimTransport:
 
     def acknowledge(self, end: LinkEnd) -> None:
         waiting, end.waiting = end.waiting, []
-        if not self._hosts[end.worker].alive:
+        if not end.host.alive:
             return
         causes = tuple(dict.fromkeys([cause for _, cause in waiting]))
         for message in acknowledged_at_once([message for message, _ in waiting]):
@@ -246,21 +248,24 @@ class SimTransport:
         if not end.open:
             recorder.note("drop", worker, (end.peer, "lost"), causes)
             return
-        link, now_ns, value_bytes = end.link, timeline.now_ns, 0
+        link, lane, now_ns, value_bytes = end.link, end.out, timeline.now_ns, 0
         if end.data is not None:
             value_bytes = payload_bytes
             frame_bytes -= value_bytes
-        arrival_ns, whole_ns, before = self._transmit(end, frame_bytes, value_bytes)
-        if before:
+        whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, self._chooser)
+        if value_bytes or lane.start_ns > now_ns or lane.held:
+            whole_ns, before = self._waits(end, value_bytes, arrival_ns)
             causes = (*causes, *before)
         fields: tuple[Any, ...] = ()
         record = NO_CAUSE
         if recorder.trace is not None:
             fields = trace_fields(message)
-            fingerprints = tuple(map(fingerprint, arrays))
+            fingerprints = tuple(map(fingerprint, arrays)) if arrays else ()
             detail = (end.peer, *fields, payload_bytes, wire_bytes, fingerprints)
             record = recorder.note("send", worker, detail, causes)
-            end.passed(record, value_bytes)
+            end.record = lane.record = record
+            if lane.ports or value_bytes:
+                end.passed(record, value_bytes)
         parcel = _Parcel(
             message, fields, arrays, frame_bytes, record, value_bytes, whole_ns
         )
@@ -274,7 +279,7 @@ class SimTransport:
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         link = end.link
-        if not (self._hosts[end.worker].alive and end.open):
+        if not (end.host.alive and end.open):
             return
         before = link.duplicates
         parcels: tuple[_Parcel, ...] = link.receive(frame, self._timeline.now_ns)
@@ -292,7 +297,7 @@ class SimTransport:
             self._arm(end)
 
     def _hand_on(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
-        host = self._hosts[end.worker]
+        host = end.host
         for parcel in parcels:
             if host.alive:  # The message before may have caused a crash.
                 record = parcel.record
@@ -312,7 +317,7 @@ class SimTransport:
         if all([message.__class__ is Acknowledge for message in messages]):
             causes = tuple([parcel.record for parcel in parcels])
             for message in acknowledged_at_once(messages):
-                self._hosts[end.worker].arrived(end.peer, message, (), causes)
+                end.host.arrived(end.peer, message, (), causes)
         else:  # A frame filled a gap, so other messages became deliverable too.
             self._hand_on(end, parcels, end.heard)
         if end.link.deadline_ns < end.timer_ns:
@@ -327,28 +332,19 @@ class SimTransport:
                 self._timeline.push(whole_ns, EVENT, (self.completed, end, parcel))
 
     def completed(self, end: LinkEnd, parcel: _Parcel) -> None:
-        if self._hosts[end.worker].alive and end.open:
+        if end.host.alive and end.open:
             self._hand_on(end, end.order.completed(parcel), parcel.record)
 
-    def _transmit(
-        self, end: LinkEnd, frame_bytes: int, value_bytes: int
-    ) -> tuple[int, int, list[int]]:
-        """Send a frame and the values of its message.
-
-        Returns the arrival times of both, and trace records of frames that they waited
-        for.
-        """
-        lane, now_ns, chooser = end.out, self._timeline.now_ns, self._chooser
-        whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, chooser)
-        before: list[int] = []
-        if lane.start_ns > now_ns or lane.held:
-            before = lane.before(now_ns, end.record)
-        data = end.data
+    def _waits(
+        self, end: LinkEnd, value_bytes: int, arrival_ns: int
+    ) -> tuple[int, list[int]]:
+        """Send a frame's values. Return when they arrive, and what both waited for."""
+        now_ns, data = self._timeline.now_ns, end.data
+        before = end.out.before(now_ns, end.record)
         if data is not None and value_bytes:
-            whole_ns = data.transmit(value_bytes, now_ns, chooser)
-            if data.start_ns > now_ns or data.held:
-                before += data.before(now_ns, data.record)
-        return arrival_ns, whole_ns, before
+            arrival_ns = data.transmit(value_bytes, now_ns, self._chooser)
+            before += data.before(now_ns, data.record)
+        return arrival_ns, before
 
     def _arm(self, end: LinkEnd) -> None:
         if end.open:
@@ -357,7 +353,7 @@ class SimTransport:
 
     def timer(self, end: LinkEnd) -> None:
         now_ns, link = self._timeline.now_ns, end.link
-        if not self._hosts[end.worker].alive or not end.open or end.timer_ns != now_ns:
+        if not end.host.alive or not end.open or end.timer_ns != now_ns:
             return  # The end was closed, or has an earlier timer.
         end.timer_ns = NEVER
         if link.deadline_ns <= now_ns:
@@ -382,7 +378,9 @@ class SimTransport:
             wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
             detail = (end.peer, wire_bytes)
-        arrival_ns, whole_ns, before = self._transmit(end, wire_bytes, value_bytes)
+        now_ns = self._timeline.now_ns
+        arrival_ns = end.out.transmit(wire_bytes, now_ns, self._chooser)
+        whole_ns, before = self._waits(end, value_bytes, arrival_ns)
         causes += [record for record in before if record not in causes]
         if value_bytes:
             frame = replace(frame, payload=replace(parcel, whole_ns=whole_ns))

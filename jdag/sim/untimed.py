@@ -219,12 +219,12 @@ class UntimedTimeline(SimTimeline):
                     return
                 self._carry_out(heappop(heap))
                 continue
-            steps = [due[1] for due in enabled]
+            steps = tuple([due[1] for due in enabled])
             faults: list[UntimedFault] = []
             if chooser.budget:
                 faults = self._faults(chooser)
-                steps += [step for step, _ in faults]
-            index = chooser.pick_step(tuple(steps))
+                steps += tuple([step for step, _ in faults])
+            index = chooser.pick_step(steps)
             if index >= len(enabled):
                 step, action = faults[index - len(enabled)]
                 chooser.budget[step.kind] -= 1

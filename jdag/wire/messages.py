@@ -13,7 +13,7 @@ Data that cannot be encoded or decoded raises a ProtocolError.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import count
 from typing import Any
 
@@ -164,10 +164,15 @@ _OVERHEAD_BYTES = COUNT_BYTES + 2
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes of the values, and the bytes of message, headers and values."""
-    if not values and message.__class__ not in _CLOSED:
-        nbytes = len(encoded(message, _encode))
-        if nbytes <= CHECKED_BYTES:
-            return 0, _OVERHEAD_BYTES + nbytes
+    is_plain = message.__class__ not in _CLOSED
+    if is_plain or (isinstance(message, Primal) and not any(message.failures)):
+        nbytes, elements = len(encoded(message, _encode)), 0
+        for value in values:
+            header_bytes, value_bytes = _bytes_of(type_of(value))
+            nbytes += header_bytes
+            elements += value_bytes
+        if nbytes <= CHECKED_BYTES and len(values) < 16:
+            return elements, _OVERHEAD_BYTES + nbytes + elements
     trees = 0
 
     def measured(tree: Any, **options: Any) -> bytes:
@@ -182,6 +187,11 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     head = len(_sealed(measured, message, kinds)) + trees
     elements = sum([kind.nbytes for kind in kinds])
     return elements, head + elements
+
+
+@lru_cache(4096)
+def _bytes_of(kind: ArrayType) -> tuple[int, int]:
+    return len(encoded(kind)), kind.nbytes
 
 
 class Codec:

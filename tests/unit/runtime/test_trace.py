@@ -29,6 +29,17 @@ def test_what_was_added_comes_back_in_order_under_its_index():
         trace[5]
 
 
+def test_the_records_of_a_long_run_come_back_in_order_and_by_index():
+    trace = Trace()
+    note = trace.at(SimpleNamespace(now_ns=7))
+    for index in range(0, 300, 2):
+        assert note("crash", "a", (str(index),), (index,)) == index
+        assert trace.add(7, "crash", "a", (str(index + 1),), ()) == index + 1
+    for records in (list(trace), [trace[index] for index in range(len(trace))]):
+        assert [record.index for record in records] == [*range(300)]
+        assert [record.detail for record in records] == [(str(n),) for n in range(300)]
+
+
 def test_records_are_found_by_kind_and_their_detail_by_name():
     (send,) = filled().of_kind("send", "resend")
     assert send.named["fingerprints"] == (7, 2**32 - 1)
@@ -53,6 +64,17 @@ def test_each_field_and_each_part_of_a_detail_changes_the_digest(row):
     for added in ((5, "send", "a", SEND, (0,)), row):
         trace = Trace()
         trace.add(*added)
+        digests.append(trace.digest)
+    assert digests[0] != digests[1]
+
+
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 128])
+def test_the_last_bits_of_a_run_of_any_length_change_the_digest(length):
+    digests = []
+    for cause in (1, 2):
+        trace = Trace()
+        for index in range(length):
+            trace.add(index, "send", "a", SEND, (cause,) * (index + 1 == length))
         digests.append(trace.digest)
     assert digests[0] != digests[1]
 

@@ -3,15 +3,18 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from msgspec import Meta
-from msgspec.structs import replace
+from msgspec import NODEFAULT, Meta
+from msgspec.structs import fields, replace
 
+import jdag
 from jdag.errors import ScenarioError, unusable
 from jdag.settings.validation import (
     COUNT,
@@ -228,6 +231,22 @@ def test_a_function_takes_the_fields_of_its_settings_and_checks_them():
     assert shown.startswith("(name: str, copies: int = 1, loud: bool = False")
     assert shown.endswith(" -> str")
     assert prints.__doc__ == "Return the name, so often."
+
+
+def test_a_default_needs_no_check():
+    for module in walk_packages(jdag.__path__, "jdag."):
+        if not module.name.endswith("__main__"):
+            import_module(module.name)
+    kinds, checked = [*Settings.__subclasses__()], 0
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        for field in fields(kind):
+            value = field.default
+            if kind.__module__.startswith("jdag") and value is not NODEFAULT:
+                assert converted(field.type, value, field.name) is value, field
+                checked += 1
+    assert checked > 100
 
 
 def test_what_may_be_a_path():

@@ -59,6 +59,18 @@ def test_actions_come_by_time_then_priority_then_order_of_pushing(entries):
     assert filled.timeline.now_ns == (came[-1][0] if came else 0)
 
 
+def test_an_event_for_now_comes_after_those_pushed_before_for_this_time():
+    filled = Filled([(1, 1), (1, 1), (1, 2)])
+    note, timeline = filled.note, filled.timeline
+
+    def note_and_push(host, what):
+        note(host, what)
+        timeline.push(1, 1, (note, HOST, (1, 1, 4)))
+
+    timeline.push(1, 0, (note_and_push, HOST, (1, 0, 3)))
+    assert filled.run() == [(1, 0, 3), (1, 1, 0), (1, 1, 1), (1, 1, 4), (1, 2, 2)]
+
+
 @settings(max_examples=200)
 @given(entries, st.data())
 def test_what_is_cancelled_never_comes_and_all_else_does(entries, data):

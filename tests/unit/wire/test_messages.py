@@ -89,16 +89,18 @@ def test_what_was_written_is_read_and_has_its_size_and_nothing_less_or_more_is_r
 
 
 def test_values_add_their_headers_and_their_bytes() -> None:
-    values = (
+    three = (
         jnp.ones((3, 4), jnp.float32),
         np.ones(5, np.int8),
         jnp.ones((), jnp.bfloat16),
     )
-    message = Primal(CONTEXT, (1,), "a", (None, None, None))
-    head = CODEC.encode(message, [type_of(value) for value in values])
-    elements = 48 + 5 + 2
-    assert size(message, values) == (elements, len(head) + elements)
-    assert len(head) > len(CODEC.encode(message)) + 3 * len("float32")
+    for count in (3, 15, 16, 17):  # A list of 16 items has a longer head.
+        values = (three * 6)[:count]
+        message = Primal(CONTEXT, (1,), "a", (None,) * count)
+        head = CODEC.encode(message, [type_of(value) for value in values])
+        elements = sum([value.nbytes for value in values])
+        assert size(message, values) == (elements, len(head) + elements)
+        assert len(head) > len(CODEC.encode(message)) + count * len("int8")
 
 
 def test_an_abstract_run_is_charged_for_the_same_bytes() -> None:
