@@ -152,10 +152,25 @@ def retained(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
         yield lambda: ctx.backward(loss, retain_graph=True)
 
 
+@contextmanager
+def step(cluster: Any, x: Any) -> Iterator[Callable[[], object]]:
+    """Compile a call on another worker. Yields a function that runs a step of it."""
+    w = cluster.put("b", x)
+    compiled = jdag.compile(_program, cluster)
+    for _ in range(WARM):
+        compiled(w, x)
+    yield lambda: compiled(w, x)
+
+
+def _program(ctx: Any, w: Any, x: Any) -> Any:
+    return ctx.call("b", _add, w, x)
+
+
 ACTIONS = {
     "call and fetch": call,
     "retained pass": retained,
     "backward over two calls": backward,
+    "compiled step": step,
 }
 
 

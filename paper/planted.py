@@ -135,18 +135,15 @@ BUGS = (
     Bug(
         "a hop that comes before its step is kept",
         "steps.py",
-        "        for slot in new:\n            run.keys",
-        "        for slot in new if run.begun else ():\n            run.keys",
+        "        if values:\n            self.store(",
+        "        if values and (step.begun or frame.begins):\n            self.store(",
         "planned",
     ),
     Bug(
         "a step waits for versions that are being made",
         "steps.py",
-        (
-            "            self._state.when_settled(values, partial(self._begin, "
-            "part, run, values))"
-        ),
-        "            self._begin(part, run, values)",
+        "self._state.when_settled(versions, self._begin, step, versions)",
+        "self._begin(step, versions)",
         "stepped",
     ),
     Bug(
@@ -159,8 +156,8 @@ BUGS = (
     Bug(
         "what waits for several values waits for all",
         "state.py",
-        "[v.waiters for v in values if not v.settled]",
-        "[v.waiters for v in values[:1] if not v.settled]",
+        "[value for value in values if not value.settled]",
+        "[value for value in values[:1] if not value.settled]",
         "diamond",
     ),
     Bug(

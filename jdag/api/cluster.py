@@ -187,9 +187,10 @@ class Cluster:
         self._assignments.forget()
 
     def object_frame(self, worker: str, *, is_new: bool = False) -> ProgramFrame:
-        """Return the frame, in a context of its own, that calls objects on a worker.
+        """Return the frame that calls objects on a worker; its context has no others.
 
-        `is_new` replaces the frame, whose context the loss of a worker has ended.
+        With `is_new`, open a new frame: the loss of another worker has ended the
+        context of the last one.
         """
         frames = self._object_frames.setdefault(worker, [])
         if is_new or not frames:

@@ -171,7 +171,7 @@ def worker_options(name: str, device: str | None, **settings: Any) -> WorkerOpti
 
 @takes(LaunchSettings)
 def launch(settings: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
-    """Make a cluster of processes; a context manager that ends them.
+    """Start a cluster of worker processes. The result, a context manager, stops them.
 
     This process is the first worker; each other worker is a new process with this
     process's JAX configuration, cores and environment. The processes run on this host,
@@ -180,8 +180,8 @@ def launch(settings: LaunchSettings) -> Cluster:  # noqa: D417 - of its fields.
     Args:
         workers: the names of the workers, all different; the first is this process.
         device: the device of the other workers: "cpu", "gpu" or "gpu:1"; None: JAX's
-            default. Workers may share a GPU: they allocate its memory as needed, and so
-            does this process unless it has computed before.
+            default. Workers may share a GPU: they allocate its memory as needed, not in
+            advance. So does this process, unless its JAX backend has already started.
         allow: modules or packages whose functions and programs workers may import by
             name. Those of a script with a guard (`if __name__ == "__main__":`) are
             always allowed. Other functions are sent compiled (`jax.export`); other

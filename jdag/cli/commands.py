@@ -51,7 +51,7 @@ class _Commands(TyperGroup):
 
 
 def _placeholder(module: str, name: str) -> Callable[[], Any]:
-    return lambda: getattr(signals.imported(f"jdag.cli.{module}"), name)
+    return lambda: getattr(signals.import_command(f"jdag.cli.{module}"), name)
 
 
 app = typer.Typer(cls=_Commands, add_completion=False, rich_markup_mode=None)

@@ -15,6 +15,7 @@ buffer passed to `array_over` is not written again.
 import math
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +29,7 @@ from msgspec.structs import replace
 
 from jdag.compute.avals import KEYS, dtype_of
 from jdag.compute.duals import Dual, is_array_type
-from jdag.engine.arrays import ArrayType
+from jdag.engine.arrays import DTYPES, ArrayType
 from jdag.errors import JdagError
 
 ALIGNMENT_BYTES = 64  # JAX takes memory of this alignment without a copy.
@@ -39,6 +40,9 @@ POOLED_MIN_BYTES = 1 << 16
 KEPT_BYTES_MAX = 1 << 28
 
 _NUMBERS = (int, float, complex)
+# Shape, dtype, start and end of each small value.
+ArrayLayout = list[tuple[tuple[int, ...], Any, int, int]]
+_PLAIN = {name: dtype_of(name) for name in DTYPES if name not in KEYS}
 
 
 def parts(value: Any) -> tuple[memoryview, ...]:
@@ -62,7 +66,7 @@ def parts(value: Any) -> tuple[memoryview, ...]:
     # The array is empty, strided, on a GPU, or of dtype bfloat16.
     except (TypeError, ValueError, BufferError):
         pass
-    elements: Any = np.asarray(value).reshape(-1).view(np.uint8)
+    elements: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return (memoryview(elements).toreadonly(),)
 
 
@@ -87,6 +91,27 @@ def array_over(kind: ArrayType, view: memoryview) -> Any:
         return jax.random.wrap_key_data(jnp.asarray(key_data), impl=impl)
     array = _array(kind.shape, dtype_of(kind.dtype), view)
     return _weak(array) if kind.weak else array
+
+
+def layout_of(kinds: Sequence[ArrayType]) -> ArrayLayout | None:
+    """Return where `arrays_at` finds values; None if some need `array_over`."""
+    layout, stop = [], 0
+    for kind in kinds:
+        dtype, start = _PLAIN.get(kind.dtype), stop
+        stop += kind.nbytes
+        if dtype is None or kind.dual or kind.weak or stop >= ALIASED_MIN_BYTES:
+            return None
+        layout.append((kind.shape, dtype, start, stop))
+    return layout
+
+
+def arrays_at(layout: ArrayLayout, data: bytes, offset: int) -> list[Any]:
+    """Return the values whose elements follow each other in `data` from `offset`."""
+    ndarray = np.ndarray
+    return [
+        ndarray(shape, dtype, data[offset + start : offset + stop])
+        for shape, dtype, start, stop in layout
+    ]
 
 
 def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:

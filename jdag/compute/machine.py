@@ -70,7 +70,7 @@ class Machine:
         if self.abstract and not isinstance(job, Apply):  # Nothing is computed.
             work = Work(list, self.device_of(job))
             result = _abstract_result(job, self.values.get)
-            self.values.drop(inputs_used_up(job))
+            self._use_up(job)
             self.hold(job, work, result)
             return None
         work = self.begin(job)
@@ -106,7 +106,7 @@ class Machine:
             case Fill():
                 compute = partial(filled, job.aval, job.value)
             case RunSegment():
-                compute = partial(job.function.run, list(map(get, job.inputs)))
+                compute = partial(job.function.run, job.inputs)
             case CompileSegment():
                 compute = job.function.compile
             case _:
@@ -114,9 +114,15 @@ class Machine:
         # `hold` takes the devices of a pair's results from the pair.
         device = None if isinstance(job, _PAIR_JOBS) else self.device_of(job)
         work = Work(compute, device)
-        if used_up := inputs_used_up(job):
-            self.values.drop(used_up)
+        self._use_up(job)
         return work
+
+    def _use_up(self, job: Job) -> None:
+        if isinstance(job, RunSegment):
+            nbytes, activation = job.freed
+            self.values.account(-nbytes, -activation)
+        elif used_up := inputs_used_up(job):
+            self.values.drop(used_up)
 
     def hold(self, job: Job, work: Work, result: Any) -> None:
         match job:
@@ -149,11 +155,7 @@ class Machine:
                 if job.output is not None:
                     self.values.put(job.output, result, work.device)
             case RunSegment():
-                self._put(job.outputs, result, None)
-                bundles = job.function.carried
-                keys = job.outputs[len(job.outputs) - len(bundles) :]
-                for key, bundle in zip(keys, bundles, strict=True):
-                    self.values.activate(key, _bundle_bytes(job, bundle))
+                job.results.extend(result)
             case CompileSegment():
                 pass
             case _:
@@ -188,6 +190,12 @@ class Machine:
         if self.values.device(key) is None or self.abstract or is_deleted(value):
             return value
         return put((value,), None)[0]
+
+    def leave(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return values of a step as they leave the worker: on the default device."""
+        if self.abstract or self.values.all_default:
+            return values
+        return tuple([v if is_deleted(v) else put((v,), None)[0] for v in values])
 
     def load(
         self, message: Any, keys: tuple[Key, ...], worker: str
@@ -274,10 +282,17 @@ def _activation_bytes(job: Forward) -> int:
     return nbytes + sum([pair.out_avals[place].nbytes for place in pair.outputs_kept])
 
 
-def _bundle_bytes(job: RunSegment, bundle: Any) -> int:
-    inputs = [index for index in bundle.inputs if job.inputs[index].kind != "leaf"]
-    nbytes: int = bundle.nbytes_most
-    return nbytes + sum([job.function.avals[index].nbytes for index in inputs])
+def segment_sizes(function: Any, is_leaf: Sequence[bool]) -> list[tuple[int, int]]:
+    """Return bytes and activation bytes of a segment's outputs.
+
+    `is_leaf` tells which inputs are leaves, which are held anyway.
+    """
+    avals = function.avals
+    sizes = [(aval.nbytes, 0) for aval in function.out_avals]
+    for bundle in function.carried:
+        kept = [avals[index].nbytes for index in bundle.inputs if not is_leaf[index]]
+        sizes.append((bundle.nbytes, bundle.nbytes_most + sum(kept)))
+    return sizes
 
 
 def _abstract_result(job: Job, get: Callable[[Key], Any]) -> Any:
@@ -321,7 +336,7 @@ def inputs_used_up(job: Job) -> tuple[Key, ...]:
         case Apply():
             return () if job.output is None else (job.input,)
         case RunSegment():
-            return job.last
+            return job.keys(job.last)
         case _:
             return ()
 
@@ -339,7 +354,8 @@ def inputs_kept(job: Job) -> tuple[Key, ...]:
         case Apply():
             return (job.input,) if job.output is None else ()
         case RunSegment():
-            return tuple([key for key in job.inputs if key not in job.last])
+            needs = [slot for slot in job.needs if slot not in job.last]
+            return (*job.kept, *job.keys(tuple(needs)))
 
 
 def job_name(job: Job) -> str:

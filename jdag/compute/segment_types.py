@@ -10,9 +10,10 @@ from jdag.engine.segments import NodeKind, SegmentNode
 
 
 class Carried(NamedTuple):
-    """Bytes of a bundle's residuals. `nbytes` excludes arguments and outputs of calls.
+    """Bytes of the residuals that one segment passes to a later one (a bundle).
 
-    `nbytes_most` includes them, except arguments that are `inputs` of the segment.
+    `nbytes` counts neither arguments nor outputs of calls. `nbytes_most` counts both,
+    except arguments that are inputs of the segment, whose positions are `inputs`.
     """
 
     nbytes: int

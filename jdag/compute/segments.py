@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.bundles import Bundle, Layout, Packing, Places, bundled, layout
@@ -40,23 +39,17 @@ _CALL, _NODE = "__jdag_call__", "__jdag_node__"  # Attributes of errors.
 _BACKWARD = (NodeKind.VJP, NodeKind.INPUTS, NodeKind.WEIGHTS)
 
 
-@partial(jtu.register_dataclass, data_fields=("arrays",), meta_fields=("plan",))
-@dataclass(eq=False, slots=True)
-class _SegmentResult:
-    """The result of a jitted segment: arrays, and positions of outputs and bundles.
-
-    Positions count the arguments, then these arrays.
-    """
-
-    arrays: tuple[Any, ...]
-    plan: tuple[Places, tuple[tuple[Layout, Places], ...]]
+# Positions of outputs and bundles: they count the arguments, then the computed arrays.
+_ResultPlan = tuple[Places, tuple[tuple[Layout, Places], ...]]
 
 
 class _Ready(NamedTuple):
-    call: Callable[..., _SegmentResult]
+    call: Callable[..., tuple[Any, ...]]
     trace: Any
     may_raise: bool
     bundles: tuple[tuple[Layout, tuple[Any, ...]], ...]
+    plan: _ResultPlan
+    is_plain: bool  # Whether the outputs are the computed arrays, in this order.
 
 
 @dataclass(frozen=True)
@@ -77,29 +70,37 @@ class _Fused:
         for types in bundle_types:
             bounds.append(bounds[-1] + len(types))
 
-        def segment(*inputs: Any) -> _SegmentResult:
-            return self._body(layouts, bounds, inputs)
+        plans: list[_ResultPlan] = []
+
+        def segment(*inputs: Any) -> tuple[Any, ...]:
+            arrays, plan = self._body(layouts, bounds, inputs)
+            plans.append(plan)
+            return arrays
 
         call = jax.jit(segment)
         trace = call.trace(*structs)
-        donated = _donated(layouts, bounds, structs, trace.out_info)
+        outputs, packed = plan = plans[0]
+        donated = _donated(layouts, bounds, structs, trace.out_info, plan)
         if donated:
             call = jax.jit(segment, donate_argnums=donated)
             trace = call.trace(*structs)
-        values = (*structs, *trace.out_info.arrays)
+        values = (*structs, *trace.out_info)
         bundles = [
             (bundle_layout, tuple([values[place] for place in places]))
-            for bundle_layout, places in trace.out_info.plan[1]
+            for bundle_layout, places in packed
         ]
         if len(self.ready) >= READY_MAX:
             self.ready.clear()
-        ready = _Ready(call, trace, has_callback(trace.jaxpr), tuple(bundles))
+        computed = tuple(range(len(structs), len(values)))
+        is_plain = not packed and outputs == computed
+        may_raise = has_callback(trace.jaxpr)
+        ready = _Ready(call, trace, may_raise, tuple(bundles), plan, is_plain)
         self.ready[layouts] = ready
         return ready
 
     def _body(
         self, layouts: Sequence[Layout], bounds: Sequence[int], inputs: Sequence[Any]
-    ) -> _SegmentResult:
+    ) -> tuple[tuple[Any, ...], _ResultPlan]:
         values = list(inputs[: bounds[0]])
         for bundle, start, end in zip(layouts, bounds, bounds[1:], strict=False):
             values += bundle.unpacked(inputs[start:end])
@@ -113,7 +114,7 @@ class _Fused:
             is_alone = [place >= len(inputs) and uses[place] == 1 for place in places]
             alone = tuple(compress(range(len(is_alone)), is_alone))
             bundles.append((layout(locations, types, alone), places))
-        return _SegmentResult(tuple(packing.leaving), (outputs, tuple(bundles)))
+        return tuple(packing.leaving), (outputs, tuple(bundles))
 
 
 def _compute(
@@ -181,11 +182,12 @@ def _donated(
     layouts: Sequence[Layout],
     bounds: Sequence[int],
     structs: Sequence[Any],
-    result: Any,
+    arrays: Sequence[Any],
+    plan: _ResultPlan,
 ) -> Places:
     """Return the inputs that only a bundle holds and whose memory an output can use."""
-    free = Counter([(array.shape, array.dtype) for array in result.arrays])
-    outputs, bundles = result.plan
+    free = Counter([(array.shape, array.dtype) for array in arrays])
+    outputs, bundles = plan
     passed = {*outputs, *chain.from_iterable([places for _, places in bundles])}
     donated = []
     for bundle, start in zip(layouts, bounds, strict=False):
@@ -358,12 +360,14 @@ class SegmentFunction:
             arguments = tuple(inputs)
             if bundles:
                 arguments = (*arrays, *chain(*[bundle.keeps for bundle in bundles]))
-            result = self._run_fused(arguments, bundles)
+            ready, computed = self._run_fused(arguments, bundles)
         except Exception as error:
             self._blame(error)
             raise
-        outputs, packed = result.plan
-        values = (*arguments, *result.arrays)
+        if ready.is_plain:
+            return computed
+        outputs, packed = ready.plan
+        values = (*arguments, *computed)
         results: list[Any] = []
         for place, aval in zip(outputs, self.out_avals, strict=True):
             value, is_input = values[place], place < len(arguments)
@@ -376,7 +380,7 @@ class SegmentFunction:
 
     def _run_fused(
         self, arguments: tuple[Any, ...], bundles: Sequence[Bundle]
-    ) -> _SegmentResult:
+    ) -> tuple[_Ready, tuple[Any, ...]]:
         layouts = tuple(map(attrgetter("layout"), bundles))
         fused = self._fused
         ready = fused.ready.get(layouts)
@@ -384,7 +388,7 @@ class SegmentFunction:
             ready = fused.prepared(layouts, [bundle.keeps for bundle in bundles])
         try:
             result = ready.call(*arguments)
-            return jax.block_until_ready(result) if ready.may_raise else result
+            return ready, jax.block_until_ready(result) if ready.may_raise else result
         except (RuntimeError, ValueError, TypeError) as error:
             # Leave out arrays that only a bundle holds: this call donated them.
             arrays = [

@@ -99,6 +99,16 @@ class Values:
         self._activations_held += nbytes
         self.activations_peak = max(self.activations_peak, self._activations_held)
 
+    def account(self, nbytes: int, activation: int) -> None:
+        """Count bytes that a step of a plan holds or, if negative, frees.
+
+        They are computed from types. An array that a step holds twice counts twice.
+        """
+        self.bytes_held += nbytes
+        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
+        self._activations_held += activation
+        self.activations_peak = max(self.activations_peak, self._activations_held)
+
     def device(self, key: Hashable) -> str | None:
         return self._devices.get(key)
 
@@ -165,6 +175,10 @@ class Values:
 _is_array_class: Callable[[Any], bool] = lru_cache(1024)(
     lambda kind: issubclass(kind, jax.Array | np.ndarray)
 )
+
+
+def nbytes_of(value: Any) -> int:
+    return sum(map(_nbytes, getattr(value, "keeps", (value,))))
 
 
 def _nbytes(part: Any) -> int:

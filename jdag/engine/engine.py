@@ -17,10 +17,10 @@ from jdag.engine.passes import Passes
 from jdag.engine.phases import OF_CONTEXTS, PartPhase, Phase, Situation, phase_of
 from jdag.engine.plans import Plans
 from jdag.engine.program_frames import ProgramFrames
-from jdag.engine.protocol import Worker, landing
+from jdag.engine.protocol import StepFrame, Worker, landing
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
-from jdag.engine.steps import Steps
+from jdag.engine.steps import StepDriver, Steps
 
 # Events from drivers. Before any other event, staged steps of plans are committed.
 _DRIVER_EVENTS = frozenset(
@@ -52,7 +52,7 @@ class Engine:
         self._steps = steps = Steps(state, self._leaves)
         self._plans = plans = Plans(state, self._lifetimes, steps)
         steps.stepped = plans.stepped
-        steps.results_arrived = plans.results_arrived
+        steps.finished = plans.finished
         self._listings = listings = Listings(state, frames)
         self._passes = Passes(
             state, self._leaves, self._lifetimes, frames, self._backward, listings
@@ -74,13 +74,19 @@ class Engine:
 
     @property
     def plans(self) -> int:
-        return len(self._steps.parts)
+        return len(self._steps.tables)
+
+    def drive(self, driver: StepDriver) -> None:
+        """Set how steps of plans use values. Required before any plan is prepared."""
+        self._steps.driver = driver
 
     def clear(self) -> None:
         """Break all reference cycles, so that the engine is freed without the GC."""
-        del self._steps.stepped, self._steps.results_arrived
+        del self._steps.stepped, self._steps.finished
         for leaf in self._state.leaves.values():
             leaf.versions.clear()
+        for table in self._steps.tables.values():
+            table.steps.clear()
         for part in (self._state, self._backward, self):
             vars(part).clear()
 
@@ -113,6 +119,19 @@ class Engine:
         released = state.is_released(context)
         return [(PartPhase.RELEASED if released else PartPhase.ABSENT, kind)]
 
+    def ran(self, *row: Any) -> list[protocol.Effect]:
+        """Process the outputs or the failure of a row that a `StepDriver` has run."""
+        self._steps.ran(*row)
+        return self._effects()
+
+    def arrived(
+        self, sender: Worker, frame: StepFrame, values: Sequence[Any]
+    ) -> list[protocol.Effect]:
+        """Process a step frame, as `handle` does."""
+        if sender not in self._state.lost:
+            self._steps.arrived(sender, frame, values)
+        return self._effects()
+
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.
 
@@ -122,11 +141,13 @@ class Engine:
         """
         state, kind = self._state, event.__class__
         if isinstance(event, protocol.Arrived):
-            message = event.message
-            if event.sender in state.lost:
+            message, sender = event.message, event.sender
+            if message.__class__ is StepFrame:
+                return self.arrived(sender, message, event.values)
+            if sender in state.lost:
                 state.drop(landing(message))
             else:
-                state.handlers[message.__class__](event.sender, message)
+                state.handlers[message.__class__](sender, message)
         elif isinstance(event, protocol.Computed):
             done, _, job = state.jobs.pop(event.job)
             done(event.failure, job)
@@ -138,7 +159,10 @@ class Engine:
             self._events[kind](event)
             if state.listing and kind in WAIT_EVENTS:
                 self._listings.program_waits(event)
-        callbacks = state.callbacks
+        return self._effects()
+
+    def _effects(self) -> list[protocol.Effect]:
+        state, callbacks = self._state, self._state.callbacks
         while callbacks:
             pending = callbacks.popleft()
             pending.callback(*pending.args)
@@ -201,8 +225,6 @@ class Engine:
             protocol.Release: self._teardown.release,
             protocol.Released: self._teardown.released,
             protocol.Prepare: self._steps.prepare,
-            protocol.Step: self._steps.step,
-            protocol.Hop: self._steps.hop,
             protocol.Stepped: self._plans.stepped,
             protocol.Settle: self._steps.settle,
         }

@@ -320,7 +320,7 @@ class Released(Record, tag=18):
     failures: Several[Failure]
 
 
-class Listing(Numbered, tag=28):
+class Listing(Numbered, tag=27):
     """Tells a worker with scheduled calls that all calls of a context are issued.
 
     If `number` is 0, the program waits, so only the forwards of these calls can occur.
@@ -363,32 +363,28 @@ class Prepare(Numbered, tag=23):
     reads: Several[Slotted]
     stages: Several[Slotted]
     updates: Slots  # Segments that compute new versions from the newest versions.
-    reports: bool  # Whether the owner waits for a Stepped for each step.
+    reports: bool  # Whether the owner waits for a report of each step.
 
 
-class Step(Numbered, tag=24):
-    """Asks a worker to run its segments. Carries the inputs of the step.
+class StepFrame(Numbered, tag=24):
+    """Carries values of a step: its inputs, or outputs of segments.
 
-    If `commits`, the previous step succeeded on all workers: commit it first.
+    A frame that `begins` comes from the owner, which has committed step `base` (0: none
+    yet); any other frame without values reports that the sender's part is done.
     """
 
     slots: Slots
-    commits: bool
+    base: U32
+    begins: bool
 
 
-class Hop(Numbered, tag=25):
-    """Carries outputs of a segment to a worker whose segments need these outputs."""
-
-    slots: Slots
-
-
-class Stepped(Numbered, tag=26):
-    """Tells the owner that a step ended or, with number 0, that a segment compiled."""
+class Stepped(Numbered, tag=25):
+    """Tells the owner that a step failed or, with number 0, that a segment compiled."""
 
     failure: Failure | None
 
 
-class Settle(Numbered, tag=27):
+class Settle(Numbered, tag=26):
     """Asks a worker to commit a step or to drop it."""
 
     commits: bool
@@ -396,7 +392,7 @@ class Settle(Numbered, tag=27):
 
 
 # Messages that only the owner of their context or plan may send.
-FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Step, Settle))
+FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Settle))
 
 # Messages that carry a part of a pass's credit.
 Credited = Start | Mark | Go | Cotangent | Answer
@@ -404,7 +400,7 @@ Credited = Start | Mark | Go | Cotangent | Answer
 Message = (
     Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
-    | Released | Discard | Tell | Listing | Prepare | Step | Hop | Stepped | Settle
+    | Released | Discard | Tell | Listing | Prepare | StepFrame | Stepped | Settle
 )  # fmt: skip
 
 
@@ -438,11 +434,6 @@ def _of_assign(message: Assign) -> list[Key]:
     return list(keys)
 
 
-def _of_step(message: Step | Hop) -> list[Key]:
-    context, number = message.context, message.number
-    return [SlotKey(context, number, slot) for slot in message.slots]
-
-
 # For each message that may carry values, a function that returns their keys.
 LANDING: dict[type, Callable[[Any], list[Key]]] = {
     Cotangent: lambda message: [
@@ -469,8 +460,9 @@ LANDING: dict[type, Callable[[Any], list[Key]]] = {
     Prepare: lambda message: [
         SlotKey(message.context, 0, slot) for slot in message.constants
     ],
-    Step: _of_step,
-    Hop: _of_step,
+    StepFrame: lambda message: [
+        SlotKey(message.context, message.number, slot) for slot in message.slots
+    ],
     Reading: lambda message: [
         ReadingKey(None, message.request, slot)
         for slot, failure in enumerate(message.failures)

@@ -209,10 +209,10 @@ class Passes(Struct, eq=False):
     def _close_pass(
         self, fragment: Fragment, message: End, reply: Callable[[Ended], None]
     ) -> None:
-        """Commit or discard the local part of a pass. Only gradients are kept.
+        """Commit or discard the gradients of a pass here. Nothing else is kept.
 
-        Calls `reply` after observing hooks have run or, if the pass failed, after its
-        jobs have ended.
+        Calls `reply` after all hooks that only observe gradients have run or, if the
+        pass failed, after its jobs have ended.
         """
         fragment.ended = message.number
         live: Pass | None = fragment.live

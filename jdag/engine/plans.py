@@ -1,12 +1,14 @@
 """The owner's side of plans: recorded steps that several workers run.
 
 Inputs:  Planned, Compiled, Stepping and Unplanned of programs here; Stepped.
-Outputs: Prepare, Step and Settle, also to this worker's part of the plan (`steps`).
+Outputs: Prepare, StepFrame and Settle; this worker's part of the plan runs in `steps`.
 
-Invariant: a step is committed after it has succeeded on all workers, with the next Step
-of its plan or before the next other event of a program here; a step that fails on one
-worker is dropped on all.
+Invariant: a step is committed after it has succeeded on all workers, with the first
+frame of the plan's next step or before the next other event of a program here; a step
+that fails on one worker is dropped on all.
 """
+
+from typing import Any
 
 from msgspec import Struct
 
@@ -16,12 +18,11 @@ from jdag.engine.protocol import (
     ContextId,
     Event,
     Failure,
-    Key,
     NewestKey,
     Planned,
     Prepare,
     Settle,
-    Step,
+    StepFrame,
     Stepped,
     Stepping,
     Unplanned,
@@ -29,22 +30,23 @@ from jdag.engine.protocol import (
 )
 from jdag.engine.state import State
 from jdag.engine.steps import Steps, path_of
+from jdag.engine.tables import Hop, StepState, begins_with_owner
 from jdag.errors import WorkerLost
 
 
 class OwnedPlan(Struct, eq=False):
     workers: dict[Worker, Prepare]
     segments: int  # Number of segments on all workers.
-    reporting: tuple[Worker, ...]  # The workers that report each step.
     stages: bool  # Whether a step creates new versions of leaves.
+    frames: list[tuple[Hop, tuple[int, ...]]] = []  # The places are those of inputs.
+    inputs: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # Slots here, inputs.
     compiled: int = 0  # Number of compiled segments.
     failure: Failure | None = None  # Why the plan cannot be used.
     compiling: int = 0  # The waiter of a Compiled event, and its `seen`.
     seen: int = 0
     waiter: int = 0  # The waiter of the running step; 0 if none runs.
     number: int = 0  # The number of the last step.
-    awaited: dict[Worker, None] = {}  # Workers whose Stepped has not arrived.
-    missing: int = 0  # Number of results that have not arrived.
+    base: int = 0  # The number of the last committed step.
     staged: bool = False  # The last step has succeeded and is not committed.
 
 
@@ -60,16 +62,27 @@ class Plans(Struct, eq=False):
         for worker, _ in event.parts:
             state.check_reachable(worker, f"a plan cannot be prepared on {worker!r}")
         parts = dict(event.parts)
+        here = state.worker
         plan = OwnedPlan(
             parts,
             sum([len(part.segments) for part in parts.values()]),
-            tuple([worker for worker, part in parts.items() if part.reports]),
             any([part.stages for part in parts.values()]),
         )
+        slots = dict(event.inputs)
+        index = {slot: place for place, slot in enumerate(event.slots)}
+        for worker in dict.fromkeys((*parts, *slots)):
+            sent = slots.get(worker, ())
+            places = tuple([index[slot] for slot in sent])
+            if worker == here:
+                plan.inputs = sent, places
+            elif sent or begins_with_owner(parts[worker]):
+                frame = StepFrame(context, 0, sent, 0, True)
+                plan.frames.append((Hop(worker, places, frame), places))
         self._owned[context] = plan
         state.send_each(parts)
-        empty = Prepare(context, 0, (), (), (), (), (), False)
-        self._steps.begin(parts.get(state.worker, empty), event.results)
+        reporters = [to for to, part in parts.items() if part.reports and to != here]
+        part = parts.get(here) or Prepare(context, 0, (), (), (), (), (), False)
+        self._steps.begin(part, event.results, reporters)
 
     def compiled(self, event: Compiled) -> None:
         plan = self._owned[event.context]
@@ -84,27 +97,27 @@ class Plans(Struct, eq=False):
             self._state.resume(waiter, plan.failure or plan.compiled)
 
     def stepping(self, event: Stepping) -> None:
-        state, context, number = self._state, event.context, event.number
+        context, number = event.context, event.number
         plan = self._owned[context]
         if plan.failure is not None:
             raise WorkerLost(plan.failure.message)
         if plan.waiter:  # The program was interrupted while it waited.
             self._settle(context, plan, commits=False)
-        plan.waiter, plan.number = event.waiter, number
-        plan.awaited = dict.fromkeys(plan.reporting)
-        plan.missing = len(dict.fromkeys(self._steps.parts[context].results))
-        commits, plan.staged = plan.staged, False
-        self.staged -= commits
-        if commits:
+            plan.waiter = 0
+        base = plan.number if plan.staged else plan.base
+        steps, values = self._steps, event.values
+        for hop, places in plan.frames:  # Raises if an input cannot be sent.
+            steps.send(hop, number, base, [values[place] for place in places])
+        if plan.staged:
+            plan.staged = False
+            self.staged -= 1
             self._renew(plan)
-        inputs = dict(event.inputs)
-        steps: dict[Worker, Step] = {}
-        for worker in plan.workers:
-            steps[worker] = Step(context, number, inputs.get(worker, ()), commits)
-        state.send_each(steps)
-        step = steps.get(state.worker) or Step(context, number, (), False)
-        self._steps.step(state.worker, step)
-        self._finish(context, plan)
+        plan.waiter, plan.number, plan.base = event.waiter, number, base
+        step = steps.tables[context].step(number)
+        slots, places = plan.inputs
+        if slots:
+            steps.store(step, slots, [values[place] for place in places])
+        steps.open(step, base)
 
     def stepped(self, sender: Worker, message: Stepped) -> None:
         plan = self._owned.get(message.context)
@@ -115,34 +128,19 @@ class Plans(Struct, eq=False):
             plan.compiled += 1
             self._progress(plan)
         elif message.number == plan.number and plan.waiter:
-            if message.failure is not None:
-                self._fail(message.context, plan, message.failure)
-            else:
-                plan.awaited.pop(sender, None)
-                self._finish(message.context, plan)
+            assert message.failure is not None, message
+            self._fail(message.context, plan, message.failure)
 
-    def results_arrived(self, context: ContextId, number: int, count: int) -> None:
-        plan = self._owned.get(context)
-        if plan is not None and plan.number == number:
-            plan.missing -= count
-            self._finish(context, plan)
-
-    def _finish(self, context: ContextId, plan: OwnedPlan) -> None:
-        if not plan.waiter or plan.awaited or plan.missing:
+    def finished(self, step: StepState, values: list[Any]) -> None:
+        plan = self._owned[step.table.prepare.context]
+        if step.number != plan.number:  # Its frames could not all be sent.
+            self._steps.drop(step)
             return
-        part, number = self._steps.parts[context], plan.number
-        run = part.runs[number]
-        keys = tuple(map(run.keys.__getitem__, part.results))
-        self._state.resume(plan.waiter, keys)
+        self._state.resume(plan.waiter, tuple(values))
         plan.waiter = 0
-        unused: list[Key] = []
-        for slot in part.results:
-            self._steps.used(run, slot, unused)
-        self._state.drop(unused)
         plan.staged = plan.stages
         self.staged += plan.staged
-        if not part.prepare.stages:
-            self._steps.drop(part, run)
+        self._steps.complete(step)
 
     def _fail(self, context: ContextId, plan: OwnedPlan, failure: Failure) -> None:
         waiter, plan.waiter = plan.waiter, 0
@@ -183,9 +181,9 @@ class Plans(Struct, eq=False):
             self._settle(event.context, plan, commits=False, over=True)
 
     def lost(self, worker: Worker) -> None:
-        for part in tuple(self._steps.parts.values()):
-            if part.owner == worker:
-                self._steps.forget(part)
+        for table in tuple(self._steps.tables.values()):
+            if table.owner == worker:
+                self._steps.forget(table)
         for context, plan in self._owned.items():
             if worker in plan.workers:
                 failure = self._state.lost_failure(worker)

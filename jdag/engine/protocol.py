@@ -5,12 +5,14 @@ and the arguments and results of programs are opaque to the engine, too. This mo
 also exports `names` and `messages`.
 """
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from msgspec import Struct
 
 from jdag.engine.messages import *
 from jdag.engine.names import *
+from jdag.engine.segments import Slots
 
 # ruff: noqa: F403, F405
 
@@ -99,16 +101,24 @@ class Apply(PassJob, frozen=True):
 class RunSegment(PassJob, frozen=True):
     """Run a segment of a plan. `phase` is the step, `path` has the segment's index.
 
-    `last` lists the inputs that no other job reads: these are dropped when the job
-    begins.
+    The driver appends the outputs to `results`. `freed` has the sizes of the inputs in
+    the slots `last`, which no other job reads. `kept` has the keys of constants and
+    leaves among the inputs, for a trace.
     """
 
     function: Any
-    inputs: tuple[Key, ...]
-    outputs: tuple[Key, ...]
-    last: tuple[Key, ...]
+    inputs: list[Any]
+    needs: Slots
+    makes: Slots
+    last: Slots
+    freed: tuple[int, int]
     tag: Tag | None = None
     action: str = ""
+    kept: tuple[Key, ...] = ()
+    results: list[Any] = []
+
+    def keys(self, slots: Slots) -> tuple[Key, ...]:
+        return tuple([SlotKey(self.context, self.phase, slot) for slot in slots])
 
 
 class CompileSegment(PassJob, frozen=True):
@@ -127,8 +137,10 @@ def made_by(job: Job) -> tuple[Key, ...]:
             return (*job.outputs, job.residuals)
         case VjpInputs():
             return (*job.outputs, job.stash)
-        case Forward() | Vjp() | VjpWeights() | RunSegment():
+        case Forward() | Vjp() | VjpWeights():
             return job.outputs
+        case RunSegment():
+            return job.keys(job.makes)
         case CompileSegment():
             return ()
         case Sum() | Fill():
@@ -145,10 +157,14 @@ class Computed(Struct, frozen=True):
 
 
 class Arrived(Struct, frozen=True):
-    """A message arrived. Its values are already stored under `landing(message)`."""
+    """A message arrived. Its values are already stored under `landing(message)`.
+
+    Those of a StepFrame are not stored, but in `values`.
+    """
 
     sender: Worker
     message: Message
+    values: Sequence[Any] = ()
 
 
 class Lost(Struct, frozen=True):
@@ -195,7 +211,7 @@ class Opened(Struct, frozen=True):
 
 
 class Issued(OfFrame, frozen=True):
-    """A program frame here calls a function. Its constants are already stored."""
+    """A program on this worker calls a function. The call's constants are stored."""
 
     worker: Worker
     function: Any
@@ -302,7 +318,7 @@ class Expired(Struct, frozen=True):
 
 
 class Attached(Struct, frozen=True):
-    """A program frame here attaches a hook to a value, here or on another worker."""
+    """A program on this worker attaches a hook to a value, here or elsewhere."""
 
     context: ContextId
     worker: Worker
@@ -314,11 +330,14 @@ class Planned(Struct, frozen=True):
     """A program here compiled a plan: prepare it on these workers.
 
     Its constants are already stored. `results`: the slots that a step returns.
+    `slots`: those of its inputs, in order; `inputs`: those that each worker needs.
     """
 
     context: ContextId
     parts: tuple[tuple[Worker, Prepare], ...]
     results: tuple[int, ...]
+    slots: tuple[int, ...]
+    inputs: tuple[tuple[Worker, tuple[int, ...]], ...]
 
 
 class Compiled(Wait, frozen=True):
@@ -331,13 +350,10 @@ class Compiled(Wait, frozen=True):
 
 
 class Stepping(Wait, frozen=True):
-    """A program here runs a step. The result is the keys of its values, or a failure.
-
-    The inputs are already stored.
-    """
+    """A program here runs a step. The result is a tuple of its values, or a failure."""
 
     number: int
-    inputs: tuple[tuple[Worker, tuple[int, ...]], ...]  # Slots for each worker.
+    values: Sequence[Any]  # Its inputs, in the order of `Planned.slots`.
 
 
 class Unplanned(Struct, frozen=True):
@@ -365,6 +381,7 @@ class Send(Struct, frozen=True):
     message: Message
     values: tuple[Key, ...] = ()
     zeros: tuple[Any, ...] = ()  # Shapes of symbolic zeros, for statistics. Not sent.
+    given: tuple[Any, ...] = ()  # The values of a StepFrame themselves.
 
 
 class Compute(Struct, frozen=True):

@@ -1,23 +1,27 @@
-"""One worker's part of plans: runs steps segment by segment.
+"""One worker's part of plans: runs steps by its tables (`jdag.engine.tables`).
 
-Inputs:  Prepare, Step, Hop and Settle, from other workers and from `plans` here;
+Inputs:  Prepare, StepFrame and Settle, from other workers and from `plans` here;
          results of jobs.
-Outputs: CompileSegment and RunSegment jobs; Hop and Stepped; new versions of leaves.
+Outputs: CompileSegment and RunSegment jobs; StepFrame and Stepped; new versions of
+         leaves.
 
 Invariants
-- A step begins when its Step arrives, with the newest versions of leaves at that time.
-  Values of other steps are never used: the hop of a finished step is dropped, the hop
-  of a step that has not begun waits.
-- A segment runs once all its input slots are stored; a slot is dropped after its last
-  use.
+- A step begins when the owner's frame arrives, with the newest versions of leaves at
+  that time, or with its first frame, if this worker reads and updates no leaf. Values
+  of other steps are never used: frames of earlier steps are dropped, and values for a
+  step that has not begun wait.
 - New versions of leaves are staged until the owner commits the step. If another program
   has changed the leaves since the step read them, the commit runs the updates again, on
   the newest versions.
+
+A driver may run a row and send a frame at once (`StepDriver`); otherwise both are
+effects, like those of calls.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from heapq import heappop
+from typing import Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,7 +33,6 @@ from jdag.engine.protocol import (
     CompileSegment,
     ContextId,
     Failure,
-    Hop,
     Job,
     Key,
     LeafId,
@@ -38,254 +41,279 @@ from jdag.engine.protocol import (
     Path,
     Prepare,
     RunSegment,
+    Send,
     Settle,
     Skip,
     SlotKey,
-    Step,
+    StepFrame,
     Stepped,
-    Tag,
     Worker,
-    landing,
 )
 from jdag.engine.state import State, first_failure
+from jdag.engine.tables import (
+    UNSIZED,
+    Hop,
+    Sizes,
+    StepState,
+    Table,
+    TableRow,
+    table_of,
+)
+from jdag.errors import ProtocolError
 
 
-class StepState(Struct, eq=False):
-    context: ContextId
-    number: int
-    missing: list[int]  # By segment, the number of missing input slots.
-    uses: dict[int, int]  # By slot, the number of remaining uses.
-    keys: dict[int, Key] = {}  # By slot, the stored values.
-    begun: bool = False
-    undone: int = 0  # Number of segments that have not run.
-    jobs: dict[int, None] = {}  # Jobs in progress.
-    reported: bool = False
-    versions: dict[LeafId, Version] = {}  # The versions that the step reads.
+class StepDriver(Protocol):
+    """How steps use the values of a worker. Values are opaque to the engine."""
 
+    has_keys: bool  # Whether a trace knows the values of a step by keys.
 
-class WorkerPlan(Struct, eq=False):
-    owner: Worker
-    prepare: Prepare
-    results: tuple[int, ...]  # On the owner: the slots that a step returns.
-    readers: dict[int, list[int]] = {}  # By slot, the segments that read it.
-    uses: dict[int, int] = {}  # By slot, the number of uses in a step.
-    needs: list[int] = []  # By segment, the number of its input slots.
-    free: list[int] = []  # Segments without input slots.
-    actions: tuple[tuple[str, Tag], ...] = ()  # The worker's actions in a schedule.
-    runs: dict[int, StepState] = {}  # Steps in progress, by number.
-    last_over: int = 0  # The number of the last finished or dropped step.
+    def get(self, key: Key) -> Any: ...
 
-    def run(self, number: int) -> StepState:
-        run = self.runs.get(number)
-        if run is None:
-            missing, uses = self.needs.copy(), self.uses.copy()
-            context = self.prepare.context
-            run = StepState(context, number, missing, uses, undone=len(missing))
-            self.runs[number] = run
-        return run
+    def put(self, key: Key, value: Any) -> None: ...
+
+    def nbytes(self, value: Any) -> int: ...
+
+    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
+        """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
+
+    def account(self, nbytes: int, activation: int) -> None:
+        """Count values that a step stores or, if negative, frees."""
+
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
+        """Run a row and then report `Engine.ran`. False: the row must be a job."""
+
+    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+        """Send a frame now. False: sending must be an effect."""
 
 
 class Steps(Struct, eq=False):
     _state: State
     _leaves: Leaves
-    parts: dict[ContextId, WorkerPlan] = {}
+    tables: dict[ContextId, Table] = {}
+    # Set by the runtime.
+    driver: Any = None
     # Set by the engine. Called for plans that this worker owns.
     stepped: Callable[[Worker, Stepped], None] = lambda *_: None
-    results_arrived: Callable[[ContextId, int, int], None] = lambda *_: None
+    finished: Callable[[StepState, list[Any]], None] = lambda *_: None
 
     def prepare(self, sender: Worker, message: Prepare) -> None:
-        self.begin(message, ())
+        self.begin(message)
 
-    def begin(self, message: Prepare, results: tuple[int, ...]) -> None:
+    def begin(
+        self,
+        message: Prepare,
+        results: tuple[int, ...] | None = None,
+        reporters: Sequence[Worker] = (),
+    ) -> Table:
         """Compile this worker's part of a plan. Only the owner has `results`."""
         state, context = self._state, message.context
+        constants = {
+            slot: self.driver.get(SlotKey(context, 0, slot))
+            for slot in message.constants
+        }
         owner = state.owner(context)
-        part = self.parts[context] = WorkerPlan(owner, message, results)
-        uses, updates = part.uses, message.updates
+        table = table_of(message, owner, constants, results, reporters)
+        self.tables[context] = table
         for index, segment in enumerate(message.segments):
-            part.needs.append(len(segment.needs))
-            if not segment.needs:
-                part.free.append(index)
-            for slot in segment.needs:
-                part.readers.setdefault(slot, []).append(index)
-                uses[slot] = uses.get(slot, 0) + 1 + (index in updates)
             id = state.number_job()
             job = CompileSegment(id, context, 0, (index,), segment.function)
             state.compute(job, partial(self._compiled, context), None)
-        actions = [(each.action, each.tag) for each in message.segments if each.tag]
-        part.actions = tuple(actions)
-        staged = [stage.slot for stage in message.stages]
-        for slot in (*results, *message.constants, *staged):
-            uses[slot] = uses.get(slot, 0) + 1
+        return table
 
     def _compiled(self, context: ContextId, failure: Failure | None, _: Job) -> None:
-        self._report(context, Stepped(context, 0, failure))
+        table = self.tables.get(context)
+        if table is not None:
+            self._report(table, Stepped(context, 0, failure))
 
-    def _report(self, context: ContextId, message: Stepped) -> None:
-        part = self.parts.get(context)
-        if part is None:
-            return
-        if part.owner == self._state.worker:
-            self.stepped(part.owner, message)
+    def _report(self, table: Table, message: Stepped) -> None:
+        if table.owner == self._state.worker:
+            self.stepped(table.owner, message)
         else:
-            self._state.send(part.owner, message)
+            self._state.send(table.owner, message)
 
-    def step(self, sender: Worker, message: Step) -> None:
-        context, number = message.context, message.number
-        part = self.parts.get(context)
-        if part is None or number <= part.last_over:
-            self._state.drop(landing(message))
+    def arrived(self, sender: Worker, frame: StepFrame, values: Sequence[Any]) -> None:
+        table, number = self.tables.get(frame.context), frame.number
+        if table is None or number <= table.last_over:
             return
-        if message.commits:
-            self._commit(part, number - 1)
-        run = part.run(number)
-        values: list[Value] = []
-        for read in part.prepare.reads:
+        if frame.begins and sender != table.owner:
+            raise ProtocolError(
+                f"step {number} of {frame.context} was begun by {sender!r}, but only "
+                f"{table.owner!r} may begin it"
+            )
+        step = table.steps.get(number) or table.step(number)
+        if values:
+            self.store(step, frame.slots, values)
+        elif sender in table.reporters and sender not in step.reported:
+            step.reported[sender] = None
+            step.count_down()
+        if frame.begins:
+            self.open(step, frame.base)
+        elif step.begun:
+            self._advance(step)
+
+    def store(
+        self, step: StepState, slots: Sequence[int], values: Sequence[Any]
+    ) -> None:
+        table = step.table
+        places = list(map(table.places.__getitem__, slots))
+        for place, value in zip(places, values, strict=True):
+            if step.values[place] is not None:
+                slot = table.slots[place]
+                raise ProtocolError(f"slot {slot} of step {step.number} came twice")
+            if table.sizes[place] is UNSIZED:
+                table.sizes[place] = self.driver.nbytes(value), 0
+        step.store(places, values)
+        self.driver.account(*table.size(places))
+
+    def open(self, step: StepState, base: int) -> None:
+        """Begin a step as its owner says: `base` is the last committed step."""
+        table = step.table
+        if base in table.steps:
+            self._commit(table.steps[base])
+        if table.last_over < step.number - 1:
+            self._abandon(table, step.number - 1)
+        if not table.prepare.reads:
+            self._begin(step, ())
+            return
+        versions: list[Value] = []
+        for read in table.prepare.reads:
             newest = NewestKey(None, read.leaf, 0)
             version = self._leaves.version(newest)
             if version is not None:
-                run.versions[read.leaf] = version
+                step.versions[read.leaf] = version
             value = version or self._leaves.missing(newest)
             value.users += 1
-            values.append(value)
-        for slot in message.slots:
-            run.keys[slot] = SlotKey(context, number, slot)
-        if values:
-            self._state.when_settled(values, partial(self._begin, part, run, values))
-        else:
-            self._begin(part, run, ())
+            versions.append(value)
+        self._state.when_settled(versions, self._begin, step, versions)
 
-    def _begin(self, part: WorkerPlan, run: StepState, values: Sequence[Value]) -> None:
-        if part.runs.get(run.number) is not run:
+    def _begin(self, step: StepState, versions: Sequence[Value]) -> None:
+        table = step.table
+        if table.steps.get(step.number) is not step:
             return  # The step was dropped.
-        if values and (failure := first_failure(values)) is not None:
-            self._failed(part, run, failure)
-            return
-        run.begun = True
-        if part.actions:
-            self._state.out.append(Listed(run.context, part.actions, run.number))
-        for slot in part.prepare.constants:
-            run.keys[slot] = SlotKey(run.context, 0, slot)
-        for read, value in zip(part.prepare.reads, values, strict=True):
-            run.keys[read.slot] = value.stored
-        self._arrived(part, run, tuple(run.keys), part.free)
-        self._done(part, run)  # A part may have no segments.
+        if versions:
+            if (failure := first_failure(versions)) is not None:
+                self._failed(step, failure)
+                return
+            places = [table.places[read.slot] for read in table.prepare.reads]
+            values = [self.driver.get(version.stored) for version in versions]
+            step.store(places, values)
+        step.begun = True
+        if table.actions:
+            context = table.prepare.context
+            self._state.out.append(Listed(context, table.actions, step.number))
+        if step.ready:
+            self._advance(step)
 
-    def hop(self, sender: Worker, message: Hop) -> None:
-        part, state = self.parts.get(message.context), self._state
-        if part is None or message.number <= part.last_over:
-            state.drop(landing(message))
-            return
-        run = part.run(message.number)
-        new = [slot for slot in message.slots if slot not in run.keys]
-        for slot in new:
-            run.keys[slot] = SlotKey(message.context, message.number, slot)
-        if run.begun:
-            self._arrived(part, run, new)
+    # -------------------------------------------------------------------------- rows
 
-    def _arrived(
-        self,
-        part: WorkerPlan,
-        run: StepState,
-        slots: Sequence[int],
-        ready: Sequence[int] = (),
-    ) -> None:
-        missing, complete = run.missing, [*ready]
-        for slot in slots:
-            for index in part.readers.get(slot, ()):
-                missing[index] -= 1
-                if not missing[index]:
-                    complete.append(index)
-        if results := part.results:
-            count = sum([slot in results for slot in slots])
-            if count:
-                self.results_arrived(run.context, run.number, count)
-        complete.sort()
-        for index in complete:
-            self._run(part, run, index)
-
-    # ---------------------------------------------------------------------- segments
-
-    def _run(self, part: WorkerPlan, run: StepState, index: int) -> None:
-        context, segment = part.prepare.context, part.prepare.segments[index]
-        if segment.hops and not segment.makes:  # The segment only forwards values.
-            self._ran(part, run, index)
-            return
-        number, keys, uses = run.number, run.keys, run.uses
-        inputs, last = [], []
-        for slot in segment.needs:
-            key = keys[slot]
-            inputs.append(key)
-            if uses[slot] == 1 and _is_of_step(key, run):
-                last.append(key)
-                del keys[slot]
-        outputs = [SlotKey(context, number, slot) for slot in segment.makes]
-        id, action = self._state.number_job(), (segment.tag, segment.action)
-        head = id, context, number, (index,), segment.function
-        ends = tuple(inputs), tuple(outputs), tuple(last)
-        job = RunSegment(*head, *ends, *action)
-        run.jobs[id] = None
-        self._state.compute(job, partial(self._computed, part, run, index), None)
+    def _advance(self, step: StepState) -> None:
+        ready, table, driver = step.ready, step.table, self.driver
+        while ready:
+            row = table.rows[heappop(ready)]
+            if row.hops and not row.runs:
+                self._send(step, row)
+            inputs, freed = step.use(row)
+            if row.runs and not driver.run(step, row, inputs):
+                job = self._job(step, row, inputs, freed)
+                done = partial(self._computed, step, row)
+                self._state.compute(job, done, None)
+                continue  # The driver frees the inputs when the job begins.
+            if freed:
+                nbytes, activation = table.size(freed)
+                driver.account(-nbytes, -activation)
+                if driver.has_keys:
+                    self._state.drop(step.keys(freed))
+            if row.segment is None:
+                self.finished(step, inputs)
+            elif not row.runs:
+                self._ran(step, row, ())
 
     def _computed(
-        self,
-        part: WorkerPlan,
-        run: StepState,
-        index: int,
-        failure: Failure | None,
-        job: Any,
+        self, step: StepState, row: TableRow, failure: Failure | None, job: Any
     ) -> None:
-        del run.jobs[job.id]
-        if part.runs.get(run.number) is not run:
-            self._state.drop(job.outputs)
-        elif failure is not None:
-            self._failed(part, run, failure)
-        else:
-            segment = part.prepare.segments[index]
-            run.keys.update(zip(segment.makes, job.outputs, strict=True))
-            self._ran(part, run, index)
+        self.ran(step, row, job.results if failure is None else failure)
 
-    def _ran(self, part: WorkerPlan, run: StepState, index: int) -> None:
-        state, segment = self._state, part.prepare.segments[index]
-        context, number = part.prepare.context, run.number
-        keys = run.keys
-        for out in segment.hops:
-            sent = tuple(map(keys.__getitem__, out.slots))
-            state.send(out.to, Hop(context, number, out.slots), sent)
-        unused: list[Key] = []
-        for slot in segment.needs:
-            if slot in keys:
-                self.used(run, slot, unused)
-        for slot in segment.makes:
-            if not run.uses.get(slot):
-                unused.append(keys.pop(slot))
-        state.drop(unused)
-        run.undone -= 1
-        self._arrived(part, run, segment.makes)
-        self._done(part, run)
-
-    def used(self, run: StepState, slot: int, unused: list[Key]) -> None:
-        run.uses[slot] -= 1
-        if not run.uses[slot] and _is_of_step(run.keys[slot], run):
-            unused.append(run.keys.pop(slot))
-
-    def _done(self, part: WorkerPlan, run: StepState) -> None:
-        if run.undone or part.runs.get(run.number) is not run or run.reported:
+    def ran(
+        self, step: StepState, row: TableRow, outputs: Sequence[Any] | Failure
+    ) -> None:
+        if step.table.steps.get(step.number) is not step:
             return
-        run.reported = True
-        prepare = part.prepare
-        if part.owner != self._state.worker and not prepare.stages:
-            self.drop(part, run)
-        if prepare.reports:
-            self._report(prepare.context, Stepped(prepare.context, run.number, None))
+        if isinstance(outputs, Failure):
+            self._failed(step, outputs)
+        else:
+            self._ran(step, row, outputs)
+            self._advance(step)
 
-    def _failed(self, part: WorkerPlan, run: StepState, failure: Failure) -> None:
-        if part.owner != self._state.worker:
-            self.drop(part, run)
-        route = (self._state.worker,)
-        failed = replace(failure, route=route)
-        context = part.prepare.context
-        self._report(context, Stepped(context, run.number, failed))
+    def _ran(self, step: StepState, row: TableRow, outputs: Sequence[Any]) -> None:
+        table = step.table
+        if row.outputs:
+            if not row.is_sized:
+                self._learn_sizes(table, row)
+            step.store(row.outputs, outputs)
+            self._send(step, row)
+            self.driver.account(*table.size(row.outputs))
+            if row.unused:
+                self._free(step, row.unused)
+        step.undone -= 1
+        if table.is_owner:
+            step.count_down()
+        elif not step.undone:
+            self._done(step)
+
+    def _learn_sizes(self, table: Table, row: TableRow) -> None:
+        leaves = [table.places[read.slot] for read in table.prepare.reads]
+        is_leaf = [place in leaves for place in row.inputs]
+        assert row.segment is not None
+        sizes = self.driver.sizes(row.segment.function, is_leaf)
+        for place, size in zip(row.outputs, sizes, strict=True):
+            table.sizes[place] = size
+        row.is_sized = True
+
+    def _free(self, step: StepState, places: Sequence[int]) -> None:
+        nbytes, activation = step.table.size(places)
+        self.driver.account(-nbytes, -activation)
+        if self.driver.has_keys:
+            self._state.drop(step.keys(places))
+        for place in places:
+            step.values[place] = None
+
+    def _send(self, step: StepState, row: TableRow) -> None:
+        for hop in row.hops:
+            values = [step.values[place] for place in hop.places]
+            self.send(hop, step.number, 0, values)
+
+    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> None:
+        """Send a frame: at once, unless effects are pending, which it must follow."""
+        out = self._state.out
+        if hop.to not in self._state.lost and (
+            out or not self.driver.send(hop, number, base, values)
+        ):
+            frame = replace(hop.frame, number=number, base=base)
+            out.append(Send(hop.to, frame, given=tuple(values)))
+
+    def _done(self, step: StepState) -> None:
+        """Report to the owner that all rows have run."""
+        table = step.table
+        if table.steps.get(step.number) is step:
+            self.complete(step)
+            if table.prepare.reports:
+                self.send(table.report, step.number, 0, ())
+
+    def complete(self, step: StepState) -> None:
+        """End a step whose rows have run, unless it waits for its commit."""
+        table = step.table
+        if not table.prepare.stages:
+            del table.steps[step.number]
+            table.last_over = max(table.last_over, step.number)
+            if step.versions:
+                self._state.release(step.versions.values())
+
+    def _failed(self, step: StepState, failure: Failure) -> None:
+        table = step.table
+        if not table.is_owner:
+            self.drop(step)
+        failed = replace(failure, route=(self._state.worker,))
+        self._report(table, Stepped(table.prepare.context, step.number, failed))
 
     # ---------------------------------------------------------------- commit and drop
 
@@ -295,129 +323,167 @@ class Steps(Struct, eq=False):
             self._state.send(sender, Acknowledge(None, (path_of(message),)))
 
     def settled(self, message: Settle) -> None:
-        part = self.parts.get(message.context)
-        if part is None:
+        table = self.tables.get(message.context)
+        if table is None:
             return
-        if message.commits:
-            self._commit(part, message.number)
-        else:
-            self._abandon(part, message.number)
+        if not message.commits:
+            self._abandon(table, message.number)
+        elif message.number in table.steps:
+            self._commit(table.steps[message.number])
         if message.over:
-            self.forget(part)
+            self.forget(table)
 
-    def _abandon(self, part: WorkerPlan, number: int) -> None:
-        for run in [run for run in part.runs.values() if run.number <= number]:
-            self.drop(part, run)
-        part.last_over = max(part.last_over, number)
+    def _abandon(self, table: Table, number: int) -> None:
+        for step in [step for step in table.steps.values() if step.number <= number]:
+            self.drop(step)
+        table.last_over = max(table.last_over, number)
 
-    def drop(self, part: WorkerPlan, run: StepState) -> None:
-        """Drop a step. Its values are dropped when its jobs have ended."""
-        del part.runs[run.number]
-        part.last_over = max(part.last_over, run.number)
-        if part.actions and run.undone:  # Some actions will not run.
-            self._state.out.append(Skip(run.context, None, "", run.number))
-        self._drop_values(run, ())
+    def drop(self, step: StepState) -> None:
+        table = step.table
+        del table.steps[step.number]
+        table.last_over = max(table.last_over, step.number)
+        step.ready.clear()
+        if table.actions and step.undone:  # Some actions will not run.
+            context = table.prepare.context
+            self._state.out.append(Skip(context, None, "", step.number))
+        self._free_all(step)
 
-    def _drop_values(self, run: StepState, committed: Sequence[Key]) -> None:
-        if not run.keys and not run.versions:
-            return
-        keys = [key for key in run.keys.values() if _is_of_step(key, run)]
-        dropped = [key for key in keys if key not in committed]
-        versions = tuple(run.versions.values())
+    def _free_all(self, step: StepState) -> None:
+        kept = step.table.kept
+        places = [
+            place
+            for place, value in enumerate(step.values)
+            if value is not None and place not in kept
+        ]
+        self._free(step, places)
+        self._state.release(step.versions.values())
 
-        def drop() -> None:
-            self._state.drop(dropped)
-            self._state.release(versions)
-
-        self._state.when_computed(tuple(run.jobs), drop)
-
-    def forget(self, part: WorkerPlan) -> None:
-        context = part.prepare.context
-        self._abandon(part, max(part.runs, default=0))
-        del self.parts[context]
-        constants = part.prepare.constants
+    def forget(self, table: Table) -> None:
+        context, constants = table.prepare.context, table.prepare.constants
+        self._abandon(table, max(table.steps, default=0))
+        del self.tables[context]
         self._state.drop([SlotKey(context, 0, slot) for slot in constants])
 
-    def _commit(self, part: WorkerPlan, number: int) -> None:
-        run = part.runs.get(number)
-        if run is None:
-            return
-        del part.runs[number]
-        part.last_over = max(part.last_over, number)
-        leaves, stages = self._leaves, part.prepare.stages
+    def _commit(self, step: StepState) -> None:
+        table = step.table
+        del table.steps[step.number]
+        table.last_over = max(table.last_over, step.number)
+        leaves, stages = self._leaves, table.prepare.stages
         newest: dict[LeafId, Version] = {}
         for stage in stages:
             version = leaves.version(NewestKey(None, stage.leaf, 0))
             if version is not None:  # The leaf was not dropped.
                 newest[stage.leaf] = version
         new = {
-            stage.slot: leaves.next_version(stage.leaf, part.owner)
+            table.places[stage.slot]: leaves.next_version(stage.leaf, table.owner)
             for stage in stages
             if stage.leaf in newest
         }
-        if any([run.versions.get(leaf) is not newest[leaf] for leaf in newest]):
-            self._update_again(part, run, newest, new)
+        if any([step.versions.get(leaf) is not newest[leaf] for leaf in newest]):
+            self._update_again(step, newest, new)
             return
-        for slot, value in new.items():
-            value.stored = run.keys[slot]
-            leaves.version_done(value, None)
-        self._drop_values(run, [value.stored for value in new.values()])
+        for place, version in new.items():
+            self._replace(step, place, version, None)
+        self._free_all(step)
+
+    def _replace(
+        self, step: StepState, place: int, version: Any, failure: Failure | None
+    ) -> None:
+        """Make a staged value a leaf's version. The step no longer holds it."""
+        (version.stored,) = step.keys((place,))
+        value, step.values[place] = step.values[place], None
+        nbytes, activation = step.table.size((place,))
+        self.driver.account(-nbytes, -activation)
+        if failure is None:
+            self.driver.put(version.stored, value)
+        self._leaves.version_done(version, failure)
 
     def _update_again(
         self,
-        part: WorkerPlan,
-        run: StepState,
+        step: StepState,
         newest: Mapping[LeafId, Version],
-        new: Mapping[int, Version],
+        new: Mapping[int, Any],
     ) -> None:
-        updates, reads = part.prepare.updates, part.prepare.reads
-        remaining = dict.fromkeys(updates)
-        current = {r.slot: newest[r.leaf] for r in reads if r.leaf in newest}
-        for index in updates:
-            segment = part.prepare.segments[index]
-            before = {slot: current[slot] for slot in segment.needs if slot in current}
+        """Run the updates of a step again, on the newest versions of leaves."""
+        table = step.table
+        remaining = dict.fromkeys(table.prepare.updates)
+        current = {
+            table.places[read.slot]: newest[read.leaf]
+            for read in table.prepare.reads
+            if read.leaf in newest
+        }
+        for index in table.prepare.updates:
+            row = table.rows[index]
+            before = {p: current[p] for p in row.inputs if p in current}
             for value in before.values():
                 value.users += 1
-            update = partial(self._update, part, run, index, before, new, remaining)
-            self._state.when_settled(tuple(before.values()), update)
+            update = step, row, before, new, remaining
+            self._state.when_settled(tuple(before.values()), self._update, *update)
 
     def _update(
         self,
-        part: WorkerPlan,
-        run: StepState,
-        index: int,
+        step: StepState,
+        row: TableRow,
         before: Mapping[int, Version],
-        new: Mapping[int, Version],
+        new: Mapping[int, Any],
         remaining: dict[int, None],
     ) -> None:
-        segment, context = part.prepare.segments[index], part.prepare.context
-        keys = run.keys | {slot: version.stored for slot, version in before.items()}
-
-        def updated(failure: Failure | None, _: Any) -> None:
-            for slot in segment.makes:
-                if (value := new.get(slot)) is not None:
-                    value.stored = run.keys[slot]
-                    self._leaves.version_done(value, failure)
+        def updated(failure: Failure | None, job: Any) -> None:
+            for index, place in enumerate(row.outputs):
+                if failure is None and step.uses[place]:
+                    step.values[place] = job.results[index]
+                if place in new:
+                    self._replace(step, place, new[place], failure)
             self._state.release(before.values())
-            del remaining[index]
+            del remaining[row.index]
             if not remaining:
-                self._drop_values(run, [value.stored for value in new.values()])
+                self._free_all(step)
 
         failure = first_failure(before.values())
         if failure is not None:
             updated(failure, None)
             return
-        inputs = tuple([keys[slot] for slot in segment.needs])
-        outputs = tuple([run.keys[slot] for slot in segment.makes])
-        id, function = self._state.number_job(), segment.function
-        head = id, context, run.number, (index,), function
-        self._state.compute(RunSegment(*head, inputs, outputs, ()), updated, None)
+        inputs = [step.values[place] for place in row.inputs]
+        for index, place in enumerate(row.inputs):
+            if place in before:
+                inputs[index] = self.driver.get(before[place].stored)
+        self._state.compute(self._job(step, row, inputs, ()), updated, None)
+
+    def _job(
+        self, step: StepState, row: TableRow, inputs: list[Any], freed: Sequence[int]
+    ) -> RunSegment:
+        segment, table = row.segment, step.table
+        assert segment is not None
+        return RunSegment(
+            self._state.number_job(),
+            table.prepare.context,
+            step.number,
+            (row.index,),
+            segment.function,
+            inputs,
+            segment.needs,
+            segment.makes,
+            tuple([table.slots[place] for place in freed]),
+            table.size(freed),
+            segment.tag,
+            segment.action,
+            self._kept_keys(step, row) if self.driver.has_keys else (),
+        )
+
+    def _kept_keys(self, step: StepState, row: TableRow) -> tuple[Key, ...]:
+        """Return the keys of the constants and leaves that a row reads."""
+        table, context = step.table, step.table.prepare.context
+        keys: list[Key] = [
+            SlotKey(context, 0, slot)
+            for slot in table.prepare.constants
+            if table.places[slot] in row.inputs
+        ]
+        for read in table.prepare.reads:
+            if read.leaf in step.versions and table.places[read.slot] in row.inputs:
+                keys.append(step.versions[read.leaf].stored)
+        return tuple(keys)
 
 
 def path_of(message: Settle) -> Path:
     """The path in the Acknowledge of a commit. No assignment has such a path."""
     return (0, message.context.counter & (1 << 32) - 1, message.number)
-
-
-def _is_of_step(key: Key, run: StepState) -> bool:
-    return key.kind == "slot" and key.context == run.context and key.name == run.number

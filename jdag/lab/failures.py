@@ -3,8 +3,9 @@
 Inputs:  a subject, the choices of a run, a property; or a file.
 Outputs: a `RunFailure`; a JSON file from which `replay` repeats the run.
 
-Invariants: the choices of a failure repeat it, in any process. A shrunk failure also
-violates the property, and differs from the default order in no more choices.
+Invariants: running the subject with a failure's choices reproduces the failure, in any
+process. A shrunk failure violates the property too; it either delays a single step or
+has fewer choices other than the default than the original, or it is the original.
 """
 
 import json
@@ -26,7 +27,7 @@ from jdag.scenario.case import Case
 from jdag.settings.validation import COUNT, PATH, converted
 from jdag.sim.untimed import PossibleStep
 
-FORMAT = 3
+FORMAT = 4
 _SHOWN_MAX = 4
 OTHER_BITS = (
     "the steps equal the saved ones, but the digest differs: values or messages in the "

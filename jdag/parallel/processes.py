@@ -249,7 +249,7 @@ def _total(arrays: Sequence[Any]) -> list[Any]:
     return sums
 
 
-# ----------------------------------------------------------------- a sum is linear
+# ------------------------------------- the linear primitive that sums gradients
 
 
 def _sum_now(*arrays: Any, processes: Processes, terms: Terms) -> list[Any]:

@@ -1,7 +1,8 @@
 """Plans: a program is recorded once, and each step runs the recording.
 
 A `CompiledStep` has one `Plan` for each set of abstract arguments. The workers prepare
-a plan once. After that, each step needs one message to each worker.
+a plan once. After that, each step needs one message to each worker that gets inputs or
+reads leaves, and one for each transfer.
 Invariants: the steps of a plan are numbered from 1, including failed steps. A plan
 without references is dropped at the next use of the cluster.
 """
@@ -67,10 +68,11 @@ def compile(
 
     The first call with new arguments records the program on abstract values, as
     `jax.jit` does. The program runs twice, to check that both recordings are equal.
-    After that, each step needs one message to each worker, and the calls of a worker
-    between two transfers are compiled together. The shapes, dtypes, statics and leaves
-    of the arguments select the recording. Arrays and Python numbers in the arguments
-    are inputs of a step. Arrays that the program creates or closes over are constants.
+    After that, each step needs one message to each worker that gets inputs or reads
+    leaves, and the calls of a worker between two transfers are compiled together. The
+    shapes, dtypes, statics and leaves of the arguments select the recording. Arrays and
+    Python numbers in the arguments are inputs of a step. Arrays that the program
+    creates or closes over are constants.
 
     Args:
         program: a function of a context and the arguments that returns a pytree of refs
@@ -357,7 +359,9 @@ class Plan:
 
     def prepare(self) -> None:
         port, parts = self._port, self.cut.parts
-        port.tell(Planned(self._id, parts, self._slots), self._constants)
+        slots = tuple([slot for slot, _ in self._sent])
+        planned = Planned(self._id, parts, self._slots, slots, self.cut.inputs)
+        port.tell(planned, self._constants)
         total, done = sum([len(part.segments) for _, part in parts]), 0
         with Bar(f"compiling {self.name}", total) as bar:
             while done < total:
@@ -369,11 +373,9 @@ class Plan:
     def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
         port, id, value_of = self._port, self._id, self._state.value
         self._number = number = self._number + 1
-        stored: list[tuple[Key, Any]] = [
-            (SlotKey(id, number, slot), value_of(inputs[i])) for slot, i in self._sent
-        ]
+        sent = [value_of(inputs[index]) for _, index in self._sent]
         waiter = port.waiter()
-        port.tell(Stepping(waiter, id, number, self.cut.inputs), stored)
+        port.tell(Stepping(waiter, id, number, sent))
         values = list(map(user_value, _checked(port.wait(waiter))))
         leaves: list[Any] = []
         for kind, item in self._results:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from jdag.compute.cutting import CutPlan, Piece
 from jdag.context.graph import Edge, Graph, Vertex
 from jdag.engine.protocol import LeafId, Worker, named
+from jdag.engine.tables import begins_with_owner
 
 _NAMES_MAX = 4  # Maximum number of functions named in a segment's label.
 _OF = {"vjp": "vjp of ", "input_grad": "I of ", "weight_grad": "W of "}
@@ -39,7 +40,10 @@ def table_of_plan(name: str, cut: CutPlan, caller: Worker) -> str:
             hops.append((source, named(to), feeds, str(len(slots)), f"{nbytes:,}"))
     others = [part for worker, part in cut.parts if worker != caller]
     sent = len([hop for hop in hops if hop[0] != "caller"])
-    messages = len(others) + sent + len([part for part in others if part.reports])
+    inputs = [worker for worker, _ in cut.inputs]
+    begun = [w for w, part in cut.parts if w in inputs or begins_with_owner(part)]
+    messages = len([worker for worker in begun if worker != caller]) + sent
+    messages += len([part for part in others if part.reports])
     constants = dict.fromkeys([slot for part in others for slot in part.constants])
     lines = [
         f"plan of {name}: {len(segments)} segments on {len(cut.parts)} workers",

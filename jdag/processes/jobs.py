@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from jdag.compute.configuration import with_local_settings
 from jdag.compute.duals import is_array_type
-from jdag.compute.machine import Machine, Work, blamed_name
+from jdag.compute.machine import Work, blamed_name
 from jdag.compute.pairs import typed_name
 from jdag.engine.protocol import (
     Apply,
@@ -39,12 +39,14 @@ from jdag.engine.protocol import (
     Vjp,
     VjpWeights,
 )
+from jdag.engine.tables import StepState, TableRow
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.processes.node_trace import JobRequest, NodeRecording
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.failures import failure_of
 from jdag.runtime.ready import ReadyJobs
 from jdag.runtime.recorder import NO_CAUSE
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.schedules.actions import ScheduleStep
 
 _log = logging.getLogger(__name__)
@@ -106,6 +108,9 @@ class RecentDurations:
         ]
 
 
+_Call = Callable[[], object]
+
+
 class _Item(NamedTuple):
     job: Job
     kind: Any
@@ -121,27 +126,31 @@ class _Outcome(NamedTuple):
 
 
 class Jobs:
-    """Runs the computations of one node. Calls `handle` with the loop lock held."""
+    """Runs the computations of one node.
+
+    Reports each job and each row of a plan that ended to `host`, with the loop lock
+    held.
+    """
 
     def __init__(
         self,
-        worker: str,
-        machine: Machine,
+        host: WorkerRuntime,
         loop: Loop,
-        handle: Callable[[Computed], object],
         steps: Sequence[ScheduleStep] = (),
         recording: NodeRecording | None = None,
     ) -> None:
         self.busy_ns = 0
         self.computing: dict[int, None] = {}  # Threads inside a user's function.
-        self._worker = worker
-        self._machine = machine
+        self._worker = worker = host.worker
+        self._machine = host.machine
         self._loop = loop
-        self._handle = handle
+        self._handle, self._ran = host.handle, host.ran
+        # A schedule orders rows, and a trace or a journal has their starts and ends.
+        self.rows_are_jobs = bool(steps or recording or host.journal)
         self.recent = RecentDurations()
         self._times = AverageDurations()
         self._recording = recording
-        self.due: deque[_Item] = deque()  # Short jobs that `run` will run.
+        self.due: deque[_Call] = deque()  # Short jobs and rows that `run` will run.
         self._long = ReadyJobs(Chooser(), worker, steps)
         self._under_way = 0
         self._changed = threading.Condition()
@@ -189,7 +198,7 @@ class Jobs:
         item = _Item(job, kind, work, request)
         short = kind is not None and self._times.is_short(kind)
         if short and not self._long.lists(job):
-            self.due.append(item)
+            self.due.append(partial(self._run_item, item))
             self._loop.dirty = True
             return
         self._under_way += 1
@@ -212,8 +221,32 @@ class Jobs:
         for _ in range(len(self.due)):
             if not self.due:
                 return
-            item = self.due.popleft()
-            self._finish(item, self._computed(item), False)
+            self.due.popleft()()
+
+    def _run_item(self, item: _Item) -> None:
+        outcome = self._computed(item.work.compute, item.kind)
+        self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
+        self._finish(item, outcome, False)
+
+    def add_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
+        """Begin a short row of a plan. Return False if the row must be a job."""
+        assert row.segment is not None
+        function = row.segment.function
+        if self.rows_are_jobs or not self._times.is_short(function):
+            return False
+        self.due.append(partial(self._run_row, step, row, inputs))
+        self._loop.dirty = True
+        return True
+
+    def _run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
+        assert row.segment is not None
+        function = row.segment.function
+        outcome = self._computed(partial(function.run, inputs), function)
+        outputs = outcome.result
+        if outcome.error is not None:
+            error, path = outcome.error, (row.index,)
+            outputs = failure_of(error, self._worker, path, function.name)
+        self._ran(step, row, outputs)
 
     def close(self) -> None:
         """Start no more jobs, and drop the results of running jobs."""
@@ -223,12 +256,12 @@ class Jobs:
             self._long.clear()
             self._changed.notify()
 
-    def _computed(self, item: _Item) -> _Outcome:
+    def _computed(self, compute: Callable[[], Any], kind: Any) -> _Outcome:
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         result = error = None
         try:
-            result = item.work.compute()
+            result = compute()
             _await(result)
         except BaseException as raised:
             # Any error in a user's function becomes the job's result, even SystemExit.
@@ -238,9 +271,8 @@ class Jobs:
             del self.computing[threading.get_ident()]
         ended_ns = clock_ns()
         self.busy_ns += ended_ns - began_ns
-        self.recent.note(item.job, ended_ns - began_ns)
-        if item.kind is not None:
-            self._times.note(item.kind, ended_ns - began_ns)
+        if kind is not None:
+            self._times.note(kind, ended_ns - began_ns)
         return _Outcome(result, error, began_ns, ended_ns)
 
     def _finish(self, item: _Item, outcome: _Outcome, on_thread: bool) -> None:
@@ -263,8 +295,10 @@ class Jobs:
                 if not self._open:
                     return
             for item in items:
-                self._loop.post(partial(self._finish_long, item, self._computed(item)))
-                del item
+                outcome = self._computed(item.work.compute, item.kind)
+                self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
+                self._loop.post(partial(self._finish_long, item, outcome))
+                del item, outcome
             del items
 
     def _finish_long(self, item: _Item, outcome: _Outcome) -> None:

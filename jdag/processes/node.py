@@ -56,6 +56,7 @@ from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
 from jdag.processes.session.session_info import SessionInfo
+from jdag.processes.step_runner import StepRunner
 from jdag.processes.stuck import Waits
 from jdag.runtime.failures import failure_of
 from jdag.runtime.trace import Trace
@@ -101,7 +102,7 @@ class Node:
         self.name = name = session.worker
         self.workers = tuple(session.settings.workers)
         self.incarnation = incarnation = session.members.incarnation
-        self.worker = worker = incarnated(name, incarnation)
+        self.worker = incarnated(name, incarnation)
         self._session = session
         self._began_ns = clock_ns()
         self._run_program = run_program
@@ -129,9 +130,8 @@ class Node:
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
-        self._jobs = Jobs(
-            worker, host.machine, self._loop, host.handle, session.steps, recording
-        )
+        self._jobs = Jobs(host, self._loop, session.steps, recording)
+        host.engine.drive(StepRunner(host.machine, self._jobs, peers))
         queries = NodeQueries(host, peers, self._jobs, self._check_open, recording)
         self._queries = queries
         self.graph, self.settle = queries.graph, queries.settle
@@ -150,7 +150,6 @@ class Node:
         self._closed = False
         self._trace: Trace | None = None
         self._congested = False  # Whether programs wait until output has been sent.
-        self._hurries = False  # Whether more than acknowledgements must be flushed.
         self._flushed_ns = 0
         self._background: threading.Thread | None = None
         self._loop.at(self._began_ns + SWEEP_NS, self._sweep)
@@ -307,7 +306,7 @@ class Node:
             else:
                 self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
         if message.__class__ is not Acknowledge:
-            self._hurries = True
+            self.peers.hurries = True
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         self._jobs.add(job, cause)
@@ -348,8 +347,8 @@ class Node:
         # Acknowledgements are sent in the same flush as the results of short jobs.
         jobs, unflushed = self._jobs, self._loop.unflushed
         for jobs_were_run in range(ROUNDS_MAX):
-            if self._hurries or jobs_were_run or not jobs.due:
-                self._hurries = False
+            if self.peers.hurries or jobs_were_run or not jobs.due:
+                self.peers.hurries = False
                 if unflushed and self._journal is not None:
                     self._journal.flush()  # Inputs must be saved before their outputs.
                 for _ in range(len(unflushed)):

@@ -75,6 +75,7 @@ class PeerTable:
         self.workers = tuple(session.settings.workers)
         self.losses = losses
         self.stopping = threading.Event()
+        self.hurries = False  # Whether more than acknowledgements must be flushed.
         self._session = session
         self._worker = incarnated(session.worker, session.members.incarnation)
         self.loop = loop

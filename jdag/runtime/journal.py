@@ -47,7 +47,7 @@ from jdag.errors import ScenarioError, reason, repr_of
 from jdag.runtime.recorder import HAS
 from jdag.runtime.versions import version_of
 
-_FORMAT = 2
+_FORMAT = 3
 SUFFIX = ".journal"
 END, FULL = "end", "full"
 JOURNAL_BYTES_MAX = 1 << 30

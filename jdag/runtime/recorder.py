@@ -31,6 +31,7 @@ from jdag.engine.protocol import (
     ReadingKey,
     Resume,
     Spawn,
+    StepFrame,
     Tag,
     incarnated,
     made_by,
@@ -218,7 +219,10 @@ def trace_fields(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     fields: Any = thing
     label = _label(fields.context) if has_context else ""
     number = fields.number if has_number else 0
-    return (kind.__name__, label, number, fields.path if has_path else ())
+    name = kind.__name__
+    if kind is StepFrame:  # The beginning of a step; values of a step, or its end.
+        name = "Step" if fields.begins else "Hop" if fields.slots else "Stepped"
+    return (name, label, number, fields.path if has_path else ())
 
 
 @lru_cache(4096)

@@ -44,6 +44,7 @@ from jdag.engine.protocol import (
     Send,
     Skip,
     Spawn,
+    StepFrame,
     Stepping,
     Worker,
 )
@@ -59,8 +60,6 @@ RunProgram = Callable[["ProgramPort", Spawn], Returned]
 _WAITING = frozenset(
     (Collected, Asked, Awaited, Fetched, Differentiated, Left, Compiled, Stepping)
 )
-# Events whose results contain keys, which are replaced by values.
-_VALUED = (Fetched.__name__, Stepping.__name__)
 
 
 class Driver(Protocol):
@@ -170,6 +169,15 @@ class WorkerRuntime:
     ) -> None:
         """Store a message's values and handle it. `fields` are known trace fields."""
         keys: tuple[Key, ...] = ()
+        if message.__class__ is StepFrame:
+            if self.recorder is None and self.journal is None:
+                effects = self.engine.arrived(sender, message, values)
+                if effects and self.alive:
+                    self._carry_out(effects, NO_CAUSE)
+                return
+            keys = tuple(LANDING[StepFrame](message))
+            self.handle(Arrived(sender, message, values), causes, keys, fields)
+            return
         if values:
             keys = tuple(LANDING[message.__class__](message))
             for key, value in zip(keys, values, strict=True):
@@ -199,17 +207,30 @@ class WorkerRuntime:
             record = recorder.input(self.worker, event, causes, keys, fields)
             if not self.alive:
                 return record  # The worker crashed at this number of records.
+        if effects := self.engine.handle(event):
+            self._carry_out(effects, record)
+        return record
+
+    def ran(self, *row: Any) -> None:
+        """Report to the engine the outputs or the failure of a plan's row."""
+        if self.alive and (effects := self.engine.ran(*row)):
+            self._carry_out(effects, NO_CAUSE)
+
+    def _carry_out(self, effects: Sequence[Any], record: int) -> None:
         failed: Exception | None = None
-        driver = self.driver
-        effect: Any
-        for effect in self.engine.handle(event):
+        driver, recorder = self.driver, self.recorder
+        for effect in effects:
             if not self.alive:
                 break  # The worker crashed between two effects.
             cause, kind = record, effect.__class__
             try:
                 if kind is Send:
-                    message, sent, values = effect.message, effect.values, ()
-                    if sent:
+                    message, sent = effect.message, effect.values
+                    values = effect.given
+                    if values:
+                        sent = tuple(LANDING[StepFrame](message))
+                        values = self.machine.leave(values)
+                    elif sent:
                         message, sent, values = self.machine.load(
                             message, sent, self.worker
                         )
@@ -222,14 +243,13 @@ class WorkerRuntime:
                     if kind is Drop:
                         self.drop(effect.keys)
                     else:
-                        self._carry_out(effect, cause)
+                        self._carry_out_rare(effect, cause)
             except Exception as error:
                 failed = failed or error
         if failed is not None and self.alive:
             raise failed
-        return record
 
-    def _carry_out(
+    def _carry_out_rare(
         self, effect: Resume | Alarm | Skip | Listed | Spawn, cause: int
     ) -> None:
         if isinstance(effect, Resume):
@@ -252,8 +272,11 @@ class WorkerRuntime:
             keys = result if isinstance(result, tuple) else ()
             self.drop([key for key in keys if key.__class__ is ReadingKey])
             return
-        if origin[1] in _VALUED and isinstance(result, tuple):
-            result = self._fetched(result)  # Before another event can replace a leaf.
+        if isinstance(result, tuple):
+            if origin[1] == "Fetched":
+                result = self._fetched(result)  # Before an event can replace a leaf.
+            elif origin[1] == "Stepping":
+                result = self.machine.leave(result)
         waiters.results[waiter] = result, cause
         self.driver.wake(self, waiter)
 

@@ -234,7 +234,10 @@ def bits(gradients: Sequence[Any]) -> str:
 
 
 def arrivals(cluster: Cluster) -> str:
-    """Return a hash of the order in which cotangents, or hops of plans, arrived."""
+    """Return a hash of the order in which values arrived.
+
+    These are cotangents or, in compiled steps, outputs of segments (`Hop`).
+    """
     digest = hashlib.sha256()
     for record in cluster.trace.of_kind("deliver"):
         detail = record.named

@@ -5,6 +5,7 @@ from jdag.engine import Engine
 from jdag.engine.protocol import Worker, incarnated
 from jdag.runtime.chooser import Chooser
 from jdag.runtime.recorder import NoRecorder, Recorder
+from jdag.runtime.step_values import StepValues
 from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Waiters
 from jdag.runtime.worker_runtime import Driver, WorkerRuntime
@@ -46,6 +47,7 @@ class Environment:
     def _start(self, name: str, incarnation: int, machine: Machine) -> None:
         worker = incarnated(name, incarnation)
         engine = Engine(name, self.workers, incarnation)
+        engine.drive(StepValues(machine))
         if isinstance(self.chooser, StepChooser):
             self.chooser.watch(engine)
         self.lost[worker] = {}

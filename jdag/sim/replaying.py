@@ -49,6 +49,7 @@ from jdag.errors import JdagError, JournalsEnd, ReplayError
 from jdag.runtime.failures import failure_of
 from jdag.runtime.journal import FULL, Entries, entry
 from jdag.runtime.stats import Sent, info
+from jdag.runtime.step_values import StepValues
 from jdag.runtime.waiters import Cancel, Waiters
 from jdag.runtime.worker_runtime import (
     ProgramPort,
@@ -137,7 +138,9 @@ class Replaying:
     def _new_worker(self, worker: str) -> _Worker:
         engine = Engine(named(worker), self.workers, incarnation_of(worker))
         shared: Any = {"driver": self, "waiters": self._waiters, "lost": {}}
-        host = WorkerRuntime(worker, engine, Machine("real"), **shared)
+        machine = Machine("real")
+        engine.drive(StepValues(machine))
+        host = WorkerRuntime(worker, engine, machine, **shared)
         return _Worker(host, self._journals[worker])
 
     # ------------------------------------------------------------ what the cluster uses

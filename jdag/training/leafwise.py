@@ -136,7 +136,7 @@ class Whole:
     def state(self, leaf: int, values: Sequence[Any]) -> Any:
         """Return the state of a leaf; other leaves' states are `optax.MaskedNode`."""
         by_index: dict[Any, Any] = dict(zip(self.indices(leaf), values, strict=True))
-        # A step would widen the dtype of some states of optax. Here they keep it.
+        # Some states of optax would get a wider dtype in a step: cast them back.
         for index, value in by_index.items():
             by_index[index] = lax.convert_element_type(value, self.states[index].dtype)
         parts, form = self._layout

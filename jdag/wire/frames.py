@@ -9,6 +9,7 @@ MESSAGE  a message, the headers of its values, the elements of small values
 CHUNK    the next bytes of the first incomplete large value
 DEFINE   a function: its digest, then its export
 ASIDE    control data of the drivers
+STEP     number and base of a step, 8 bytes each; else as MESSAGE, with both numbers 0
 SEGMENT  shared memory: a byte for the action, then numbers of 8 bytes each
 
 Invariant: a decoded header has a known kind and a length allowed for it, so its payload
@@ -31,6 +32,7 @@ class FrameKind(IntEnum):
     DEFINE = 3
     ASIDE = 4
     SEGMENT = 5
+    STEP = 6
 
 
 class Header(NamedTuple):
@@ -48,27 +50,28 @@ LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.DEFINE: (256 << 20) + 32,
     FrameKind.ASIDE: 256 << 20,  # A graph may be large.
     FrameKind.SEGMENT: 17,
+    FrameKind.STEP: 1 << 30,
 }
 
 HEADER = struct.Struct("<QQQ")
 FRAME_BYTES = HEADER.size
 _KINDS = tuple(FrameKind)
 LENGTH_BITS = 56
-_LENGTH_MASK = (1 << LENGTH_BITS) - 1
+LENGTH_MASK = (1 << LENGTH_BITS) - 1
 
 
 def pack_header(
     sequence: int, acknowledged: int, length: int, kind: FrameKind
 ) -> bytes:
     assert bool(sequence) == bool(kind), (sequence, kind)
-    assert 0 <= length <= _LENGTH_MASK, length
+    assert 0 <= length <= LENGTH_MASK, length
     return HEADER.pack(sequence, acknowledged, kind << LENGTH_BITS | length)
 
 
 def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
     """Decode the header at `start`, all of whose bytes must be present."""
     sequence, acknowledged, rest = HEADER.unpack_from(data, start)
-    number, length = rest >> LENGTH_BITS, rest & _LENGTH_MASK
+    number, length = rest >> LENGTH_BITS, rest & LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
             f"a frame of kind {number}: expected kind 0 to {len(_KINDS) - 1}"

@@ -38,6 +38,7 @@ from jdag.engine.messages import (
     Run,
     Several,
     Start,
+    StepFrame,
     Stepped,
     Tell,
 )
@@ -50,6 +51,7 @@ from jdag.wire.trees import COUNT_BYTES, tree_size, write_tree
 
 WHOLE_MAX = 256  # Number of failures per message that are sent with full texts.
 COPIED_BYTES = 1 << 16  # For fewer bytes a copy is faster than a view.
+STEP_BYTES = 16  # Number and base of a step frame, before its head.
 
 Data = Callable[..., Any]  # `write_tree`, or a replacement for it.
 Close = Callable[[Any, Data], Any]
@@ -158,12 +160,24 @@ def _sealed(data: Data, message: Message, kinds: Sequence[ArrayType] = ()) -> by
     return len(envelope).to_bytes(COUNT_BYTES, "little") + envelope
 
 
+def blank(frame: StepFrame) -> StepFrame:
+    """Return the frame without numbers, whose encoding is the same in each step."""
+    return replace(frame, number=0, base=0)
+
+
 # Bytes of the length prefix, and of an envelope without message and types.
 _OVERHEAD_BYTES = COUNT_BYTES + 2
 
 
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes of the values, and the bytes of message, headers and values."""
+    if isinstance(message, StepFrame):
+        elements, nbytes = _size(blank(message), values)
+        return elements, STEP_BYTES + nbytes
+    return _size(message, values)
+
+
+def _size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     is_plain = message.__class__ not in _CLOSED
     if is_plain or (isinstance(message, Primal) and not any(message.failures)):
         nbytes, elements = len(encoded(message, _encode)), 0

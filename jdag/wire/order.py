@@ -21,12 +21,11 @@ from jdag.engine.protocol import (
     Assign,
     ContextId,
     Forget,
-    Hop,
     Message,
     Read,
     Reading,
     Settle,
-    Step,
+    StepFrame,
     Stepped,
 )
 from jdag.errors import ProtocolError
@@ -63,11 +62,10 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     # read newer versions.
     Assign: _all,
     Forget: _all,
-    # A step reads leaves, and commits new versions.
-    Step: _all,
+    # The beginning of a step reads leaves, and commits new versions. The receiver
+    # stores values of a step that has not begun.
+    StepFrame: lambda frame: ALL if frame.begins else (),
     Settle: _all,
-    # The receiver stores values of a step that has not begun.
-    Hop: lambda _: (),
     Stepped: lambda _: (),
 }
 

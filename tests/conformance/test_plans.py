@@ -101,3 +101,25 @@ def test_a_step_leaves_nothing_but_leaves_and_their_states(driver: Any, cluster:
         del step
         with cluster.context():
             pass  # The plan goes with the next use.
+
+
+def doubled(x: Any) -> Any:
+    return x + x
+
+
+INPUTS = {
+    "wide": [np.arange(3.0), jnp.arange(3.0), np.arange(3.0, dtype="f4")],
+    "integers": [np.arange(3), jnp.arange(3), np.arange(3, dtype="i4")],
+    "scalars": [np.float32(3), np.float64(4), jnp.float32(5)],
+    "complex": [np.ones(2, "c16"), jnp.ones(2, "c8")],
+    "strides": [jnp.arange(3.0), np.arange(6.0, dtype="f4")[::-2]],
+}
+
+
+@pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS)
+def test_inputs_are_the_arrays_that_jax_takes_them_for(
+    driver: Any, cluster: Any, inputs: list[Any]
+):
+    step = jdag.compile(lambda ctx, x: ctx.call("b", doubled, x), cluster)
+    for value in inputs * 3:
+        assert bits(step(value)) == bits(doubled(jnp.asarray(value)))

@@ -128,7 +128,7 @@ def test_a_plan_is_refused_where_a_function_cannot_travel() -> None:
         return ("tests",) if worker == "b" else ()
 
     for worker in ("home", "b", "a"):
-        event = Planned(PLAN, ((worker, message),), ())
+        event = Planned(PLAN, ((worker, message),), (), (), ())
         if worker != "a":
             FunctionEncoder().prepare(event, "home", allowed)
             continue
@@ -136,7 +136,7 @@ def test_a_plan_is_refused_where_a_function_cannot_travel() -> None:
             FunctionEncoder().prepare(event, "home", allowed)
     tape = Tape(array(6))
     looped = tape.call(lambda x: jax.lax.while_loop(jnp.any, jnp.sin, x), 0)
-    event = Planned(PLAN, (("a", prepare_of(tape.segment([looped]))),), ())
+    event = Planned(PLAN, (("a", prepare_of(tape.segment([looped]))),), (), (), ())
     with fails_with(RemoteError, "properties.backward_of_failed_on_a"):
         FunctionEncoder().prepare(event, "home", allowed)
 

@@ -25,6 +25,7 @@ REASONS = {
     "main": "the entry of a program",
     "predict": _COMMAND,
     "reduce_scatter": _COLLECTIVE,
+    "replay": _COMMAND,
     "replicate": "copies to workers or to devices, both public; and the oracle's",
     "sweep": _COMMAND,
 }

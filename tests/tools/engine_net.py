@@ -50,6 +50,7 @@ from jdag.engine.protocol import (
     SeedKey,
     Send,
     Spawn,
+    StepFrame,
     Worker,
     incarnation_of,
     landing,
@@ -98,9 +99,9 @@ class Net:
 
     def _carry_out(self, worker: str, place: Place, effect: Effect) -> None:
         match effect:
-            case Send(to=to, message=message, values=values):
+            case Send(to=to, message=message, values=values, given=given):
                 self.sent.append((worker, to, message))
-                carried = [place.values[key] for key in values]
+                carried = [*given, *[place.values[key] for key in values]]
                 if to not in self.dead and (worker, to) not in self.parted:
                     self.links.send((worker, to), message, carried)
             case Compute(job=job):
@@ -180,9 +181,12 @@ class Net:
     def _hear(self, pair: Pair, parcels: Sequence[Parcel]) -> None:
         sender, worker = pair
         for parcel in parcels:
-            landed = zip(landing(parcel.message), parcel.carried, strict=True)
-            self.places[worker].values.update(landed)
-            self.tell(worker, Arrived(sender, parcel.message))
+            message, values = parcel.message, parcel.carried
+            if not isinstance(message, StepFrame):
+                landed = zip(landing(message), values, strict=True)
+                self.places[worker].values.update(landed)
+                values = []
+            self.tell(worker, Arrived(sender, message, values))
 
     def _run(self, name: str, job: Job) -> None:
         failure = None

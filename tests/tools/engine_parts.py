@@ -2,9 +2,9 @@
 
 import random
 from collections import deque
-from collections.abc import Container, Generator, Mapping
+from collections.abc import Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from jdag.engine import Engine
 from jdag.engine.protocol import AnyKey, Event, Job, Key, LeafId, Message, Return, Spawn
@@ -14,16 +14,46 @@ Body = Generator[int, Any, Any]
 Pair = tuple[str, str]
 
 
+class PlaceValues:
+    """A `StepDriver`: each value has the size 1, and a row that keeps one 1 more."""
+
+    has_keys = True
+
+    def __init__(self, values: dict[Key, Any]) -> None:
+        self.get, self.put = values.__getitem__, values.__setitem__
+        self.held = [0, 0]
+
+    def nbytes(self, value: Any) -> int:
+        return 1
+
+    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> list[tuple[int, int]]:
+        outputs = get_args(get_type_hints(function)["return"])
+        return [(1, place) for place, _ in enumerate(outputs)]
+
+    def account(self, nbytes: int, activation: int) -> None:
+        self.held = [self.held[0] + nbytes, self.held[1] + activation]
+
+    def run(self, *_: Any) -> bool:
+        return False
+
+    send = run
+
+
 @dataclass
 class Place:
     engine: Engine
     values: dict[Key, Any] = field(default_factory=dict)
+    steps: PlaceValues = field(init=False)
     jobs: list[Job] = field(default_factory=list)
     resumed: dict[int, Any] = field(default_factory=dict)
     alarms: dict[int, Event] = field(default_factory=dict)  # By waiter.
     spawned: list[Spawn] = field(default_factory=list)
     running: dict[int, tuple[Any, Body]] = field(default_factory=dict)
     joined: dict[str, int] = field(default_factory=dict)  # Incarnations that joined.
+
+    def __post_init__(self) -> None:
+        self.steps = PlaceValues(self.values)
+        self.engine.drive(self.steps)
 
 
 @dataclass(eq=False)

@@ -5,10 +5,13 @@ Values are ints. Leaves are put and read through the engines too.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from random import Random
 from typing import Any
+
+from msgspec.structs import replace
 
 from jdag.engine.protocol import (
     Assigned,
@@ -29,14 +32,57 @@ from jdag.engine.protocol import (
     Prepare,
     RunSegment,
     Segment,
+    Send,
     SlotKey,
     Slotted,
     Stepping,
 )
-from jdag.errors import JdagError
+from jdag.engine.tables import Hop, StepState, TableRow
 from tests.tools.engine_net import Net
+from tests.tools.engine_parts import PlaceValues
 
-Fails = Callable[[str, RunSegment], bool]
+Fails = Callable[[str, Any], bool]
+
+
+UNSENDABLE = -77  # A value that a `DirectValues` cannot send.
+
+
+@dataclass(eq=False)
+class DirectRow:
+    """A row that its worker runs without a job of the engine."""
+
+    step: StepState
+    row: TableRow
+    inputs: list[Any]
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        return (self.row.index,)
+
+
+class DirectValues(PlaceValues):
+    """A `StepDriver` that runs rows and sends frames without effects."""
+
+    has_keys = False
+
+    def __init__(self, net: "SegmentNet", name: str) -> None:
+        place = net.places[name]
+        super().__init__(place.values)
+        self.place, self.name, self.net = place, name, net
+
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
+        if row.index % 2 or len(inputs) > 2:
+            return False  # Some rows are jobs.
+        self.place.jobs.append(DirectRow(step, row, inputs))  # type: ignore[arg-type]
+        return True
+
+    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+        if UNSENDABLE in values:
+            raise ValueError("it cannot be sent")
+        frame = replace(hop.frame, number=number, base=base)
+        effect = Send(hop.to, frame, given=tuple(values))
+        self.net._carry_out(self.name, self.place, effect)
+        return True
 
 
 class SegmentNet(Net):
@@ -44,17 +90,31 @@ class SegmentNet(Net):
 
     fails: Fails
 
+    def run_directly(self) -> None:
+        for name, place in self.places.items():
+            place.steps = DirectValues(self, name)
+            place.engine.drive(place.steps)
+
     def _run(self, name: str, job: Job) -> None:
         values, failure = self.places[name].values, None
+        if isinstance(job, DirectRow):
+            place, segment = self.places[name], job.row.segment
+            outputs: Any = Failure("RemoteError", "it failed", name)
+            if segment is not None and not self.fails(name, job):
+                outputs = segment.function(*job.inputs)
+            for effect in place.engine.ran(job.step, job.row, outputs):
+                self._carry_out(name, place, effect)
+            return
         if isinstance(job, RunSegment | Forward):
-            inputs = [values[key] for key in job.inputs]
-            for key in job.last if isinstance(job, RunSegment) else ():
-                values.pop(key)
-            if isinstance(job, RunSegment) and self.fails(name, job):
-                failure = Failure("RemoteError", "it failed", name, job.path)
-            else:
-                made = job.function(*inputs)
+            if isinstance(job, Forward):
+                made = job.function(*[values[key] for key in job.inputs])
                 values.update(zip(job.outputs, made, strict=True))
+            else:
+                self.places[name].steps.account(*[-size for size in job.freed])
+                if self.fails(name, job):
+                    failure = Failure("RemoteError", "it failed", name, job.path)
+                else:
+                    job.results.extend(job.function(*job.inputs))
         else:
             assert isinstance(job, CompileSegment), job
         self.tell(name, Computed(job.id, failure))
@@ -63,6 +123,8 @@ class SegmentNet(Net):
 class PlanNet:
     def __init__(self, seed: int, workers: str = "abc") -> None:
         self.net = net = SegmentNet(tuple(workers), Random(seed))
+        if seed % 2:
+            net.run_directly()
         net.fails = lambda *job: self.fails(*job)  # noqa: PLW0108 - Tests set it.
         self.fails: Fails = lambda *_: False
         self.engines = {name: place.engine for name, place in net.places.items()}
@@ -115,32 +177,28 @@ class PlanNet:
         parts: Sequence[tuple[str, Prepare]],
         results: Sequence[int],
         constants: dict[int, int],
+        to: str = "b",
     ) -> None:
-        """Prepare a plan; its owner is that of its context."""
+        """Prepare a plan whose only input, slot 0, goes to the worker `to`.
+
+        Its owner is that of its context.
+        """
         context = parts[0][1].context
         home = "abc"[context.number]
         for slot, value in constants.items():
             self.values[home][SlotKey(context, 0, slot)] = value
-        self.net.tell(home, Planned(context, tuple(parts), tuple(results)))
+        planned = Planned(context, tuple(parts), tuple(results), (0,), ((to, (0,)),))
+        self.net.tell(home, planned)
         segments = sum(len(part.segments) for _, part in parts)
         seen = 0
         while seen < segments:
             seen = self.wait(home, partial(Compiled, context=context, seen=seen))
             assert not isinstance(seen, Failure), seen
 
-    def step(self, context: ContextId, to: str, x: int) -> Any:
-        """Run a step whose only input, slot 0, goes to this worker."""
+    def step(self, context: ContextId, x: int) -> Any:
         self.steps[context] += 1
         number, home = self.steps[context], "abc"[context.number]
-        key, inputs = SlotKey(context, number, 0), ((to, (0,)),)
-        self.values[home][key] = x
-        try:
-            return self.wait(
-                home, lambda waiter: Stepping(waiter, context, number, inputs)
-            )
-        except JdagError:
-            del self.values[home][key]
-            raise
+        return self.wait(home, lambda waiter: Stepping(waiter, context, number, (x,)))
 
 
 def chain(

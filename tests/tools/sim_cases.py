@@ -56,6 +56,8 @@ class Scripted:
         self.react = react
         self.simulation: Any = None
 
+    def drive(self, driver: Any) -> None: ...
+
     def handle(self, event: Event) -> list[Effect]:
         self.told.append((self.simulation.now_ns, event))
         return list(self.react(self, event) or ())

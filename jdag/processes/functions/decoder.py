@@ -1,9 +1,12 @@
-"""Decoding of functions: names and StableHLO in messages become pairs and callables.
+"""Decodes the functions in messages, which are names or StableHLO.
+
+The function of a call becomes a pair of forward and vjp, that of a program or hook a
+callable.
 
 Inputs: `bind(message, sender)` for each received message; `define(digest, data)` for
     each exported function, before the first message that needs it.
-Outputs: the message for the engine. The function of a call becomes a lazy pair. Its
-    module is imported, or its StableHLO is loaded, when its forward first runs.
+Outputs: the message for the engine. Its pairs are lazy (`Bound`): the module is
+    imported, or the StableHLO is loaded, when the forward first runs.
 Invariants: an unavailable function makes only the call, program or hook that needs it
     fail. It is replaced by a placeholder that raises an error when it is called.
 

@@ -67,7 +67,7 @@ def run_command(command: Callable[[], object]) -> None:
                 exit_by_signal(_State.number)
 
 
-def imported(module: str) -> ModuleType:
+def import_command(module: str) -> ModuleType:
     """Import a module for a command. Meanwhile, a signal ends the process at once."""
     former, _State.mode = _State.mode, "ends"
     try:

@@ -31,17 +31,23 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from jdag.compute.buffers import Buffers, parts
-from jdag.engine.protocol import Acknowledge, Message, acknowledged_at_once, incarnated
+from jdag.compute.buffers import Buffers
+from jdag.engine.protocol import (
+    Acknowledge,
+    Message,
+    StepFrame,
+    acknowledged_at_once,
+    incarnated,
+)
 from jdag.errors import JdagError
 from jdag.processes.net.large_values import (
     FORGOTTEN,
     FREED,
     OFFERED,
+    STEP,
     Assembler,
     BulkQueue,
     Parcel,
-    is_bulk,
 )
 from jdag.processes.net.loop import READ, WRITE, Loop, clock_ns
 from jdag.processes.net.pulse import Pulse
@@ -60,7 +66,7 @@ from jdag.processes.net.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header
-from jdag.wire.messages import Codec
+from jdag.wire.messages import Codec, blank
 
 LAST_READS_MAX = 64
 OUT_BYTES = 512 * 1024  # No chunk is added while more output than this is buffered.
@@ -220,29 +226,50 @@ class Connection:
         for message in acknowledged_at_once(waiting):
             self._write(message, (), causes)
 
+    def step(
+        self, frame: StepFrame, number: int, base: int, values: Sequence[Any], head: Any
+    ) -> Any:
+        """Send a step frame. Return its encoded head, for the next step's frame.
+
+        The head has the types of the values. Those of inputs may differ in width, since
+        a plan takes 64-bit values of numpy for the 32-bit ones of JAX.
+        """
+        if self.lost:
+            return head
+        if self._acknowledgements:
+            self._send_acknowledgements()
+        kinds = list(map(type_of, values))
+        if head is None or head[0] != kinds:
+            data = self._codec.encode(frame, kinds)
+            head = kinds, data, [kind.nbytes for kind in kinds]
+        _, data, sizes = head
+        self._frame(FrameKind.STEP, STEP.pack(number, base) + data, sizes, values)
+        return head
+
     def _write(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...]
     ) -> None:
-        sent = self.sent
-        before_bytes = sent.payload_bytes
-        kinds = list(map(type_of, values))
-        head = self._codec.encode(message, kinds)
-        views: list[Any] = [head]
-        inline_bytes = 0
-        for kind, value in zip(kinds, values, strict=True):
-            nbytes, pieces = kind.nbytes, parts(value)
-            if is_bulk(nbytes, inline_bytes):
-                self.bulk.add(pieces)
-            else:
-                views += filter(None, pieces)
-                inline_bytes += nbytes
-            sent.payload_bytes += nbytes
-        sent.messages += 1
+        payload_bytes = self.sent.payload_bytes
+        kinds, kind = list(map(type_of, values)), FrameKind.MESSAGE
+        if isinstance(message, StepFrame):
+            kind, head = FrameKind.STEP, self._codec.encode(blank(message), kinds)
+            head = STEP.pack(message.number, message.base) + head
+        else:
+            head = self._codec.encode(message, kinds)
+        self._frame(kind, head, [each.nbytes for each in kinds], values)
         if self._sends is not None:
-            payload_bytes = sent.payload_bytes - before_bytes
+            payload_bytes = self.sent.payload_bytes - payload_bytes
             wire_bytes = FRAME_BYTES + len(head) + payload_bytes
             self._sends(self.worker, message, (payload_bytes, wire_bytes), causes)
-        self._add(FrameKind.MESSAGE, views, len(head) + inline_bytes)
+
+    def _frame(
+        self, kind: FrameKind, head: bytes, sizes: Sequence[int], values: Sequence[Any]
+    ) -> None:
+        sent = self.sent
+        views, inline_bytes = self.bulk.split(sizes, values)
+        sent.payload_bytes += sum(sizes)
+        sent.messages += 1
+        self._add(kind, (head, *views), len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function once. Call this before messages that refer to its digest."""

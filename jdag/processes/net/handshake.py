@@ -24,7 +24,7 @@ from jdag.errors import JoinError
 from jdag.runtime.versions import UNKNOWN, version_of
 
 # Version of the requests, greetings, frames and messages.
-PROTOCOL = 8
+PROTOCOL = 9
 
 Handshake = Mapping[str, Any]
 

@@ -19,8 +19,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.compute.buffers import Buffers, array_over
-from jdag.engine.protocol import LANDING
+from jdag.compute.buffers import (
+    ArrayLayout,
+    Buffers,
+    array_over,
+    arrays_at,
+    layout_of,
+    parts,
+)
+from jdag.engine.protocol import LANDING, StepFrame
 from jdag.errors import ProtocolError
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.shared_memory import (
@@ -30,11 +37,14 @@ from jdag.processes.net.shared_memory import (
     SharedSegment,
 )
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
-from jdag.wire.messages import Codec
+from jdag.wire.messages import STEP_BYTES, Codec
 from jdag.wire.order import Order
+from jdag.wire.trees import COUNT_BYTES
 
 BULK_BYTES = 256 * 1024
 INLINE_BYTES = 1024 * 1024  # Maximum total size of the values inside a message.
+HEADS_MAX = 4096  # Number of decoded heads of step frames that are kept.
+STEP = struct.Struct("<QQ")  # Number and base of a step frame.
 WINDOW_BYTES = 4 * 1024 * 1024
 COPY_BYTES = 2 * 1024 * 1024  # Bytes copied to shared memory per loop iteration.
 # Frames about segments of shared memory. Lent: the segment holds a value. Freed: the
@@ -93,6 +103,20 @@ class BulkQueue:
         self.values: deque[_Outgoing] = deque()
         self.chunks: deque[tuple[int, int]] = deque()
         self._chunk_bytes = 0
+
+    def split(
+        self, sizes: Sequence[int], values: Sequence[Any]
+    ) -> tuple[list[memoryview], int]:
+        """Add the large values. Return the elements of the others, and their bytes."""
+        views: list[memoryview] = []
+        inline_bytes, is_small = 0, sum(sizes) < BULK_BYTES
+        for nbytes, value in zip(sizes, values, strict=True):
+            if is_small or not is_bulk(nbytes, inline_bytes):
+                views += filter(None, parts(value))
+                inline_bytes += nbytes
+            else:
+                self.add(parts(value))
+        return views, inline_bytes
 
     def add(self, views: Sequence[memoryview]) -> None:
         nbytes = sum([len(view) for view in views])
@@ -159,6 +183,9 @@ class _Incoming(Struct):
     view: memoryview | None = None
 
 
+_Head = tuple[StepFrame, tuple[Any, ...], ArrayLayout | None]
+
+
 class Assembler:
     """Combines the messages of one peer with their values.
 
@@ -179,6 +206,7 @@ class Assembler:
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
         self._order: Order = Order()
+        self._heads: dict[bytes, _Head] = {}
         self.messages = 0  # Number of messages received so far.
 
     @property
@@ -187,9 +215,40 @@ class Assembler:
 
     def message(self, payload: bytes) -> Sequence[Delivery]:
         """Decode a message. Return the deliveries that can now be passed on."""
-        message, kinds, offset = self._codec.decode(payload)
-        keys_of = LANDING.get(message.__class__)
-        expected = 0 if keys_of is None else len(keys_of(message))
+        return self._deliver(*self._codec.decode(payload), payload)
+
+    def step(self, payload: bytes) -> Sequence[Delivery]:
+        """Decode a step frame. Its head is the same in each step, and decoded once."""
+        end = STEP_BYTES + COUNT_BYTES
+        end += int.from_bytes(payload[STEP_BYTES:end], "little")
+        head = payload[STEP_BYTES:end]
+        if head not in self._heads:
+            frame, kinds, _ = self._codec.decode(head)
+            if not isinstance(frame, StepFrame):
+                raise ProtocolError(f"a {type(frame).__name__} is no step frame")
+            if len(self._heads) >= HEADS_MAX:
+                self._heads.clear()
+            most = max([kind.array_nbytes for kind in kinds], default=0)
+            is_valid = len(kinds) == len(frame.slots) and most <= self._value_bytes_max
+            layout = layout_of(kinds) if is_valid else None
+            self._heads[head] = frame, kinds, layout
+        frame, kinds, layout = self._heads[head]
+        number, base = STEP.unpack_from(payload)
+        message = StepFrame(frame.context, number, frame.slots, base, frame.begins)
+        nbytes = layout[-1][3] if layout else 0
+        if layout is None or self._incoming or len(payload) != end + nbytes:
+            return self._deliver(message, kinds, end, payload)
+        self.messages += 1
+        return (Delivery(message, arrays_at(layout, payload, end), self.messages),)
+
+    def _deliver(
+        self, message: Any, kinds: Sequence[Any], offset: int, payload: bytes
+    ) -> Sequence[Delivery]:
+        if isinstance(message, StepFrame):
+            expected = len(message.slots)
+        else:
+            keys_of = LANDING.get(message.__class__)
+            expected = 0 if keys_of is None else len(keys_of(message))
         if len(kinds) != expected:
             raise ProtocolError(
                 f"a {type(message).__name__} has {len(kinds)} values; expected"
@@ -273,4 +332,5 @@ class Assembler:
 
     def clear(self) -> None:
         self._incoming.clear()
+        self._heads.clear()
         self._order = Order()

@@ -7,6 +7,7 @@ passed to `borrowed` (the peer's segments) and `pool` (this node's segments).
 import json
 import struct
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jdag.compute.buffers import Buffers
@@ -27,6 +28,7 @@ from jdag.wire.frames import (
     FRAME_BYTES,
     HEADER,
     LENGTH_BITS,
+    LENGTH_MASK,
     FrameKind,
     Header,
     unpack_header,
@@ -36,7 +38,6 @@ BUFFER_BYTES = 256 * 1024
 READS_MAX = 16  # Reads per loop iteration; other connections must be read too.
 DIGEST_BYTES = 32
 PING, PONG = b"?", b"!"
-_MESSAGE = FrameKind.MESSAGE << LENGTH_BITS
 
 
 class ReceivedDefinition(NamedTuple):
@@ -112,6 +113,10 @@ class FrameReader:
         self.more = False  # Whether input may exist that the poller does not report.
         self._numbers = numbers
         self.assembler = assembler
+        self._decoders: dict[int, Callable[[bytes], Sequence[Delivery]]] = {
+            FrameKind.MESSAGE: assembler.message,
+            FrameKind.STEP: assembler.step,
+        }
         self._buffers = buffers
         self._pool = pool
         self._borrowed = borrowed
@@ -173,15 +178,16 @@ class FrameReader:
         numbers = self._numbers
         while end - start >= FRAME_BYTES and not self.paused:
             sequence, acknowledged, rest = HEADER.unpack_from(buffer, start)
-            body, length = start + FRAME_BYTES, rest ^ _MESSAGE
-            if length <= end - body and sequence == numbers.received + 1:
-                # A whole message, by far the most frequent frame.
+            body, length = start + FRAME_BYTES, rest & LENGTH_MASK
+            decode = self._decoders.get(rest >> LENGTH_BITS)
+            fits = length <= end - body and sequence == numbers.received + 1
+            if fits and decode is not None:  # A complete message or step frame.
                 start = body + length
                 if acknowledged > numbers.acknowledged:
                     numbers.acknowledge(acknowledged)
                 numbers.received = sequence
                 self.nbytes += length
-                events += self.assembler.message(bytes(buffer[body:start]))
+                events += decode(bytes(buffer[body:start]))
                 continue
             header = unpack_header(buffer, start)
             sequence, _, length, kind = header
@@ -228,8 +234,8 @@ class FrameReader:
         if sequence:
             numbers.received = sequence
             self.nbytes += length
-        if kind is FrameKind.MESSAGE:
-            events += self.assembler.message(bytes(payload))
+        if kind in self._decoders:
+            events += self._decoders[kind](bytes(payload))
         elif kind is FrameKind.CHUNK:
             events += self.assembler.received(len(payload))
         elif kind is FrameKind.DEFINE:

@@ -179,7 +179,14 @@ def test_a_dual_comes_back_as_a_dual(size: int):
 
 def test_arrays_in_any_order_of_memory_leave_row_by_row():
     array = np.arange(60, dtype=np.float32).reshape(3, 4, 5)
-    for given in (array.T, array[:, ::2], array[::-1], np.asfortranarray(array)):
+    line = array.ravel()[::-2]
+    for given in (
+        array.T,
+        array[:, ::2],
+        array[::-1],
+        np.asfortranarray(array),
+        line,
+    ):
         assert bits(jnp.asarray(carried(given))) == bits(jnp.asarray(given))
     scalar = np.float32(2.5)
     assert bits(jnp.asarray(carried(scalar))) == bits(jnp.asarray(scalar))

@@ -287,3 +287,14 @@ def test_of_an_error_that_fails_where_it_is_asked_what_it_says_there_is_the_clas
 def test_a_job_that_reads_what_is_not_held_is_our_own_mistake():
     with pytest.raises(KeyError):
         Machine("real").run(forward(pair_of(affine, W, X), inputs=2, outputs=2))
+
+
+def test_values_of_a_step_leave_from_the_default_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine, key = Machine("real"), ScratchKey(ContextId(0, 1, 0), 1, 0)
+    monkeypatch.setattr("jdag.compute.machine.put", lambda *moved: (moved,))
+    value = jnp.ones(3)
+    assert machine.leave((value,)) == (value,)
+    machine.values.put(key, value, "cpu:0")
+    assert machine.leave((value,)) == (((value,), None),)

@@ -6,15 +6,18 @@ from jdag.engine.protocol import (
     Arrived,
     ContextId,
     Failure,
-    Hop,
+    Outgoing,
+    Prepare,
     RunSegment,
+    Segment,
     Settle,
-    SlotKey,
+    Slotted,
+    StepFrame,
     Stepping,
     Unplanned,
 )
-from jdag.errors import WorkerLost
-from tests.tools.plan_net import PlanNet, chain
+from jdag.errors import ProtocolError, WorkerLost
+from tests.tools.plan_net import UNSENDABLE, PlanNet, chain
 
 SEEDS = range(20)
 PLAN = ContextId(0, 7, 0)
@@ -47,6 +50,12 @@ def held(net):
             for key in values
             if key not in stored and not (key.kind == "slot" and key.name == 0)
         ]
+        if name not in net.dead:
+            steps = net.engines[name]._steps
+            actual += [
+                (name, each.steps) for each in steps.tables.values() if each.steps
+            ]
+            actual += [(name, size) for size in net.places[name].steps.held if size]
     return actual
 
 
@@ -55,7 +64,7 @@ def test_steps_in_any_order_of_events_do_what_the_program_does(seed):
     net, w, v = made(seed)
     now = [3, 4]
     for x in (2, 1, 3):
-        (z,) = net.step(PLAN, "b", x)
+        (z,) = net.step(PLAN, x)
         actual, *now = expected(now[0], now[1], x)
         assert z == actual
     assert [net.fetch(w), net.fetch(v)] == now
@@ -69,7 +78,7 @@ def test_steps_in_any_order_of_events_do_what_the_program_does(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_step_is_committed_with_the_next_message_and_not_before(seed):
     net, w, _ = made(seed)
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     net.drain()
     (leaf,) = net.engines["b"]._state.leaves.values()
     assert leaf.newest == 0
@@ -81,14 +90,14 @@ def test_a_step_is_committed_with_the_next_message_and_not_before(seed):
 @pytest.mark.parametrize("where", ["b", "c"])
 def test_a_failure_anywhere_commits_nowhere_and_the_next_step_is_right(seed, where):
     net, w, v = made(seed)
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     _, *now = expected(3, 4, 2)
     net.fails = lambda worker, job: worker == where and job.path == (1,)
-    failed = net.step(PLAN, "b", 9)
+    failed = net.step(PLAN, 9)
     assert isinstance(failed, Failure) and failed.worker == where
     net.fails = lambda *_: False
     assert [net.fetch(w), net.fetch(v)] == now
-    (z,) = net.step(PLAN, "b", 1)
+    (z,) = net.step(PLAN, 1)
     actual, *now = expected(now[0], now[1], 1)
     assert z == actual and [net.fetch(w), net.fetch(v)] == now
     net.drain()
@@ -99,9 +108,9 @@ def test_a_failure_anywhere_commits_nowhere_and_the_next_step_is_right(seed, whe
 def test_two_programs_that_step_the_same_leaves_lose_no_update(seed):
     other = ContextId(2, 3, 0)  # Of a program on c.
     net, w, v = made(seed, PLAN, other)
-    (z,) = net.step(PLAN, "b", 2)  # Staged, while the other steps and commits.
+    (z,) = net.step(PLAN, 2)  # Staged, while the other steps and commits.
     assert z == 4 * 6 + 5
-    (z,) = net.step(other, "b", 1)
+    (z,) = net.step(other, 1)
     assert z == 4 * 3 + 5
     net.fetch(w, "c")
     net.drain()
@@ -115,9 +124,9 @@ def test_two_programs_that_step_the_same_leaves_lose_no_update(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_leaf_that_was_updated_in_between_is_read_as_it_is_then(seed):
     net, w, _ = made(seed)
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     net.update(w, lambda w: (100 * w,))
-    (z,) = net.step(PLAN, "b", 1)
+    (z,) = net.step(PLAN, 1)
     assert z == (4 + 29) * 1100 + 5
     assert net.fetch(w) == 1100 + 1100 + 1
 
@@ -126,35 +135,33 @@ def test_a_leaf_that_was_updated_in_between_is_read_as_it_is_then(seed):
 def test_a_step_that_nobody_waits_for_is_over_with_the_next(turns):
     net, leaf, _ = made(3)
     net.steps[PLAN] = 1
-    net.values["a"][SlotKey(PLAN, 1, 0)] = 2
-    net.tell("a", Stepping(net.waiter(), PLAN, 1, (("b", (0,)),)))
+    net.tell("a", Stepping(net.waiter(), PLAN, 1, (2,)))
     for _ in range(turns):
         net.turn()
     after = [expected(w, v, 1) for w, v in ((3, 4), expected(3, 4, 2)[1:])]
-    (z,) = net.step(PLAN, "b", 1)
+    (z,) = net.step(PLAN, 1)
     assert z in [one[0] for one in after]
     assert net.fetch(leaf) == after[z == after[1][0]][1]
     net.drain()
     assert held(net) == []
 
 
-def test_a_hop_of_a_step_that_is_over_is_dropped():
+def test_a_value_of_a_step_that_is_over_is_dropped():
     net, *_ = made(0)
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     net.fetch(net.put("b", 1))
     net.drain()
     for number in (0, 1):
-        key = SlotKey(PLAN, number, 2)
-        net.values["c"][key] = 77
-        net.tell("c", Arrived("b", Hop(PLAN, number, (2,))))
-        assert key not in net.values["c"]
-    (z,) = net.step(PLAN, "b", 1)
+        frame = StepFrame(PLAN, number, (2,), 0, False)
+        net.tell("c", Arrived("b", frame, (77,)))
+        assert not net.engines["c"]._steps.tables[PLAN].steps
+    (z,) = net.step(PLAN, 1)
     assert z == (4 + 29) * 11 + 5
 
 
 def test_a_plan_that_nobody_names_is_gone_everywhere_with_its_constants():
     net, w, _ = made(3)
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     net.tell("a", Unplanned(PLAN))
     net.drain()
     assert net.fetch(w) == 11  # What it staged is committed.
@@ -170,7 +177,7 @@ def crashed(victim, at):
     now, outcomes = (3, 4), []
     for x in (2, 1, 3):
         try:
-            actual = net.step(PLAN, "b", x)
+            actual = net.step(PLAN, x)
         except WorkerLost as error:
             assert f"worker '{victim}' is lost" in str(error)
             actual = None
@@ -205,9 +212,114 @@ def test_a_segment_runs_when_all_that_it_needs_is_there_and_only_then():
         return False
 
     net.fails = note
-    net.step(PLAN, "b", 2)
+    net.step(PLAN, 2)
     assert sorted(run) == [("b", (0,)), ("b", (1,)), ("c", (0,)), ("c", (1,))]
     assert run.index(("b", (0,))) < run.index(("c", (0,))) < run.index(("c", (1,)))
     assert all(
         isinstance(job, RunSegment) for jobs in net.jobs.values() for job in jobs
     )
+
+
+def add_one(value: int) -> tuple[int]:
+    return (value + 1,)
+
+
+def add(x: int, y: int) -> tuple[int]:
+    return (x + y,)
+
+
+def test_a_step_begins_with_the_owners_frame_and_with_no_other():
+    net, _, v = made(0)
+    plan = ContextId(0, 8, 0)  # On c: slot 3 is slot 2 and 1; slot 5 is leaf v and 1.
+    segments = Segment(add_one, (2,), (3,)), Segment(add_one, (4,), (5,))
+    net.tell(
+        "c",
+        Arrived("a", Prepare(plan, 0, segments, (), (Slotted(v, 4),), (), (), False)),
+    )
+    net.jobs["c"].clear()  # They compile.
+    net.tell("c", Arrived("b", StepFrame(plan, 1, (2,), 0, False), (6,)))
+    assert not net.jobs["c"]
+    with pytest.raises(ProtocolError, match="only 'a' may begin it"):
+        net.tell("c", Arrived("b", StepFrame(plan, 1, (), 0, True), ()))
+    net.tell("c", Arrived("a", StepFrame(plan, 1, (), 0, True), ()))
+    assert [job.path for job in net.jobs["c"]] == [(0,), (1,)]
+
+
+@pytest.mark.parametrize("base", [0, 1])
+def test_a_step_is_committed_by_the_next_only_if_its_owner_has_committed_it(base):
+    net, *_ = made(0)
+    net.step(PLAN, 2)
+    net.drain()
+    (leaf,) = net.engines["b"]._state.leaves.values()
+    net.tell("b", Arrived("a", StepFrame(PLAN, 2, (0,), base, True), (1,)))
+    assert leaf.newest == base
+    assert [*net.engines["b"]._steps.tables[PLAN].steps] == [2]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_has_arrived_of_an_interrupted_step_is_dropped_everywhere(seed):
+    """Worker c adds two values of b; the owner sends it nothing in a step."""
+    net = PlanNet(seed)
+    net.net.slow = "job"
+    hops = [(Outgoing("c", (slot,)),) for slot in (1, 2)]
+    b = Segment(add_one, (0,), (1,), hops[0]), Segment(add_one, (1,), (2,), hops[1])
+    c = Segment(add, (1, 2), (3,), (Outgoing("a", (3,)),))
+    parts = [
+        (worker, Prepare(PLAN, 0, segments, (), (), (), (), False))
+        for worker, segments in (("b", b), ("c", (c,)))
+    ]
+    net.plan(parts, (3,), {})
+    net.steps[PLAN] = 1
+    net.tell("a", Stepping(net.waiter(), PLAN, 1, (2,)))
+    for _ in range(seed % 5):
+        net.turn()
+    assert net.step(PLAN, 5) == [6 + 7]
+    net.drain()
+    assert held(net) == []
+
+
+@pytest.mark.parametrize("seed", [1, 3, 5, 7])
+def test_a_step_whose_inputs_cannot_be_sent_commits_the_step_before_once(seed):
+    net, w, v = made(seed)  # Of odd seeds, frames are sent at once.
+    _, *now = expected(3, 4, 2)
+    net.step(PLAN, 2)
+    with pytest.raises(ValueError, match="cannot be sent"):
+        net.step(PLAN, UNSENDABLE)
+    net.some()
+    (z,) = net.step(PLAN, 1)
+    actual, *now = expected(now[0], now[1], 1)
+    assert z == actual
+    with pytest.raises(ValueError, match="cannot be sent"):
+        net.step(PLAN, UNSENDABLE)
+    assert [net.fetch(w), net.fetch(v)] == now
+    net.drain()
+    net.tell("a", Unplanned(PLAN))
+    net.drain()
+    assert held(net) == []
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_report_counts_once_and_a_slot_comes_once(seed):
+    net, *_ = made(seed)
+    net.tell("a", Stepping(net.waiter(), PLAN, 1, (2,)))
+    report = StepFrame(PLAN, 1, (), 0, False)
+    step = net.engines["a"]._steps.tables[PLAN].steps[1]
+    for sender in ("b", "b", "c", "c", "d"):
+        net.tell("a", Arrived(sender, report))
+    assert step.left[-1] == 1 and not step.ready  # The result itself is missing.
+    value = StepFrame(PLAN, 1, (2,), 0, False)
+    net.tell("c", Arrived("b", value, (6,)))
+    with pytest.raises(ProtocolError, match="slot 2 of step 1 came twice"):
+        net.tell("c", Arrived("b", value, (6,)))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_plans_of_one_program_read_what_the_other_has_committed(seed):
+    other = ContextId(0, 8, 0)
+    net, w, v = made(seed, PLAN, other)
+    now = [3, 4]
+    for plan, x in ((PLAN, 2), (other, 1), (PLAN, 3), (PLAN, 1), (other, 2)):
+        (z,) = net.step(plan, x)
+        actual, *now = expected(now[0], now[1], x)
+        assert z == actual
+    assert [net.fetch(w), net.fetch(v)] == now

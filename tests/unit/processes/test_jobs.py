@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -49,7 +50,15 @@ class Bench:
         self.machine = Machine("real")
         self.loop = Loop(self.run)
         self.over: list[tuple[int, Failure | None]] = []
-        self.jobs = Jobs("a", self.machine, self.loop, self.done, steps)
+        self.ran: list[Any] = []
+        host: Any = SimpleNamespace(
+            worker="a",
+            machine=self.machine,
+            journal=None,
+            handle=self.done,
+            ran=lambda *row: self.ran.append(row),
+        )
+        self.jobs = Jobs(host, self.loop, steps)
 
     def run(self) -> None:
         self.jobs.run()

@@ -197,8 +197,8 @@ def test_a_line_that_is_no_input_is_refused(tmp_path: Path, line: str):
             "b.journal has jdag = '0.0.9'; the replay needs",
         ),
         (
-            partial(other, '"format": 2', '"format": 1'),
-            "b.journal has format = 1; the replay needs 2",
+            partial(other, '"format": 3', '"format": 1'),
+            "b.journal has format = 1; the replay needs 3",
         ),
         (
             partial(other, '"workers": ["a"', '"workers": [3'),

@@ -14,7 +14,6 @@ from jdag.engine.protocol import (
     Assign,
     ContextId,
     Forget,
-    Hop,
     LeafId,
     Message,
     NewestKey,
@@ -23,9 +22,9 @@ from jdag.engine.protocol import (
     Read,
     Reading,
     Settle,
+    StepFrame,
     Stepped,
 )
-from jdag.engine.protocol import Step as Begun
 from jdag.errors import ProtocolError
 from jdag.wire.order import ALL, RULES, Order
 from tests.tools.error_texts import fails_with
@@ -184,9 +183,9 @@ def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
     message: Any = data.draw(messages[kind])
     lanes = RULES[kind](message)
     match message:
-        case Assign() | Forget() | Begun() | Settle():
+        case Assign() | Forget() | StepFrame(begins=True) | Settle():
             assert lanes is ALL
-        case Reading() | Acknowledge(context=None) | Hop() | Stepped():
+        case Reading() | Acknowledge(context=None) | StepFrame() | Stepped():
             assert lanes == ()
         case Read(keys=keys):
             actual = [key.context for key in keys if key.context is not None]

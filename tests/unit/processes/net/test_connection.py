@@ -8,22 +8,26 @@ from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jdag.compute.buffers import parts
 from jdag.engine.protocol import (
     Acknowledge,
+    ContextId,
     Primal,
     Read,
     Reading,
+    StepFrame,
     landing,
 )
 from jdag.processes.net import connection
 from jdag.processes.net import large_values as bulk
 from jdag.processes.net.connection import OUT_BYTES
-from jdag.processes.net.large_values import Assembler
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.receiving import PING
 from jdag.processes.net.streams import SocketStream
+from jdag.wire.arrays import type_of
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from tests.tools.connection_cases import (
     ONE,
@@ -39,16 +43,17 @@ from tests.tools.tiers import sized
 
 
 def test_of_a_message_of_many_values_most_follow_it_in_chunks(
-    sides: Sides, monkeypatch: pytest.MonkeyPatch
+    sides: Sides,
 ) -> None:
     lengths: list[int] = []
-    message = Assembler.message
+    decoders = sides.b.connection.reader._decoders
+    decode = decoders[FrameKind.MESSAGE]
 
-    def watched(self: Any, payload: bytes) -> Any:
+    def watched(payload: bytes) -> Any:
         lengths.append(len(payload))
-        return message(self, payload)
+        return decode(payload)
 
-    monkeypatch.setattr(Assembler, "message", watched)
+    decoders[FrameKind.MESSAGE] = watched
     # The first five are just as many bytes as stay.
     sizes = (50_000, 50_000, 50_000, 50_000, 62_144, 0, 3, 0, 60_000, 60_000)
     values = [jnp.arange(size, dtype=jnp.float32) for size in sizes]
@@ -356,3 +361,16 @@ def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
         sides.turn()
         sides.turn()
     assert not sides.a.ends and not sides.b.ends
+
+
+def test_a_step_frame_has_the_types_of_its_own_values(sides: Sides) -> None:
+    frame = StepFrame(ContextId(0, 1, 0), 0, (0,), 0, True)
+    values = [np.arange(3.0), jnp.arange(3, dtype="f4"), np.arange(3), 2.5, 3, 2.5]
+    head = None
+    for number, value in enumerate(values, 1):
+        head = sides.a.connection.step(frame, number, number - 1, [value], head)
+    sides.run(lambda: len(sides.b.messages) == len(values))
+    for value, (message, received) in zip(values, sides.b.messages, strict=True):
+        assert isinstance(message, StepFrame) and message.base == message.number - 1
+        assert type_of(received[0]) == type_of(value)
+        assert [*map(bytes, parts(received[0]))] == [*map(bytes, parts(value))]

@@ -1,18 +1,23 @@
 """What a connection receives: bytes that do not fit what was announced are refused."""
 
+from itertools import chain
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers, parts
+from jdag.engine.protocol import ContextId, StepFrame
 from jdag.errors import ProtocolError
-from jdag.processes.net.large_values import Assembler, Delivery, Parcel
+from jdag.processes.net.large_values import STEP, Assembler, Delivery, Parcel
 from jdag.processes.net.receiving import FrameCounters, FrameReader
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
     CHUNK_MAX_BYTES,
+    FRAME_BYTES,
     FrameKind,
     pack_header,
 )
@@ -128,3 +133,86 @@ def test_a_message_brings_as_many_values_as_land():
     with fails_with(ProtocolError, "processes.a_primal_with_0_values"):
         read_in(reader, events, frame)
     assert events == []
+
+
+PLAN = ContextId(0, 1, 0)
+
+
+def step_frame(
+    sequence: int, number: int, values: list[Any], more: bytes = b""
+) -> bytes:
+    frame = StepFrame(PLAN, 0, tuple(range(len(values))), 0, True)
+    head = CODEC.encode(frame, list(map(type_of, values)))
+    elements = b"".join(chain(*map(parts, values)))
+    body = STEP.pack(number, number - 1) + head + elements + more
+    return pack_header(sequence, 0, len(body), FrameKind.STEP) + body
+
+
+def described(values: list[Any]) -> list[Any]:
+    return [(type_of(value), b"".join(parts(value))) for value in values]
+
+
+VALUES = [
+    [],
+    [jnp.arange(3.0), np.arange(5, dtype=np.int8)],
+    [2.5, jnp.arange(3.0)],  # A weak scalar is not taken from the layout.
+    [jax.random.key(3)],
+]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=len)
+def test_a_step_frame_has_its_own_numbers_and_the_head_of_the_step_before(values):
+    reader, events = made()
+    for number in (1, 2, 3):
+        read_in(reader, events, step_frame(number, number, values))
+    for number, delivery in enumerate(events, 1):
+        slots = tuple(range(len(values)))
+        assert delivery.message == StepFrame(PLAN, number, slots, number - 1, True)
+        assert described(delivery.values) == described(values)
+    assert [delivery.number for delivery in events] == [1, 2, 3]
+    assert len(reader.assembler._heads) == 1
+
+
+@pytest.mark.parametrize("values", VALUES, ids=len)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_step_frame_with_more_or_fewer_bytes_than_its_head_says_is_refused(
+    values: list[Any], is_known: bool
+):
+    whole = step_frame(1, 7, values)[FRAME_BYTES:]
+    longer = step_frame(1, 7, values, b"\0")[FRAME_BYTES:]
+    for body in (longer, *[whole[:length] for length in range(len(whole))]):
+        reader, events = made()
+        if is_known:
+            read_in(reader, events, step_frame(1, 6, values))
+        sequence = 1 + is_known
+        frame = pack_header(sequence, 0, len(body), FrameKind.STEP) + body
+        with pytest.raises(ProtocolError):
+            read_in(reader, events, frame)
+        assert len(events) == is_known
+
+
+def test_only_a_step_frame_has_the_kind_of_one():
+    reader, events = made()
+    body = STEP.pack(1, 0) + CODEC.encode(primal(1, slots=0))
+    with pytest.raises(ProtocolError, match="a Primal is no step frame"):
+        read_in(reader, events, pack_header(1, 0, len(body), FrameKind.STEP) + body)
+
+
+def test_a_value_of_a_step_is_no_larger_than_any_other_may_be():
+    reader, events = made()
+    reader.assembler._value_bytes_max = 11
+    with pytest.raises(ProtocolError, match="value_bytes_max = 11"):
+        read_in(reader, events, step_frame(1, 1, [jnp.arange(3.0)]))
+
+
+def test_a_step_begins_after_large_values_that_were_sent_before_it():
+    reader, events = made()
+    before, last = sent(4_000)
+    later = last[FRAME_BYTES:]
+    read_in(reader, events, before, step_frame(3, 1, [jnp.arange(3.0)]))
+    assert events == []
+    read_in(reader, events, chunk(4, later))
+    assert [type(delivery.message).__name__ for delivery in events] == [
+        "Primal",
+        "StepFrame",
+    ]
