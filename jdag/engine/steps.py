@@ -104,7 +104,7 @@ class Steps(Struct, eq=False):
         message: Prepare,
         results: tuple[int, ...] | None = None,
         reporters: Sequence[Worker] = (),
-    ) -> Table:
+    ) -> None:
         """Compile this worker's part of a plan. Only the owner has `results`."""
         state, context = self._state, message.context
         constants = {
@@ -118,7 +118,6 @@ class Steps(Struct, eq=False):
             id = state.number_job()
             job = CompileSegment(id, context, 0, (index,), segment.function)
             state.compute(job, partial(self._compiled, context), None)
-        return table
 
     def _compiled(self, context: ContextId, failure: Failure | None, _: Job) -> None:
         table = self.tables.get(context)
@@ -126,7 +125,7 @@ class Steps(Struct, eq=False):
             self._report(table, Stepped(context, 0, failure))
 
     def _report(self, table: Table, message: Stepped) -> None:
-        if table.owner == self._state.worker:
+        if table.is_owner:
             self.stepped(table.owner, message)
         else:
             self._state.send(table.owner, message)
@@ -219,10 +218,7 @@ class Steps(Struct, eq=False):
                 self._state.compute(job, done, None)
                 continue  # The driver frees the inputs when the job begins.
             if freed:
-                nbytes, activation = table.size(freed)
-                driver.account(-nbytes, -activation)
-                if driver.has_keys:
-                    self._state.drop(step.keys(freed))
+                self._free(step, freed)
             if row.segment is None:
                 self.finished(step, inputs)
             elif not row.runs:

@@ -224,9 +224,12 @@ class Jobs:
             self.due.popleft()()
 
     def _run_item(self, item: _Item) -> None:
+        self._finish(item, self._outcome(item), False)
+
+    def _outcome(self, item: _Item) -> _Outcome:
         outcome = self._computed(item.work.compute, item.kind)
         self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
-        self._finish(item, outcome, False)
+        return outcome
 
     def add_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
         """Begin a short row of a plan. Return False if the row must be a job."""
@@ -295,10 +298,8 @@ class Jobs:
                 if not self._open:
                     return
             for item in items:
-                outcome = self._computed(item.work.compute, item.kind)
-                self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
-                self._loop.post(partial(self._finish_long, item, outcome))
-                del item, outcome
+                self._loop.post(partial(self._finish_long, item, self._outcome(item)))
+                del item
             del items
 
     def _finish_long(self, item: _Item, outcome: _Outcome) -> None:

@@ -16,11 +16,11 @@ class StepRunner(StepValues):
     def __init__(self, machine: Machine, jobs: Jobs, peers: PeerTable) -> None:
         super().__init__(machine)
         self.run, self.has_keys = jobs.add_row, jobs.rows_are_jobs
-        self._jobs, self._peers = jobs, peers
+        self._peers = peers
         self._connections = peers.connections
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
-        if self._jobs.rows_are_jobs:
+        if self.has_keys:
             return False
         peer = self._connections.get(hop.to) or self._peers.peer(hop.to)
         hop.encoded = peer.step(hop.frame, number, base, values, hop.encoded)

@@ -15,6 +15,7 @@ Data that cannot be encoded or decoded raises a ProtocolError.
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import count
+from struct import Struct
 from typing import Any
 
 from msgspec.msgpack import Decoder, Encoder
@@ -51,7 +52,7 @@ from jdag.wire.trees import COUNT_BYTES, tree_size, write_tree
 
 WHOLE_MAX = 256  # Number of failures per message that are sent with full texts.
 COPIED_BYTES = 1 << 16  # For fewer bytes a copy is faster than a view.
-STEP_BYTES = 16  # Number and base of a step frame, before its head.
+STEP = Struct("<QQ")  # Number and base of a step frame, before its head.
 
 Data = Callable[..., Any]  # `write_tree`, or a replacement for it.
 Close = Callable[[Any, Data], Any]
@@ -173,7 +174,7 @@ def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes of the values, and the bytes of message, headers and values."""
     if isinstance(message, StepFrame):
         elements, nbytes = _size(blank(message), values)
-        return elements, STEP_BYTES + nbytes
+        return elements, STEP.size + nbytes
     return _size(message, values)
 
 

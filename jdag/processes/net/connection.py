@@ -44,7 +44,6 @@ from jdag.processes.net.large_values import (
     FORGOTTEN,
     FREED,
     OFFERED,
-    STEP,
     Assembler,
     BulkQueue,
     Parcel,
@@ -66,7 +65,7 @@ from jdag.processes.net.streams import Stream
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header
-from jdag.wire.messages import Codec, blank
+from jdag.wire.messages import STEP, Codec, blank
 
 LAST_READS_MAX = 64
 OUT_BYTES = 512 * 1024  # No chunk is added while more output than this is buffered.

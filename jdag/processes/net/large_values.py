@@ -37,14 +37,13 @@ from jdag.processes.net.shared_memory import (
     SharedSegment,
 )
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
-from jdag.wire.messages import STEP_BYTES, Codec
+from jdag.wire.messages import STEP, Codec
 from jdag.wire.order import Order
 from jdag.wire.trees import COUNT_BYTES
 
 BULK_BYTES = 256 * 1024
 INLINE_BYTES = 1024 * 1024  # Maximum total size of the values inside a message.
 HEADS_MAX = 4096  # Number of decoded heads of step frames that are kept.
-STEP = struct.Struct("<QQ")  # Number and base of a step frame.
 WINDOW_BYTES = 4 * 1024 * 1024
 COPY_BYTES = 2 * 1024 * 1024  # Bytes copied to shared memory per loop iteration.
 # Frames about segments of shared memory. Lent: the segment holds a value. Freed: the
@@ -219,9 +218,9 @@ class Assembler:
 
     def step(self, payload: bytes) -> Sequence[Delivery]:
         """Decode a step frame. Its head is the same in each step, and decoded once."""
-        end = STEP_BYTES + COUNT_BYTES
-        end += int.from_bytes(payload[STEP_BYTES:end], "little")
-        head = payload[STEP_BYTES:end]
+        end = STEP.size + COUNT_BYTES
+        end += int.from_bytes(payload[STEP.size : end], "little")
+        head = payload[STEP.size : end]
         if head not in self._heads:
             frame, kinds, _ = self._codec.decode(head)
             if not isinstance(frame, StepFrame):

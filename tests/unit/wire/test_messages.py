@@ -34,7 +34,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import SHOWN_MAX, ProtocolError
 from jdag.wire.arrays import type_of
-from jdag.wire.messages import STEP_BYTES, WHOLE_MAX, Codec, blank, size
+from jdag.wire.messages import STEP, WHOLE_MAX, Codec, blank, size
 from jdag.wire.specs import spec_of
 from tests.tools.compute_cases import pair_of
 from tests.tools.error_texts import fails_with
@@ -77,7 +77,7 @@ def test_what_was_written_is_read_and_has_its_size_and_nothing_less_or_more_is_r
     written = CODEC.encode(message)
     nbytes = len(written)
     if isinstance(message, StepFrame):  # Its numbers come first, of 8 bytes each.
-        nbytes = STEP_BYTES + len(CODEC.encode(blank(message)))
+        nbytes = STEP.size + len(CODEC.encode(blank(message)))
     assert size(message, ()) == (0, nbytes)
     with pytest.raises(ProtocolError):
         read_message(CODEC, written[: data.draw(st.integers(0, len(written) - 1))])

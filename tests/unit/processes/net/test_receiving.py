@@ -11,7 +11,7 @@ import pytest
 from jdag.compute.buffers import Buffers, parts
 from jdag.engine.protocol import ContextId, StepFrame
 from jdag.errors import ProtocolError
-from jdag.processes.net.large_values import STEP, Assembler, Delivery, Parcel
+from jdag.processes.net.large_values import Assembler, Delivery, Parcel
 from jdag.processes.net.receiving import FrameCounters, FrameReader
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
@@ -21,7 +21,7 @@ from jdag.wire.frames import (
     FrameKind,
     pack_header,
 )
-from jdag.wire.messages import Codec
+from jdag.wire.messages import STEP, Codec
 from tests.tools.connection_cases import assert_same, primal
 from tests.tools.error_texts import fails_with
 
