@@ -24,7 +24,10 @@ from jdag.engine.steps import StepDriver, Steps
 
 # Events from drivers. Before any other event, staged steps of plans are committed.
 _DRIVER_EVENTS = frozenset(
-    (protocol.Lost, protocol.Joined, protocol.Expired, protocol.TimedOut)
+    (
+        *(protocol.Acknowledged, protocol.Lost, protocol.Joined),
+        *(protocol.Expired, protocol.TimedOut),
+    )
 )
 
 
@@ -109,6 +112,15 @@ class Engine:
             return [(phase_of(part), kind)]
         if kind is protocol.Lost or kind is protocol.Joined:
             return [(phase_of(part), kind) for part in state.contexts.values()]
+        if kind is protocol.Acknowledged:
+            sent = [*state.unhandled.get(cause.sender, ())][: cause.count]
+            frames = [frame for frame, _, _ in sent if frame is not None]
+            parts = state.contexts.values()
+            return [
+                (phase_of(part), kind)
+                for part in parts
+                if any([frame in frames for frame in part.frames.values()])
+            ]
         if kind is protocol.Computed:
             part = state.jobs[cause.job][1]
             return [(phase_of(part), kind)] if isinstance(part, Fragment) else []
@@ -182,6 +194,7 @@ class Engine:
             protocol.Answered: frames.answered,
             protocol.Awaited: frames.awaited,
             protocol.Attached: frames.attached,
+            protocol.Acknowledged: frames.acknowledged,
             protocol.Returned: frames.returned,
             protocol.Opened: teardown.opened,
             protocol.Left: teardown.left,
@@ -203,7 +216,6 @@ class Engine:
             protocol.Call: forward.call,
             protocol.Ship: forward.ship,
             protocol.Primal: forward.primal,
-            protocol.Acknowledge: frames.acknowledged,
             protocol.Run: frames.run,
             protocol.Return: self._program_ended,
             protocol.Tell: frames.tell_arrived,

@@ -1,15 +1,13 @@
 """Forward: runs calls and transfers, and records the graph.
 
 Inputs:  Call, Ship and Primal of any worker.
-Outputs: Forward jobs, Primal messages and acknowledgements.
+Outputs: Forward jobs and Primal messages.
 
 Invariants
 - Data may arrive before its call. The data then creates a recv without avals, and the
   call adds the avals.
 - A call runs when all its inputs have settled. If an input failed, the call does not
   run, and its results fail with the first failure by position.
-- A call or ship of a released context is acknowledged too: its sender may wait for the
-  acknowledgement and not have received the release yet.
 """
 
 from collections.abc import Callable
@@ -57,7 +55,6 @@ class Forwarding(Struct, eq=False):
             state.drop(landing(message))
         else:
             self._call(fragment, message)
-        state.acknowledge(sender, context, message.path)
 
     def _call(self, fragment: Fragment, message: Call) -> None:
         context, path = message.context, message.path
@@ -191,7 +188,6 @@ class Forwarding(Struct, eq=False):
             failures = (state.released_failure(message.context),) * len(message.keys)
             primal = Primal(message.context, message.path, state.worker, failures)
             state.send(message.destination, primal)
-        state.acknowledge(sender, message.context, message.path)
 
     def _ship(self, fragment: Fragment, message: Ship) -> None:
         values = tuple([self.value(fragment, key) for key in message.keys])

@@ -146,8 +146,7 @@ _Copies = dict[tuple[Worker, bool], Key]
 class FrameRecord(Struct, eq=False):
     path: Path
     issuer: Worker | None  # The caller's worker, or None at the top level.
-    # Key: path and receiver. A ship has a value: the waiting callee and its slot count.
-    unacknowledged: dict[tuple[Path, Worker], tuple[Worker, int] | None] = {}
+    unhandled: int = 0  # Sent calls, ships and hooks that are not known to be handled.
     launched: dict[Path, Worker] = {}  # The running programs that this frame called.
     news: list[Return | Tell] = []  # Messages that the program has not taken.
     taken: int = 0  # Number of `news` that the program has taken.

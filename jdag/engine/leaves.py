@@ -75,8 +75,7 @@ class Leaves(Struct, eq=False):
         parts.setdefault(state.worker, [])
         messages = {to: Assign(event.path, tuple(each)) for to, each in parts.items()}
         for worker in messages:
-            if worker != state.worker:
-                state.assignments[event.path, worker] = None
+            state.expect_handling(worker, event.path)
         state.send_each(messages)
         state.send(state.worker, messages[state.worker])
         outputs = [key for part in event.parts for key in part.outputs]
@@ -110,7 +109,6 @@ class Leaves(Struct, eq=False):
             else:
                 run = partial(self._run, update)
                 self._state.when_settled(update.inputs, run)
-        self._state.acknowledge(issuer, None, message.path)
 
     def _resolve_inputs(self, update: Update, constants: Mapping[Key, Value]) -> None:
         contexts = self._state.contexts

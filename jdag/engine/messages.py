@@ -5,8 +5,6 @@ them with it, and stores them at the receiver under the keys `landing(message)`.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import Annotated, Any, Literal, TypeVar
 
 from msgspec import Meta
@@ -109,25 +107,6 @@ class Ship(OfCall, tag=1):
     function: Name  # The name of the called function.
     call_site: Name
     discarded: Keys = ()
-
-
-class Acknowledge(Record, tag=2):
-    """Tells the issuer that the calls, ships or assignments of these paths arrived.
-
-    The context is None for assignments and commits.
-    """
-
-    context: ContextId | None
-    paths: Several[Path]
-
-
-def acknowledged_at_once(messages: Sequence[Acknowledge]) -> list[Acknowledge]:
-    if len(messages) == 1:
-        return [*messages]
-    return [
-        Acknowledge(context, tuple([path for each in group for path in each.paths]))
-        for context, group in groupby(messages, attrgetter("context"))
-    ]
 
 
 class Primal(OfCall, tag=3):
@@ -391,6 +370,9 @@ class Settle(Numbered, tag=26):
     over: bool  # Whether to forget the plan afterwards.
 
 
+# Messages that the receiver's driver acknowledges when it has handled them.
+ACKNOWLEDGED = frozenset((Call, Ship, Attach, Assign, Settle))
+
 # Messages that only the owner of their context or plan may send.
 FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Settle))
 
@@ -398,7 +380,7 @@ FROM_OWNER = frozenset((Start, Go, End, Release, Prepare, Settle))
 Credited = Start | Mark | Go | Cotangent | Answer
 
 Message = (
-    Call | Ship | Acknowledge | Primal | Run | Return | Read | Reading | Assign | Forget
+    Call | Ship | Primal | Run | Return | Read | Reading | Assign | Forget
     | Attach | Start | Mark | Go | Cotangent | Answer | Fail | End | Ended | Release
     | Released | Discard | Tell | Listing | Prepare | StepFrame | Stepped | Settle
 )  # fmt: skip

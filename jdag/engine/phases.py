@@ -12,7 +12,7 @@ from msgspec import field
 
 from jdag.engine.graph import Fragment
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Answer,
     Answered,
     Asked,
@@ -123,31 +123,31 @@ _WORKERS = (Lost, Joined)  # These events concern all contexts.
 # The events and messages that an engine may receive about a context in this phase.
 TAKES: Mapping[Phase | PartPhase, tuple[type, ...]] = {
     Phase.OPEN: (
-        *(Computed, Primal, Acknowledge, Awaited, Asked, Returned, Differentiated),
+        *(Computed, Primal, Acknowledged, Awaited, Asked, Returned, Differentiated),
         *(Left, *_FRAMES, *_CALLS, *_WORKERS),
     ),
-    Phase.GATHERING: (Computed, Primal, Acknowledge, Expired, Left, *_WORKERS),
+    Phase.GATHERING: (Computed, Primal, Acknowledged, Expired, Left, *_WORKERS),
     Phase.ANNOUNCING: (Computed, Primal, Answer, Fail, Expired, Left, *_WORKERS),
     Phase.MARKING: (Computed, Primal, Mark, Answer, Fail, Expired, Left, *_WORKERS),
     Phase.RUNNING: (
         *(Computed, Primal, Cotangent, Answer, Fail, Expired, Left, *_WORKERS),
     ),
     Phase.ENDING: (
-        *(Computed, Primal, Acknowledge, Mark, Cotangent, Answer, Fail, Ended),
+        *(Computed, Primal, Acknowledged, Mark, Cotangent, Answer, Fail, Ended),
         *(Expired, Left, *_WORKERS),
     ),
     Phase.FAILED: (
-        *(Computed, Primal, Acknowledge, Differentiated, Returned, Left),
+        *(Computed, Primal, Acknowledged, Differentiated, Returned, Left),
         *(*_FRAMES, *_CALLS, *_WORKERS),
     ),
     Phase.LEAVING: (
-        *(Computed, Primal, Acknowledge, Mark, Cotangent, Answer, Fail, Ended),
+        *(Computed, Primal, Acknowledged, Mark, Cotangent, Answer, Fail, Ended),
         *(Released, *_CALLS, *_WORKERS),
     ),
     Phase.RELEASED: (Computed, Issued, Returned, Released),
     PartPhase.ABSENT: (Primal, Call, Ship, Run, Attach, Release),
     PartPhase.OPEN: (
-        *(Computed, Primal, Acknowledge, Start, Mark, Cotangent, Fail, End, Release),
+        *(Computed, Primal, Acknowledged, Start, Mark, Cotangent, Fail, End, Release),
         *(Asked, Returned, *_FRAMES, *_CALLS, *_WORKERS),
     ),
     PartPhase.PASS: (
@@ -160,7 +160,7 @@ TAKES: Mapping[Phase | PartPhase, tuple[type, ...]] = {
     ),
     PartPhase.LEAVING: (Computed, Primal, Release, Listing, *_WORKERS),
     PartPhase.RELEASED: (
-        *(Computed, Primal, Acknowledge, Call, Ship, Run, Attach, Mark, Cotangent),
+        *(Computed, Primal, Call, Ship, Run, Attach, Mark, Cotangent),
         *(Fail, Release, Issued, Returned, Listing),
     ),
 }

@@ -29,7 +29,7 @@ from jdag.engine.protocol import (
     Worker,
 )
 from jdag.engine.state import State
-from jdag.engine.steps import Steps, path_of
+from jdag.engine.steps import Steps
 from jdag.engine.tables import Hop, StepState, begins_with_owner
 from jdag.errors import WorkerLost
 
@@ -155,9 +155,8 @@ class Plans(Struct, eq=False):
         for worker, part in plan.workers.items():
             if worker == state.worker or (commits and not part.stages):
                 continue
+            state.expect_handling(worker, (0, context.counter, plan.number))
             state.send(worker, message)
-            if commits and worker not in state.lost:
-                state.assignments[path_of(message), worker] = None
         self._steps.settled(message)
 
     def commit(self, event: Event) -> None:

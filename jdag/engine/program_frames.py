@@ -1,8 +1,8 @@
 """Program frames: the calls that programs here issue, and the programs that run here.
 
 Inputs:  Issued, Launched, Collected, Asked, Answered, Attached and Returned from
-         programs here; Run, Return, Tell, Attach and Acknowledge; TimedOut from the
-         driver.
+         programs here; Run, Return, Tell and Attach; Acknowledged and TimedOut from
+         the driver.
 Outputs: Call, Ship, Run, Return, Tell and Attach messages, Spawn, Resume, Alarm.
 
 Invariants
@@ -19,7 +19,7 @@ Invariants
 - If a participating worker is lost, the program returns this failure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 
@@ -32,7 +32,7 @@ from jdag.engine.locks import Locks
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
     LEAF_KINDS,
-    Acknowledge,
+    Acknowledged,
     Alarm,
     Answered,
     Asked,
@@ -59,8 +59,8 @@ from jdag.engine.protocol import (
     TimedOut,
     Worker,
 )
-from jdag.engine.state import State
-from jdag.errors import ContextError, WorkerLost
+from jdag.engine.state import State, Unhandled
+from jdag.errors import ContextError, ProtocolError, WorkerLost
 
 
 class ProgramFrames(Struct, eq=False):
@@ -133,7 +133,7 @@ class ProgramFrames(Struct, eq=False):
     ) -> None:
         is_remote = to != self._state.worker
         if is_remote:
-            frame.unacknowledged[path, to] = waits
+            self._state.expect_handling(to, path, frame, waits)
             frame.workers[to] = None
         self._state.send(to, message, values)
         if values and is_remote:
@@ -194,26 +194,32 @@ class ProgramFrames(Struct, eq=False):
 
         If `idle`, also wait until the programs that it called have ended.
         """
-        busy = frame.unacknowledged or self._state.assignments
+        busy = frame.unhandled or self._state.assignments
         if busy or (idle and frame.launched):
             self._waits.append((frame, callback, idle))
         else:
             callback()
 
     def unacknowledged(self, frame: FrameRecord) -> list[str]:
-        named = [f"call {path} on {to!r}" for path, to in frame.unacknowledged]
-        leaves = self._state.assignments
-        return [*named, *(f"assignment {path} on {to!r}" for path, to in leaves)]
+        return [
+            f"{'call' if issuer is frame else 'assignment'} {path} on {to!r}"
+            for to, sent in self._state.unhandled.items()
+            for issuer, path, _ in sent
+            if issuer is frame or issuer is None
+        ]
 
     def discard_waits(self, frame: FrameRecord) -> None:
         self._waits = [entry for entry in self._waits if entry[0] is not frame]
 
-    def acknowledged(self, sender: Worker, message: Acknowledge) -> None:
-        for path in message.paths:
-            if message.context is None:
-                self._state.assignments.pop((path, sender), None)
-            elif (frame := self._state.frame(message.context, path[:-1])) is not None:
-                frame.unacknowledged.pop((path, sender), None)
+    def acknowledged(self, event: Acknowledged) -> None:
+        sent = self._state.unhandled.get(event.sender, ())
+        if event.count > len(sent):
+            raise ProtocolError(
+                f"{event.sender!r} acknowledged {event.count} messages, but only "
+                f"{len(sent)} are unacknowledged"
+            )
+        for _ in range(event.count):
+            self._state.handled(sent.popleft())
         if self._waits:
             self.resume_waits()
 
@@ -237,7 +243,6 @@ class ProgramFrames(Struct, eq=False):
             hooked = key.name if key.kind in LEAF_KINDS else key
             attached = (*fragment.hooks.get(hooked, ()), message.hook)
             fragment.hooks[hooked] = tuple(sorted(attached, key=attrgetter("path")))
-        self._state.acknowledge(sender, message.context, message.hook.path)
 
     # ------------------------------------------------------------------- programs
 
@@ -341,24 +346,30 @@ class ProgramFrames(Struct, eq=False):
     # ----------------------------------------------------------------------- ends
 
     def lost(self, worker: Worker) -> None:
+        unhandled = self._state.unhandled.pop(worker, ())
+        for sent in unhandled:
+            self._state.handled(sent)
         for fragment in self._state.contexts.values():
             for frame in tuple(fragment.frames.values()):
-                self._lost(fragment, frame, worker)
-        for pending in [key for key in self._state.assignments if key[1] == worker]:
-            del self._state.assignments[pending]
+                self._lost(fragment, frame, worker, unhandled)
         self.resume_waits()
 
-    def _lost(self, fragment: Fragment, frame: FrameRecord, worker: Worker) -> None:
+    def _lost(
+        self,
+        fragment: Fragment,
+        frame: FrameRecord,
+        worker: Worker,
+        unhandled: Iterable[Unhandled],
+    ) -> None:
         state = self._state
         failure = state.lost_failure(worker)
         if worker in frame.workers:
             frame.lost = frame.lost or failure
-        for pending in [key for key in frame.unacknowledged if key[1] == worker]:
-            waits = frame.unacknowledged.pop(pending)
-            if waits is not None and waits[0] != state.worker:
+        for issuer, path, waits in unhandled:
+            if issuer is frame and waits is not None and waits[0] != state.worker:
                 # The ship may not have arrived: fail the slots of the waiting callee.
                 failures = (failure,) * waits[1]
-                primal = Primal(fragment.context, pending[0], worker, failures)
+                primal = Primal(fragment.context, path, worker, failures)
                 state.send(waits[0], primal)
         for path, callee in tuple(frame.launched.items()):
             if callee == worker:

@@ -167,6 +167,16 @@ class Arrived(Struct, frozen=True):
     values: Sequence[Any] = ()
 
 
+class Acknowledged(Struct, frozen=True):
+    """The next `count` messages of `ACKNOWLEDGED` to `sender` have been handled there.
+
+    They are counted in the order of sending.
+    """
+
+    sender: Worker
+    count: int
+
+
 class Lost(Struct, frozen=True):
     """An incarnation of a worker is lost for ever. `why` is the cause, if known."""
 
@@ -367,10 +377,10 @@ class Left(Wait, frozen=True):
 
 
 Event = (
-    Computed | Arrived | Lost | Joined | Opened | Issued | Discarded | Launched
-    | Collected | TimedOut | Asked | Answered | Returned | Awaited | Fetched | Assigned
-    | Dropped | Attached | Differentiated | Expired | Left | Planned | Compiled
-    | Stepping | Unplanned
+    Computed | Arrived | Acknowledged | Lost | Joined | Opened | Issued | Discarded
+    | Launched | Collected | TimedOut | Asked | Answered | Returned | Awaited | Fetched
+    | Assigned | Dropped | Attached | Differentiated | Expired | Left | Planned
+    | Compiled | Stepping | Unplanned
 )  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from jdag.engine.graph import (
 )
 from jdag.engine.phases import OwnedFragment
 from jdag.engine.protocol import (
-    Acknowledge,
     Compute,
     ContextId,
     Drop,
@@ -65,6 +64,9 @@ class Horizon(NamedTuple):
 
 
 Done = Callable[[Failure | None, Job], None]
+# A sent message: the frame that issued it (None: an assignment, or the end of a step),
+# its path, and for a ship the waiting callee and its number of slots.
+Unhandled = tuple[FrameRecord | None, Path, tuple[Worker, int] | None]
 
 
 class State:
@@ -84,7 +86,10 @@ class State:
         self.workers[self.number] = self.worker
         self.contexts: dict[ContextId | None, Fragment] = {}  # Never None.
         self.leaves: dict[LeafId, LeafVersions] = {}
-        self.assignments: dict[tuple[Path, Worker], None] = {}  # Not acknowledged.
+        # By receiver, in order, the sent messages of `ACKNOWLEDGED` that are not known
+        # to be handled. `assignments` counts those that belong to no frame.
+        self.unhandled: dict[Worker, deque[Unhandled]] = {}
+        self.assignments = 0
         self.opened = 0  # The counter of the newest context opened here.
         self.horizons: dict[tuple[int, int], Horizon] = {}
         self.lost: dict[Worker, str] = {}  # The cause of each worker's loss.
@@ -147,9 +152,27 @@ class State:
         elif to not in self.lost:
             self.out.append(Send(to, message, values, zeros))
 
-    def acknowledge(self, to: Worker, context: ContextId | None, path: Path) -> None:
+    def expect_handling(
+        self,
+        to: Worker,
+        path: Path,
+        frame: FrameRecord | None = None,
+        waits: tuple[Worker, int] | None = None,
+    ) -> None:
+        """Record that a message of `ACKNOWLEDGED` is about to be sent."""
         if to != self.worker and to not in self.lost:
-            self.out.append(Send(to, Acknowledge(context, (path,)), (), ()))
+            self.unhandled.setdefault(to, deque()).append((frame, path, waits))
+            if frame is not None:
+                frame.unhandled += 1
+            else:
+                self.assignments += 1
+
+    def handled(self, sent: Unhandled) -> None:
+        frame = sent[0]
+        if frame is not None:
+            frame.unhandled -= 1
+        else:
+            self.assignments -= 1
 
     def send_each(self, messages: Mapping[Worker, Message]) -> None:
         """Send all messages except this worker's own, whose values are kept here."""

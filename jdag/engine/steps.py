@@ -29,7 +29,6 @@ from msgspec.structs import replace
 from jdag.engine.graph import Value, Version
 from jdag.engine.leaves import Leaves
 from jdag.engine.protocol import (
-    Acknowledge,
     CompileSegment,
     ContextId,
     Failure,
@@ -38,7 +37,6 @@ from jdag.engine.protocol import (
     LeafId,
     Listed,
     NewestKey,
-    Path,
     Prepare,
     RunSegment,
     Send,
@@ -315,8 +313,6 @@ class Steps(Struct, eq=False):
 
     def settle(self, sender: Worker, message: Settle) -> None:
         self.settled(message)
-        if message.commits:
-            self._state.send(sender, Acknowledge(None, (path_of(message),)))
 
     def settled(self, message: Settle) -> None:
         table = self.tables.get(message.context)
@@ -478,8 +474,3 @@ class Steps(Struct, eq=False):
             if read.leaf in step.versions and table.places[read.slot] in row.inputs:
                 keys.append(step.versions[read.leaf].stored)
         return tuple(keys)
-
-
-def path_of(message: Settle) -> Path:
-    """The path in the Acknowledge of a commit. No assignment has such a path."""
-    return (0, message.context.counter & (1 << 32) - 1, message.number)

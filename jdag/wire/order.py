@@ -5,7 +5,9 @@ complete first. It is delivered then, unless it depends on an incomplete message
 
 Inputs:  `arrived(item, whole)` for each message, in the order of the link; then
          `completed(item)` for each message that was incomplete.
-Outputs: the items that may be delivered now, in a valid order.
+Outputs: the items that may be delivered now, in a valid order. If `handing` is called
+         with each item just before it is handled, `handled` is the number of the peer's
+         messages of `ACKNOWLEDGED` up to which all have been handled.
 
 An item is any object with a `message`; items are compared by identity. Invariants: each
 is delivered once, when it is complete; of two ordered items (`RULES`) the earlier one
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    ACKNOWLEDGED,
     Assign,
     ContextId,
     Forget,
@@ -52,8 +54,6 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     # follows the call whose edge it traverses; End follows the messages of its pass.
     # Contexts share only leaves.
     **dict.fromkeys(get_args(Message), lambda message: (message.context,)),
-    # The issuer of an assignment waits only for the arrival of its Acknowledge.
-    Acknowledge: lambda ack: () if ack.context is None else (ack.context,),
     # Between the messages that create the values and the messages that drop them.
     Read: _read,
     # The answer to a request is independent of all other messages.
@@ -84,9 +84,13 @@ class _Pending:
 class Order:
     """The delivery order of one peer's messages. `len` counts the waiting items."""
 
-    __slots__ = ("_count", "_held_max", "_last", "_partial")
+    __slots__ = ("_count", "_held_max", "_last", "_overtaken", "_partial", "handled")
 
     def __init__(self, held_max: int = HELD_MAX) -> None:
+        self.handled = 0
+        # The items of ACKNOWLEDGED since the first that waits, by `id`, and whether each
+        # has been handled. All earlier items are handled before these.
+        self._overtaken: dict[int, tuple[Any, bool]] = {}
         self._held_max = held_max
         self._count = 0
         self._partial: dict[int, _Pending] = {}  # By the `id` of the item.
@@ -101,6 +105,8 @@ class Order:
         if whole and not self._count:
             return (item,)
         message, last = item.message, self._last
+        if message.__class__ in ACKNOWLEDGED:
+            self._overtaken[id(item)] = item, False
         lanes = RULES[message.__class__](message)
         in_lanes = [last.get(lane) or last.get("all") for lane in lanes]
         before = last.values() if lanes is ALL else in_lanes
@@ -123,6 +129,19 @@ class Order:
         if not whole:
             self._partial[id(item)] = pending
         return ()
+
+    def handing(self, item: Any) -> None:
+        """Count an item that is about to be handled."""
+        if item.message.__class__ not in ACKNOWLEDGED:
+            return
+        overtaken = self._overtaken
+        if id(item) not in overtaken:
+            self.handled += 1
+            return
+        overtaken[id(item)] = item, True
+        while overtaken and overtaken[first := next(iter(overtaken))][1]:
+            del overtaken[first]
+            self.handled += 1
 
     def completed(self, item: Any) -> Sequence[Any]:
         pending = self._partial.pop(id(item))
