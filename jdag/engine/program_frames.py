@@ -19,6 +19,7 @@ Invariants
 - If a participating worker is lost, the program returns this failure.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
@@ -212,7 +213,7 @@ class ProgramFrames(Struct, eq=False):
         self._waits = [entry for entry in self._waits if entry[0] is not frame]
 
     def acknowledged(self, event: Acknowledged) -> None:
-        sent = self._state.unhandled.get(event.sender, ())
+        sent = self._state.unhandled.get(event.sender) or deque()
         if event.count > len(sent):
             raise ProtocolError(
                 f"{event.sender!r} acknowledged {event.count} messages, but only "

@@ -8,8 +8,8 @@ interleave does not matter, since no engine sees it.
 A journal has a head, one line for each input, and a line with the reason for its end.
 An input is a JSON list; in this text form, spaces separate its parts:
 
-    m SENDER NUMBER KIND CONTEXT PASS PATH  a message, by its number on its link; for an
-                                            acknowledgement PATH is the count of paths
+    m SENDER NUMBER KIND CONTEXT PASS PATH  a message, by its number on its link
+    a SENDER COUNT                          the acknowledgement of so many messages
     j NUMBER OUTCOME                        the end of a job: ok, or its error
     p KIND CONTEXT PASS PATH                an event of a program, or of an alarm
     l WORKER, J WORKER                      that incarnation is lost, or has joined
@@ -35,7 +35,7 @@ from typing import Any
 from msgspec.json import Encoder
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Arrived,
     Computed,
     ContextId,
@@ -47,13 +47,13 @@ from jdag.errors import ScenarioError, reason, repr_of
 from jdag.runtime.recorder import HAS
 from jdag.runtime.versions import version_of
 
-_FORMAT = 3
+_FORMAT = 4
 SUFFIX = ".journal"
 END, FULL = "end", "full"
 JOURNAL_BYTES_MAX = 1 << 30
 
 _LINE = re.compile(
-    r"m \S+ \d+ (Acknowledge \S+ \d+ \([1-9]\d*,\)|(?!Ack)\w+ \S+ \d+ \([\d, ]*\))"
+    r"m \S+ \d+ \w+ \S+ \d+ \([\d, ]*\)|a \S+ [1-9]\d*"
     r"|j \d+ \S+|p \w+ \S+ \d+ \([\d, ]*\)|l \S+|J [^#/\s]+#[1-9]\d*"
 )
 
@@ -78,20 +78,18 @@ def rows(inputs: Iterable[Input]) -> list[tuple[Any, ...]]:
             message, sender = event.message, event.sender
             number = causes[0] if causes else 0
             kind = message.__class__
-            if kind is Acknowledge:
-                count = (len(message.paths),)
-                row = "m", sender, number, "Acknowledge", message.context, 0, count
-            else:
-                has_context, has_number, has_path = HAS[kind]
-                row = (
-                    "m",
-                    sender,
-                    number,
-                    kind.__name__,
-                    message.context if has_context else None,
-                    message.number if has_number else 0,
-                    message.path if has_path else (),
-                )
+            has_context, has_number, has_path = HAS[kind]
+            row = (
+                "m",
+                sender,
+                number,
+                kind.__name__,
+                message.context if has_context else None,
+                message.number if has_number else 0,
+                message.path if has_path else (),
+            )
+        elif kind is Acknowledged:
+            row = "a", event.sender, event.count
         elif kind is Computed:
             failure = event.failure
             row = "j", event.job, "ok" if failure is None else failure.error

@@ -16,6 +16,7 @@ from typing import Any, get_args
 from jdag.compute.machine import inputs_kept, inputs_used_up, job_name
 from jdag.engine.functions import name_of
 from jdag.engine.protocol import (
+    Acknowledged,
     Arrived,
     Computed,
     ContextId,
@@ -87,6 +88,9 @@ class Recorder:
         if kind is Arrived:
             record_kind = "deliver"
             detail = (event.sender, *(fields or trace_fields(event.message)))
+        elif kind is Acknowledged:
+            record_kind = "deliver"
+            detail = (event.sender, *acknowledgement_fields(event.count))
         elif kind is Lost:
             record_kind, detail = "lost", (event.worker,)
         elif kind is Joined:
@@ -223,6 +227,11 @@ def trace_fields(thing: Message | Event | Effect) -> tuple[str, str, int, Path]:
     if kind is StepFrame:  # The beginning of a step; values of a step, or its end.
         name = "Step" if fields.begins else "Hop" if fields.slots else "Stepped"
     return (name, label, number, fields.path if has_path else ())
+
+
+def acknowledgement_fields(count: int) -> tuple[str, str, int, Path]:
+    """Return the `trace_fields` of a frame without messages."""
+    return ("Acknowledge", "", count, ())
 
 
 @lru_cache(4096)

@@ -88,8 +88,8 @@ class Order:
 
     def __init__(self, held_max: int = HELD_MAX) -> None:
         self.handled = 0
-        # The items of ACKNOWLEDGED since the first that waits, by `id`, and whether each
-        # has been handled. All earlier items are handled before these.
+        # The items of ACKNOWLEDGED since the first that waits, by `id`, with whether
+        # each has been handled. All earlier items are handled before these.
         self._overtaken: dict[int, tuple[Any, bool]] = {}
         self._held_max = held_max
         self._count = 0
