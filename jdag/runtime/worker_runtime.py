@@ -166,18 +166,21 @@ class WorkerRuntime:
         values: Sequence[Any],
         causes: tuple[int, ...] = (),
         fields: tuple[Any, ...] = (),
-    ) -> None:
-        """Store a message's values and handle it. `fields` are known trace fields."""
+    ) -> int:
+        """Store a message's values and handle it. Return the event's record.
+
+        `fields` are known trace fields.
+        """
         keys: tuple[Key, ...] = ()
         if message.__class__ is StepFrame:
             if self.recorder is None and self.journal is None:
                 effects = self.engine.arrived(sender, message, values)
                 if effects and self.alive:
                     self._carry_out(effects, NO_CAUSE)
-                return
+                return NO_CAUSE
             keys = tuple(LANDING[StepFrame](message))
-            self.handle(Arrived(sender, message, values), causes, keys, fields)
-            return
+            event = Arrived(sender, message, values)
+            return self.handle(event, causes, keys, fields)
         if values:
             keys = tuple(LANDING[message.__class__](message))
             for key, value in zip(keys, values, strict=True):
@@ -185,7 +188,7 @@ class WorkerRuntime:
                     self._fetching[key] = value
                 else:
                     self.machine.values.put(key, value)
-        self.handle(Arrived(sender, message), causes, keys, fields)
+        return self.handle(Arrived(sender, message), causes, keys, fields)
 
     def handle(
         self,

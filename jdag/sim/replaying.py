@@ -9,13 +9,11 @@ Inputs:  the journals of all workers; events of programs (`ProgramPort`).
 Outputs: the effects and gradients of the recorded run, or the first event that
          deviates: its worker, the position in the journal, the expected and the actual
          input.
-Invariants: messages other than acknowledgements are numbered in order of sending. An
-acknowledgement message is composed of acknowledgements that the worker has sent, as
-many as arrived in one message. A program whose event is not yet next in the journal
-waits. While the main program waits, its greenlet handles the inputs.
+Invariants: messages are numbered in order of sending. A program whose event is not yet
+next in the journal waits. While the main program waits, its greenlet handles the inputs.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +24,8 @@ from jdag.compute.machine import Machine, Work, blamed_name
 from jdag.engine import Engine
 from jdag.engine.graph_snapshot import GraphSnapshot
 from jdag.engine.protocol import (
-    Acknowledge,
+    ACKNOWLEDGED,
+    Acknowledged,
     Alarm,
     Arrived,
     Computed,
@@ -38,7 +37,6 @@ from jdag.engine.protocol import (
     Listed,
     Lost,
     Message,
-    Path,
     Send,
     Skip,
     Spawn,
@@ -60,7 +58,7 @@ from jdag.runtime.worker_runtime import (
 from jdag.sim.programs import Programs
 
 _Values = tuple[Any, ...]
-_Owed = tuple[ContextId | None, Path]  # An acknowledgement: its context and path.
+_ARRIVED: tuple[Any, _Values] = (None, ())
 
 
 class _Worker:
@@ -76,20 +74,6 @@ class _Worker:
         self.alarms: dict[int, Event] = {}
         # The event of each program that waits for its turn, by waiter; 0: main's.
         self.early: dict[int, str] = {}
-        # By sender and message number: the message's possible positions in the order of
-        # sending. There are several if it overtook messages that never arrived.
-        self.ranks: dict[str, dict[int, range]] = {}
-        numbers: dict[str, list[tuple[int, bool]]] = defaultdict(list)
-        for line in journal.lines:
-            if line[0] == "m":
-                _, sender, text, *_ = line.split(" ", 3)
-                numbers[sender].append((int(text), _is_acknowledgement(line)))
-        for sender, received in numbers.items():
-            self.ranks[sender], rank = {}, 0
-            for before, (number, is_acknowledgement) in enumerate(sorted(received), 1):
-                if not is_acknowledgement:
-                    least, rank = rank, rank + 1
-                    self.ranks[sender][number] = range(least, rank + number - before)
 
     @property
     def line(self) -> str:
@@ -128,10 +112,12 @@ class Replaying:
         self.port = ProgramPort(self._home.host)
         self._programs = Programs(self.port)
         self._soon: deque[Callable[[], object]] = deque()
-        # By sender and receiver; None once a message has arrived.
-        self._sent: dict[tuple[str, str], list[tuple[Message, _Values] | None]]
+        # By sender and receiver, the messages in order of sending.
+        self._sent: dict[tuple[str, str], list[tuple[Any, _Values]]]
         self._sent = defaultdict(list)
-        self._owed: dict[tuple[str, str, str], deque[_Owed]] = defaultdict(deque)
+        # By sender and receiver, the number of handled messages of ACKNOWLEDGED whose
+        # acknowledgement has not arrived.
+        self._owed: Counter[tuple[str, str]] = Counter()
         self._closed = False
         self._deviation: ReplayError | None = None
 
@@ -276,7 +262,7 @@ class Replaying:
             return self._tells(worker)
         event: Any = None
         if kind == "m":
-            return self._message(worker, *rest.split(" ", 2))
+            return self._message(worker, *rest.split(" ", 1))
         if kind == "j":
             number = int(rest.partition(" ")[0])
             if number not in worker.jobs:
@@ -284,6 +270,13 @@ class Replaying:
             event = self._computed(worker, number)
             if entry(event) != worker.line:
                 raise self._deviates(worker, entry(event))
+        elif kind == "a":
+            sender, count = rest.split(" ")
+            owed = self._owed
+            if owed[worker.host.worker, sender] < int(count):
+                return False
+            owed[worker.host.worker, sender] -= int(count)
+            event = Acknowledged(sender, int(count))
         elif kind == "l":
             why = "it was lost when this run was recorded"
             worker.host.lost[rest] = why  # type: ignore[index]
@@ -314,33 +307,18 @@ class Replaying:
                 return True
         return False
 
-    def _message(self, worker: _Worker, sender: str, number: str, text: str) -> bool:
-        receiver = worker.host.worker
-        message: Message
-        values: _Values = ()
-        if _is_acknowledgement(worker.line):
-            _, context, _, count = text.split(" ", 3)
-            owed = self._owed[sender, receiver, context]
-            paths = int(count.strip("(,)"))
-            if len(owed) < paths:
-                return False
-            pairs = [owed.popleft() for _ in range(paths)]
-            message = Acknowledge(pairs[0][0], tuple([path for _, path in pairs]))
-        else:
-            sent, mismatch = self._sent[sender, receiver], ""
-            for rank in worker.ranks[sender][int(number)]:
-                if rank >= len(sent):
-                    return False
-                if (sending := sent[rank]) is not None:
-                    arrival = entry(Arrived(sender, sending[0]), (int(number),))
-                    if arrival == worker.line:
-                        break
-                    mismatch = mismatch or arrival
-            else:
-                raise self._deviates(worker, mismatch)
-            message, values = sending
-            sent[rank] = None
+    def _message(self, worker: _Worker, sender: str, text: str) -> bool:
+        receiver, number = worker.host.worker, int(text.partition(" ")[0])
+        sent = self._sent[sender, receiver]
+        if number > len(sent):
+            return False
+        message, values = sent[number - 1]
+        arrival = entry(Arrived(sender, message), (number,))
+        if arrival != worker.line:
+            raise self._deviates(worker, arrival)
+        sent[number - 1] = _ARRIVED
         self._advance(worker)
+        self._owed[sender, receiver] += message.__class__ in ACKNOWLEDGED
         worker.host.arrived(sender, message, values)
         return True
 
@@ -378,7 +356,7 @@ class Replaying:
         if worker is None:
             # Report programs that deviate rather than workers that wait for them, and
             # messages rather than their acknowledgements.
-            waiting.sort(key=lambda w: (not w.early, _is_acknowledgement(w.line)))
+            waiting.sort(key=lambda w: (not w.early, w.line[:1] == "a"))
             worker = waiting[0] if waiting else self._home
             actual = next(iter(worker.early.values()), "no such input")
         lost = "".join(
@@ -406,11 +384,7 @@ class Replaying:
         """Keep a message until the receiver's journal has its arrival as next input."""
         if send.to in host.lost:
             return
-        if isinstance(message, Acknowledge):
-            owed = self._owed[host.worker, send.to, str(message.context or "-")]
-            owed += [(message.context, path) for path in message.paths]
-        else:
-            self._sent[host.worker, send.to].append((message, values[1]))
+        self._sent[host.worker, send.to].append((message, values[1]))
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         """Start a job. It is computed when the journal has its end as next input."""
@@ -442,7 +416,3 @@ class Replaying:
     def wake(self, host: WorkerRuntime, waiter: int) -> None:
         if waiter in self._programs.parked:
             self._soon.append(partial(self._programs.wake, host, waiter))
-
-
-def _is_acknowledgement(line: str) -> bool:
-    return f" {Acknowledge.__name__} " in line

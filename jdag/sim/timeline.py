@@ -36,12 +36,16 @@ CRASH, EVENT, BEGIN, TIMER = range(4)
 class SimTimeline:
     """The queue of actions. `programs` has the last two programs that were started."""
 
-    __slots__ = ("_heap", "_pushed", "_soon", "events_max", "now_ns", "programs")
+    __slots__ = (
+        *("_heap", "_pushed", "_soon", "after", "events_max", "now_ns", "programs"),
+    )
 
     def __init__(self, events_max: int) -> None:
         self.now_ns = 0
         self.events_max = events_max
         self.programs: deque[Any] = deque(maxlen=2)
+        # Actions to execute at the end of the current action, or of the main program's.
+        self.after: deque[tuple[Any, ...]] = deque()
         self._heap: list[Entry] = []
         self._soon: deque[Entry] = deque()  # Events pushed for now, thus in order.
         self._pushed = 0
@@ -75,6 +79,10 @@ class SimTimeline:
 
     def run(self, chooser: Chooser, results: Container[int], waiter: int) -> None:
         heap, soon, picks = self._heap, self._soon, chooser.picks_events
+        after = self.after
+        while after:
+            action = after.popleft()
+            action[0](*action[1:])
         while (soon or heap) and waiter not in results:  # Bounded by events_max.
             if picks:
                 entry = self._picked(chooser)
@@ -87,6 +95,9 @@ class SimTimeline:
                 entry[ACTION] = None  # A later `cancel` then has no effect.
                 self.now_ns = entry[TIME]
                 action[0](*action[1:])
+                while after:
+                    action = after.popleft()
+                    action[0](*action[1:])
 
     def _picked(self, chooser: Chooser) -> Entry:
         heap = self._heap
@@ -110,3 +121,4 @@ class SimTimeline:
     def clear(self) -> None:
         self._heap.clear()
         self._soon.clear()
+        self.after.clear()

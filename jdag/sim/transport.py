@@ -4,14 +4,18 @@ Each pair of workers has two ends of a reliable link (`jdag.sim.reliable_link`).
 that an end sends occupies its lane (`jdag.sim.network`), is subject to faults
 (`jdag.sim.faults`) and arrives at the other end by an action on the timeline.
 
-The acknowledgements that a worker sends to a peer at the same time are sent as one
-message: before any other message to that peer, or after all other events of that time.
-In untimed runs, or if the network has a control lane, they are sent one by one. With a
-control lane, frames take that lane, and the values of a message take the data lane. A
-frame is dropped, delayed and resent together with its values. Messages may overtake a
-message whose values have not arrived, as between processes (`jdag.wire.order`).
+The messages that a worker sends to a peer during one action of the timeline leave in
+one frame, a bundle, when the action ends. A bundle tells how many messages of
+`ACKNOWLEDGED` of the peer had been handled when its first message was sent; if more are
+handled later in the action, another frame follows. In untimed runs each message, and
+each such number, is a frame of its own.
 
-Inputs:  a call of `send(...)` for each message; the actions `acknowledge`, `frame`,
+With a control lane, frames take that lane, and the values of a message take the data
+lane. A frame is dropped, delayed and resent together with its values. Messages may
+overtake a message whose values have not arrived, as between processes
+(`jdag.wire.order`).
+
+Inputs:  a call of `send(...)` for each message; the actions `flush`, `frame`,
          `completed` and `timer` at their times.
 Outputs: the messages that a frame makes deliverable, in order, for the host; the end of
          a link that gives up its peer, for `gave_up`.
@@ -31,25 +35,25 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    ACKNOWLEDGED,
+    Acknowledged,
     Key,
     Message,
     Send,
     Worker,
-    acknowledged_at_once,
     incarnated,
     named,
 )
-from jdag.runtime.recorder import NO_CAUSE, trace_fields
+from jdag.runtime.recorder import NO_CAUSE, acknowledgement_fields, trace_fields
 from jdag.runtime.stats import Sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
 from jdag.sim.network import Lane, LinkModel, Traffic
 from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings, SureLink
-from jdag.sim.timeline import BEGIN, EVENT, TIMER
+from jdag.sim.timeline import EVENT, TIMER
 from jdag.sim.untimed import StepChooser, UntimedTimeline
-from jdag.wire.frames import FRAME_BYTES
+from jdag.wire.frames import FRAME_BYTES, MESSAGE_BYTES
 from jdag.wire.messages import size
 from jdag.wire.order import Order
 
@@ -57,22 +61,39 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class _Parcel(Struct, frozen=True):
-    """One message with its values.
+class _Item(Struct, frozen=True):
+    """One message of a frame, with its values.
 
-    `fields` describe the message in a trace, and are () without a trace. `wire_bytes`
-    is the size of its frame. With a control lane, `value_bytes` is the size of its
-    values on the data lane, which have all arrived at `whole_ns`. `record` is the trace
-    record of its send.
+    `fields` describe the message in a trace, and are () without a trace. `record` is
+    the trace record of its send. With a control lane, `value_bytes` is the size of its
+    values on the data lane, which have all arrived at `whole_ns`.
     """
 
     message: Message
     fields: tuple[Any, ...]
     values: tuple[Any, ...]
-    wire_bytes: int
     record: int
-    value_bytes: int = 0
-    whole_ns: int = 0
+    value_bytes: int
+    whole_ns: int
+
+
+class _Bundle(Struct, frozen=True):
+    """The payload of a frame: messages, and the number of handled messages.
+
+    `handled` counts the messages of `ACKNOWLEDGED` of the other direction. `fields`
+    and `record` are those of the first message in the trace, or of the frame itself if
+    it has no message.
+    """
+
+    handled: int
+    items: tuple[_Item, ...]
+    wire_bytes: int
+    fields: tuple[Any, ...]
+    record: int
+
+
+# A message to be sent, its values, and its causes in the trace.
+_Unsent = tuple[Message, tuple[Any, ...], tuple[int, ...]]
 
 
 @lru_cache(1024)
@@ -100,6 +121,11 @@ class LinkEnd:
     peer, and `back` the lane from the peer. If `out` is a control lane, `data` is the
     lane of values, and `order` holds messages that have arrived but must wait. `record`
     is the trace record of the last frame sent, `heard` that of the last one received.
+
+    `unsent` has the messages of the next frame, which will tell the peer that `opened`
+    of its messages were handled; `told` is the number that the last frame told, and
+    `handled` the records of the messages handled since. The peer has handled
+    `acknowledged` of this worker's messages.
     """
 
     host: WorkerRuntime
@@ -116,10 +142,15 @@ class LinkEnd:
     timer_ns: int = NEVER
     record: int = NO_CAUSE
     heard: int = NO_CAUSE
+    messages: int = 0
     payload_bytes: int = 0
     zero_bytes: int = 0  # Total size of arrays of zeros, which are not sent.
-    # Acknowledgements that will be sent as one message, each with its cause.
-    waiting: list[tuple[Acknowledge, int]] = field(default_factory=list)
+    unsent: list[_Unsent] = field(default_factory=list)
+    opened: int = 0
+    told: int = 0
+    handled: list[int] = field(default_factory=list)
+    acknowledged: int = 0
+    leaves: bool = False  # Whether `flush` will be called for this end.
 
     def passed(self, record: int, value_bytes: int) -> None:
         self.record = record
@@ -137,10 +168,9 @@ class SimTransport:
         self._incarnations = env.incarnations
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
-        # On a control lane no other frame changes an acknowledgement's time, so each is
-        # sent at once. In untimed runs the chooser may join them on arrival.
         chooser = env.chooser
-        self._joins = self._network.control_lane is None and not chooser.untimed
+        # A chooser orders messages and acknowledgements one by one.
+        self._bundles = not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
         is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
@@ -163,7 +193,7 @@ class SimTransport:
         data = {end.route: end.data for end in ends}.values()
         lanes += [lane for lane in data if lane is not None]
         return Sent(
-            messages=sum([end.link.sent for end in ends]),
+            messages=sum([end.messages for end in ends]),
             payload_bytes=sum([end.payload_bytes for end in ends]),
             zero_bytes=sum([end.zero_bytes for end in ends]),
             bytes=sum([lane.bytes for lane in lanes]),
@@ -212,64 +242,72 @@ class SimTransport:
     ) -> None:
         worker, (keys, arrays) = host.worker, values
         end = self._ends[worker].get(send.to) or self._end(worker, send.to)
-        if self._joins:
-            if message.__class__ is Acknowledge:
-                if not end.waiting:
-                    now_ns = self._timeline.now_ns
-                    self._timeline.push(now_ns, BEGIN, (self.acknowledge, end))
-                end.waiting.append((message, cause))
-                return
-            if end.waiting:
-                self.acknowledge(end)
         if send.zeros:
             end.zero_bytes += sum([zero.nbytes for zero in send.zeros])
         causes = self._recorder.causes(worker, cause, keys) if keys else (cause,)
-        self._send(end, message, arrays, causes)
+        handled = end.order.handled
+        if end.unsent and end.opened != handled:
+            self._close_bundle(end)
+        end.opened = handled
+        end.unsent.append((message, arrays, causes))
+        if not end.leaves:
+            self._leave(end)
 
-    def acknowledge(self, end: LinkEnd) -> None:
-        waiting, end.waiting = end.waiting, []
-        if not end.host.alive:
+    def _leave(self, end: LinkEnd) -> None:
+        end.leaves = True
+        self._timeline.after.append((self.flush, end))
+
+    def flush(self, end: LinkEnd) -> None:
+        """Send what the end has for its peer after an action of the timeline."""
+        end.leaves = False
+        if end.host.alive:
+            if end.unsent:
+                self._close_bundle(end)
+            if end.told != end.order.handled:
+                self._send(end, (), end.order.handled)
+        end.handled.clear()
+
+    def _close_bundle(self, end: LinkEnd) -> None:
+        unsent, end.unsent = end.unsent, []
+        if self._bundles:
+            self._send(end, unsent, end.opened)
             return
-        causes = tuple(dict.fromkeys([cause for _, cause in waiting]))
-        for message in acknowledged_at_once([message for message, _ in waiting]):
-            self._send(end, message, (), causes)
+        if end.told != end.opened:
+            self._send(end, (), end.opened)
+        for message in unsent:
+            self._send(end, (message,), end.opened)
 
-    def _send(
-        self,
-        end: LinkEnd,
-        message: Message,
-        arrays: tuple[Any, ...],
-        causes: tuple[int, ...],
-    ) -> None:
-        recorder, timeline, worker = self._recorder, self._timeline, end.worker
-        payload_bytes, frame_bytes = size(message, arrays)
-        wire_bytes = frame_bytes = frame_bytes + FRAME_BYTES
-        end.payload_bytes += payload_bytes
+    def _send(self, end: LinkEnd, unsent: Sequence[_Unsent], handled: int) -> None:
+        """Send a frame with these messages."""
+        recorder, timeline = self._recorder, self._timeline
+        sizes = [size(message, arrays) for message, arrays, _ in unsent]
+        value_bytes = sum([nbytes for nbytes, _ in sizes])
+        wire_bytes = FRAME_BYTES + sum([nbytes + MESSAGE_BYTES for _, nbytes in sizes])
+        end.payload_bytes += value_bytes
+        count, end.told = handled - end.told, handled
         if not end.open:
-            recorder.note("drop", worker, (end.peer, "lost"), causes)
+            for _, _, causes in unsent:
+                recorder.note("drop", end.worker, (end.peer, "lost"), causes)
             return
-        link, lane, now_ns, value_bytes = end.link, end.out, timeline.now_ns, 0
+        link, lane, now_ns = end.link, end.out, timeline.now_ns
         if end.data is not None:
-            value_bytes = payload_bytes
-            frame_bytes -= value_bytes
-        whole_ns = arrival_ns = lane.transmit(frame_bytes, now_ns, self._chooser)
-        if value_bytes or lane.start_ns > now_ns or lane.held:
-            whole_ns, before = self._waits(end, value_bytes, arrival_ns)
-            causes = (*causes, *before)
-        fields: tuple[Any, ...] = ()
-        record = NO_CAUSE
-        if recorder.trace is not None:
-            fields = trace_fields(message)
-            fingerprints = tuple(map(fingerprint, arrays)) if arrays else ()
-            detail = (end.peer, *fields, payload_bytes, wire_bytes, fingerprints)
-            record = recorder.note("send", worker, detail, causes)
-            end.record = lane.record = record
-            if lane.ports or value_bytes:
-                end.passed(record, value_bytes)
-        parcel = _Parcel(
-            message, fields, arrays, frame_bytes, record, value_bytes, whole_ns
-        )
-        frame = link.send(parcel, now_ns, arrival_ns - now_ns)
+            wire_bytes -= value_bytes
+        arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
+        items: list[_Item] = []
+        first_bytes = FRAME_BYTES
+        for message, nbytes in zip(unsent, sizes, strict=True):
+            items.append(self._item(end, message, nbytes, first_bytes, arrival_ns))
+            first_bytes = 0
+        if items:
+            fields, record = items[0].fields, items[0].record
+        else:
+            fields = acknowledgement_fields(count)
+            detail = (end.peer, *fields, 0, wire_bytes, ())
+            before = dict.fromkeys((*end.handled, *lane.before(now_ns, end.record)))
+            record = recorder.note("send", end.worker, detail, tuple(before))
+            end.passed(record, 0)
+        bundle = _Bundle(handled, tuple(items), wire_bytes, fields, record)
+        frame = link.send(bundle, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
         else:
@@ -277,63 +315,107 @@ class SimTransport:
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
+    def _item(
+        self,
+        end: LinkEnd,
+        unsent: _Unsent,
+        sizes: tuple[int, int],
+        first_bytes: int,
+        arrival_ns: int,
+    ) -> _Item:
+        end.messages += 1
+        message, arrays, causes = unsent
+        (value_bytes, nbytes), lane, recorder = sizes, end.out, self._recorder
+        nbytes += MESSAGE_BYTES
+        apart_bytes = 0 if end.data is None else value_bytes
+        if apart_bytes or lane.start_ns > self._timeline.now_ns or lane.held:
+            arrival_ns, before = self._waits(end, apart_bytes, arrival_ns)
+            causes = (*causes, *before)
+        if recorder.trace is None:
+            return _Item(message, (), arrays, NO_CAUSE, apart_bytes, arrival_ns)
+        fields, prints = trace_fields(message), tuple(map(fingerprint, arrays))
+        detail = (end.peer, *fields, value_bytes, nbytes + first_bytes, prints)
+        record = recorder.note("send", end.worker, detail, causes)
+        end.passed(record, apart_bytes)
+        return _Item(message, fields, arrays, record, apart_bytes, arrival_ns)
+
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         link = end.link
         if not (end.host.alive and end.open):
             return
         before = link.duplicates
-        parcels: tuple[_Parcel, ...] = link.receive(frame, self._timeline.now_ns)
+        bundles: tuple[_Bundle, ...] = link.receive(frame, self._timeline.now_ns)
         if frame.sequence:
             end.heard = sent
             if link.duplicates != before:
                 detail = (end.peer, "link")
                 self._recorder.note("duplicate", end.worker, detail, (sent,))
-            if end.data is None:
-                self._hand_on(end, parcels, sent)
-            else:
-                self._split(end, parcels, sent)
+            for bundle in bundles:
+                self._receive(end, bundle, sent)
         # After delivery, since replies carry the acknowledgement.
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _hand_on(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
+    def _receive(self, end: LinkEnd, bundle: _Bundle, sent: int) -> None:
+        if bundle.handled != end.acknowledged:
+            record = bundle.record
+            causes = (record,) if record == sent else (record, sent)
+            self._acknowledged(end, bundle.handled, causes)
+        if end.data is None:
+            self._hand_on(end, bundle.items, sent)
+        else:
+            self._split(end, bundle.items, sent)
+
+    def _acknowledged(
+        self, end: LinkEnd, handled: int, causes: tuple[int, ...]
+    ) -> None:
+        count, end.acknowledged = handled - end.acknowledged, handled
+        if end.host.alive:
+            end.host.handle(Acknowledged(end.peer, count), causes)
+
+    def _hand_on(self, end: LinkEnd, items: Sequence[_Item], sent: int) -> None:
         host = end.host
-        for parcel in parcels:
-            if host.alive:  # The message before may have caused a crash.
-                record = parcel.record
-                causes = (record,) if record == sent else (record, sent)
-                message = parcel.message
-                host.arrived(end.peer, message, parcel.values, causes, parcel.fields)
+        for item in items:
+            if not host.alive:
+                return  # The message before caused a crash.
+            record, message = item.record, item.message
+            causes = (record,) if record == sent else (record, sent)
+            end.order.handing(item)
+            record = host.arrived(end.peer, message, item.values, causes, item.fields)
+            if message.__class__ in ACKNOWLEDGED:
+                end.handled.append(record)
+                if not end.leaves:
+                    self._leave(end)
 
     def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
-        """Receive several acknowledgements as if they had been sent as one message."""
-        parcels: list[_Parcel] = []
+        """Receive several acknowledgements as if they had been sent as one frame."""
+        bundles: list[_Bundle] = []
         end = actions[0][1]
         if not end.open:
             return
         for _, _, frame, end.heard in actions:
-            parcels += end.link.receive(frame, self._timeline.now_ns)
-        messages: list[Any] = [parcel.message for parcel in parcels]
-        if all([message.__class__ is Acknowledge for message in messages]):
-            causes = tuple([parcel.record for parcel in parcels])
-            for message in acknowledged_at_once(messages):
-                end.host.arrived(end.peer, message, (), causes)
-        else:  # A frame filled a gap, so other messages became deliverable too.
-            self._hand_on(end, parcels, end.heard)
+            bundles += end.link.receive(frame, self._timeline.now_ns)
+        if any([bundle.items for bundle in bundles]):
+            # A frame filled a gap, so other messages became deliverable too.
+            for bundle in bundles:
+                self._receive(end, bundle, end.heard)
+        elif bundles:
+            causes = tuple([bundle.record for bundle in bundles])
+            self._acknowledged(end, bundles[-1].handled, causes)
         if end.link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _split(self, end: LinkEnd, parcels: Sequence[_Parcel], sent: int) -> None:
+    def _split(self, end: LinkEnd, items: Sequence[_Item], sent: int) -> None:
         now_ns = self._timeline.now_ns
-        for parcel in parcels:
-            whole_ns = parcel.whole_ns
-            self._hand_on(end, end.order.arrived(parcel, whole_ns <= now_ns), sent)
+        for item in items:
+            whole_ns = item.whole_ns
+            self._hand_on(end, end.order.arrived(item, whole_ns <= now_ns), sent)
             if whole_ns > now_ns:
-                self._timeline.push(whole_ns, EVENT, (self.completed, end, parcel))
+                self._timeline.push(whole_ns, EVENT, (self.completed, end, item))
 
-    def completed(self, end: LinkEnd, parcel: _Parcel) -> None:
+    def completed(self, end: LinkEnd, item: _Item) -> None:
         if end.host.alive and end.open:
-            self._hand_on(end, end.order.completed(parcel), parcel.record)
+            self._hand_on(end, end.order.completed(item), item.record)
 
     def _waits(
         self, end: LinkEnd, value_bytes: int, arrival_ns: int
@@ -370,10 +452,11 @@ class SimTransport:
         """Send a frame without a new message: a resend or an acknowledgement."""
         value_bytes = 0
         if frame.sequence:
-            parcel: _Parcel = frame.payload
-            wire_bytes, value_bytes = parcel.wire_bytes, parcel.value_bytes
-            kind, causes = "resend", [parcel.record]
-            detail: tuple[Any, ...] = (end.peer, *parcel.fields, wire_bytes)
+            bundle: _Bundle = frame.payload
+            wire_bytes = bundle.wire_bytes
+            value_bytes = sum([item.value_bytes for item in bundle.items])
+            kind, causes = "resend", [bundle.record]
+            detail: tuple[Any, ...] = (end.peer, *bundle.fields, wire_bytes)
         else:
             wire_bytes = FRAME_BYTES
             kind, causes = "ack", [end.heard]
@@ -383,7 +466,7 @@ class SimTransport:
         whole_ns, before = self._waits(end, value_bytes, arrival_ns)
         causes += [record for record in before if record not in causes]
         if value_bytes:
-            frame = replace(frame, payload=replace(parcel, whole_ns=whole_ns))
+            frame = _whole_at(frame, [whole_ns] * len(bundle.items))
         record = self._recorder.note(kind, end.worker, detail, tuple(causes))
         end.passed(record, value_bytes)
         self._deliver(end, frame, arrival_ns)
@@ -401,9 +484,16 @@ class SimTransport:
             note("duplicate", end.worker, (end.peer, "fault"), (record,))
         for extra_ns in copies:
             if extra_ns and end.data is not None and frame.sequence:
-                whole_ns = frame.payload.whole_ns + extra_ns
-                late = replace(frame, payload=replace(frame.payload, whole_ns=whole_ns))
+                times = [item.whole_ns + extra_ns for item in frame.payload.items]
+                late = _whole_at(frame, times)
             else:
                 late = frame
             action = (self.frame, end.twin, late, record)
             timeline.push(arrival_ns + extra_ns, EVENT, action)
+
+
+def _whole_at(frame: Frame, times: Sequence[int]) -> Frame:
+    bundle: _Bundle = frame.payload
+    pairs = zip(bundle.items, times, strict=True)
+    items = tuple([replace(item, whole_ns=whole_ns) for item, whole_ns in pairs])
+    return replace(frame, payload=replace(bundle, items=items))

@@ -81,6 +81,7 @@ class PossibleStep(NamedTuple):
 
 
 _SOON = (EVENT, BEGIN)
+_ACKNOWLEDGE: tuple[str, tuple[int, ...]] = ("Acknowledge", ())
 Chain = tuple[str, ...]
 # (sequence, step, index, entry, chain). The sequence is unique. The index selects the
 # ready job to compute, or the last frame to deliver. The main program's entry is empty.
@@ -168,11 +169,14 @@ class UntimedTimeline(SimTimeline):
         if owner.worker in self._lost or kind == "finish":
             return super().push(time_ns, CRASH, action)  # Before any step.
         if kind == "frame":
-            number, parcel = action[2].sequence, action[2].payload
-            if parcel is None:
+            number, bundle = action[2].sequence, action[2].payload
+            if bundle is None:
                 return super().push(time_ns, CRASH, action)
             chain: Chain = ("link", owner.peer, owner.worker)
-            message = type(parcel.message).__name__, getattr(parcel.message, "path", ())
+            message = _ACKNOWLEDGE
+            if bundle.items:
+                content = bundle.items[0].message
+                message = type(content).__name__, getattr(content, "path", ())
             fields = ("deliver", owner.worker, owner.peer, number, message, "")
             # This takes a third of the time of `PossibleStep(...)`.
             step = tuple.__new__(PossibleStep, fields)
@@ -208,8 +212,11 @@ class UntimedTimeline(SimTimeline):
 
         That step is possible once `waiter` is in `results`.
         """
-        heap = self._heap
+        heap, after = self._heap, self.after
         while True:  # Bounded by events_max.
+            while after:
+                action = after.popleft()
+                action[0](*action[1:])
             if heap and heap[0][TIME] == self.now_ns and heap[0][PRIORITY] == CRASH:
                 self._carry_out(heappop(heap))
                 continue
@@ -256,18 +263,16 @@ class UntimedTimeline(SimTimeline):
                 enabled += self._jobs(due)
             else:
                 enabled.append(due)
-                if due[1].message[0] == "Acknowledge":
+                if due[1].message is _ACKNOWLEDGE:
                     enabled += self._joined(due)
         return enabled
 
     def _joined(self, due: _Due) -> list[_Due]:
-        """Return steps that deliver several acknowledgements as one message."""
+        """Return steps that deliver several acknowledgements as one."""
         sequence, last, _, entry, chain = due
         joined: list[_Due] = []
-        context = entry[ACTION][2].payload.message.context
-        for number, (_, step, _, frame, _) in enumerate(self._chains[chain]):
-            message = frame[ACTION][2].payload.message
-            if step.message != last.message or message.context != context:
+        for number, (_, step, _, _, _) in enumerate(self._chains[chain]):
+            if step.message is not _ACKNOWLEDGE:
                 break
             if step != last:  # A duplicated frame is not another step.
                 joined.append((sequence, step, number, entry, chain))

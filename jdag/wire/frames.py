@@ -55,6 +55,7 @@ LENGTHS_MAX: Mapping[int, int] = {
 
 HEADER = struct.Struct("<QQQ")
 FRAME_BYTES = HEADER.size
+MESSAGE_BYTES = 4  # The length of a message in a bundle.
 _KINDS = tuple(FrameKind)
 LENGTH_BITS = 56
 LENGTH_MASK = (1 << LENGTH_BITS) - 1
