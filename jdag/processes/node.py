@@ -25,7 +25,6 @@ from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.protocol import (
     FROM_OWNER,
-    Acknowledge,
     Alarm,
     Arrived,
     Event,
@@ -305,8 +304,7 @@ class Node:
                 peer.send(ended, ())
             else:
                 self._loop.soon(partial(host.handle, Arrived(send.to, ended)))
-        if message.__class__ is not Acknowledge:
-            self.peers.hurries = True
+        self.peers.hurries = True
 
     def compute(self, host: WorkerRuntime, job: Job, cause: int) -> None:
         self._jobs.add(job, cause)

@@ -33,10 +33,8 @@ from typing import Any
 
 from jdag.compute.buffers import Buffers
 from jdag.engine.protocol import (
-    Acknowledge,
     Message,
     StepFrame,
-    acknowledged_at_once,
     incarnated,
 )
 from jdag.errors import JdagError
@@ -125,7 +123,7 @@ class Connection:
         self._queue: deque[Parcel] = deque()  # Frames without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
         # Acknowledgements to combine at a flush, or before any other message is sent.
-        self._acknowledgements: list[Acknowledge] = []
+        self._acknowledgements: list[Any] = []
         self._causes: dict[int, None] = {}  # Trace records that are their causes.
         self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
@@ -209,7 +207,7 @@ class Connection:
         """
         if self.lost:
             return
-        if message.__class__ is Acknowledge:
+        if False:
             self._acknowledgements.append(message)
             if causes:
                 self._causes[causes[0]] = None
