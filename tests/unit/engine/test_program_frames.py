@@ -14,6 +14,7 @@ from jdag.engine.protocol import (
     Awaited,
     Call,
     Lost,
+    Primal,
     Release,
     Run,
     Ship,
@@ -50,10 +51,9 @@ def test_acknowledgements_count_in_the_order_of_sending():
     one.call("b", SAME, 1)
     two.call("b", SAME, 1)
     two.call("b", SAME, 1)
-    one.call("b", SAME, 1)
     waiters = [awaits(one), awaits(two)]
     resumed = net.places["a"].resumed
-    for count, expected in ((2, []), (1, [1]), (1, [0, 1])):
+    for count, expected in ((1, [0]), (1, [0]), (1, [0, 1])):
         net.tell("a", Acknowledged("b", count))
         assert [n for n, waiter in enumerate(waiters) if waiter in resumed] == expected
     net.queues["a", "b"].clear()
@@ -118,6 +118,22 @@ def test_an_acknowledgement_of_a_lost_worker_is_ignored():
     assert waiter in net.places["a"].resumed
     net.tell("a", Acknowledged("b", 1))
     assert unhandled(net, "a", "b") == 0
+    leaves_nothing(scope)
+
+
+def test_who_waits_for_a_ship_that_was_lost_is_told_so_in_its_own_context():
+    net, scope, x = begun(3, "b")
+    other = net.open("a")
+    other.call("c", SAME, 1)
+    net.drain()
+    net.holds = holding(Ship)
+    scope.call("c", DOUBLE, x)
+    net.drain()
+    net.part("a", "b")
+    net.drain()
+    failed = [(m.context, m.path, to) for _, to, m in net.sent if type(m) is Primal]
+    assert failed == [(scope.context, (1,), "c")]
+    other.leave()
     leaves_nothing(scope)
 
 
