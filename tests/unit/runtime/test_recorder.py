@@ -65,7 +65,9 @@ def test_the_delivered_acknowledgements_count_all_that_is_acknowledged():
     sent: Counter[Any] = Counter()
     counted: Counter[Any] = Counter()
     for record in records:
-        peer, name, _, number = record.detail[:4] if len(record.detail) > 3 else [""] * 4
+        peer, name, _, number = (
+            record.detail[:4] if len(record.detail) > 3 else [""] * 4
+        )
         if record.kind == "send" and name in names:
             sent[record.worker, peer] += 1
         elif record.kind == "deliver" and name == "Acknowledge":
