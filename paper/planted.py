@@ -104,8 +104,8 @@ BUGS = (
         "expect_handling(to, path, frame, waits)",
         (
             "expect_handling(\n"
-            "                to, path, frame if waits is None else FrameRecord((), None)\n"
-            "            )"
+            "                to, path, frame if waits is None else "
+            "FrameRecord((), None)\n            )"
         ),
         "terms",
     ),
@@ -120,7 +120,8 @@ BUGS = (
             "                for place, each in enumerate(others):\n"
             "                    if each[0] is not None and each[1] == path:\n"
             "                        self._state.handled(each)\n"
-            "                        others[place] = FrameRecord(path, None), path, None\n"
+            "                        other = FrameRecord(path, None)\n"
+            "                        others[place] = other, path, None\n"
         ),
         "terms",
     ),
