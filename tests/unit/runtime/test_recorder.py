@@ -65,11 +65,10 @@ def test_the_delivered_acknowledgements_count_all_that_is_acknowledged():
     sent: Counter[Any] = Counter()
     counted: Counter[Any] = Counter()
     for record in records:
-        peer, name, _, number = (
-            record.detail[:4] if len(record.detail) > 3 else [""] * 4
-        )
-        if record.kind == "send" and name in names:
-            sent[record.worker, peer] += 1
-        elif record.kind == "deliver" and name == "Acknowledge":
-            counted[record.worker, peer] += number
+        if record.kind in ("send", "deliver"):
+            peer, name, _, number, *_ = record.detail
+            if record.kind == "send" and name in names:
+                sent[record.worker, peer] += 1
+            if record.kind == "deliver" and name == "Acknowledge":
+                counted[record.worker, peer] += number
     assert counted == sent == {("a", "b"): 4, ("a", "c"): 1}
