@@ -74,3 +74,23 @@ def test_an_answer_of_the_same_action_carries_the_acknowledgement():
     ]
     assert [causes for *_, causes in came[-2:]] == [(sent.index,)] * 2
     assert (info["messages_sent"], info["frames_sent"]) == (1, 1)
+
+
+def test_an_acknowledgement_overtakes_no_message_and_is_overtaken_by_none():
+    with jdag.simulate(["a", "b"], seed=0, network=LINK) as cluster:
+        x, y = [cluster.put("b", np.ones(size, np.float32)) for size in (3, 4)]
+        cluster.driver.settle()
+        before, frames = len(cluster.trace), cluster.info()["b"]["frames_sent"]
+        with cluster.context() as ctx:
+            shipped = [ctx.call("a", jnp.sin, x), ctx.call("a", jnp.sin, y)]
+            ctx.call("b", jnp.sin, x)
+            [ref.fetch() for ref in shipped]
+            came = [
+                (record.named["message"], record.named["number"])
+                for record in list(cluster.trace)[before:]
+                if record.kind == "deliver" and record.worker == "a"
+            ]
+            frames = cluster.info()["b"]["frames_sent"] - frames
+    answer = [("Acknowledge", 1), ("Primal", 0)]
+    assert came == [*answer, *answer, ("Acknowledge", 1)]
+    assert frames == 3
