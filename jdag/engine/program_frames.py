@@ -213,6 +213,8 @@ class ProgramFrames(Struct, eq=False):
         self._waits = [entry for entry in self._waits if entry[0] is not frame]
 
     def acknowledged(self, event: Acknowledged) -> None:
+        if event.sender in self._state.lost:
+            return
         sent = self._state.unhandled.get(event.sender) or deque()
         if event.count > len(sent):
             raise ProtocolError(

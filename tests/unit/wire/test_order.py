@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    ACKNOWLEDGED,
     Assign,
+    Call,
     ContextId,
     Forget,
     LeafId,
@@ -43,6 +44,10 @@ def primal(context: ContextId) -> Message:
     return Primal(context, (1,), "a", (None,))
 
 
+def call(context: ContextId) -> Message:
+    return Call(context, (1,), "f", (), (), (), (), "")
+
+
 def read(*contexts: ContextId) -> Message:
     keys = [OutputKey(context, (1,), 0) for context in contexts]
     return Read(1, (NewestKey(None, LeafId("b", 1), 0), *keys))
@@ -58,7 +63,8 @@ KINDS: tuple[tuple[str, Message, bool], ...] = (
     ("answer", Reading(1, (None,)), True),
     ("assign", Assign((0, 1), ()), True),
     ("forget", Forget(()), False),
-    ("ack", Acknowledge(None, ((0, 1),)), False),
+    ("call x", call(X), True),
+    ("call y", call(Y), True),
 )
 OF = {
     "x": "x",
@@ -68,6 +74,8 @@ OF = {
     "read xy": "xy",
     "assign": "all",
     "forget": "all",
+    "call x": "x",
+    "call y": "y",
 }
 
 
@@ -139,6 +147,7 @@ def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None
     order: Order = Order()
     naive, seen = Naive(), []
     out: list[Item] = []
+    counted = [item for item in items if type(item.message) in ACKNOWLEDGED]
     for number, whole in steps:
         item = items[number]
         if number in seen:
@@ -150,12 +159,22 @@ def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None
         told = ([one.name for one in items], steps)
         assert sorted(map(id, ready)) == sorted(map(id, expected)), told
         assert len(order) == len(naive.held), told
-        out += ready
+        for one in ready:
+            assert order.handled == handled_of(counted, out), told
+            order.handing(one)
+            out.append(one)
+        assert order.handled == handled_of(counted, out), told
     places = {id(item): place for place, item in enumerate(out)}
     assert len(places) == len(items)
     for earlier, later in combinations(items, 2):
         if in_order(earlier, later):
             assert places[id(earlier)] < places[id(later)], told
+
+
+def handled_of(counted: Sequence[Item], out: Sequence[Item]) -> int:
+    """The largest n such that the first n that are counted have been handled."""
+    waiting = [n for n, item in enumerate(counted) if item not in out]
+    return min(waiting, default=len(counted))
 
 
 def test_all_ways_in_which_three_messages_can_come_are_as_the_naive_rule_says():
@@ -164,8 +183,12 @@ def test_all_ways_in_which_three_messages_can_come_are_as_the_naive_rule_says():
 
 
 @pytest.mark.second
-def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well():
-    names = ("x", "y", "read xy", "assign")
+@pytest.mark.parametrize("one", ["y", "call y"])
+@pytest.mark.parametrize("other", ["x", "call x"])
+def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well(
+    one: str, other: str
+):
+    names = (other, one, "read xy", "assign")
     few = [kind for kind in KINDS if kind[0] in names]
     assert sum(held_against(kinds) for kinds in product(few, repeat=4)) > 10_000
 
@@ -185,7 +208,7 @@ def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
     match message:
         case Assign() | Forget() | StepFrame(begins=True) | Settle():
             assert lanes is ALL
-        case Reading() | Acknowledge(context=None) | StepFrame() | Stepped():
+        case Reading() | StepFrame() | Stepped():
             assert lanes == ()
         case Read(keys=keys):
             actual = [key.context for key in keys if key.context is not None]
@@ -210,3 +233,25 @@ def test_no_more_are_held_than_may_be():
     assert list(order.completed(second)) == [second]
     assert list(order.arrived(other, whole=False)) == []
     assert list(order.completed(first)) == [first]
+
+
+def test_a_handled_item_is_not_taken_for_a_later_one_with_its_id():
+    """While an earlier message waits, what overtook it is kept, or its id is reused."""
+    order: Order = Order()
+    first = Item(call(X), "first")
+    assert not order.arrived(first, whole=False)
+    for _ in range(100):
+        (item,) = order.arrived(Item(call(Y), "later"), whole=True)
+        order.handing(item)
+        del item
+    assert order.handled == 0
+    assert order.completed(first) == [first]
+    order.handing(first)
+    assert order.handled == 101
+
+
+def test_a_message_that_is_not_acknowledged_is_not_counted():
+    order: Order = Order()
+    for message in (primal(X), read(X), Forget(()), StepFrame(X, 1, (), 0, True)):
+        order.handing(Item(message, "other"))
+    assert order.handled == 0
