@@ -31,11 +31,11 @@ from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
+from jdag.sim.link_end import LinkEnd, link_settings
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
 from jdag.sim.reliable_link import LinkSettings
 from jdag.sim.simulation import Simulation
-from jdag.sim.transport import LinkEnd, link_settings
 from jdag.wire.frames import FRAME_BYTES
 from tests.tools.sim_cases import (
     Work,
@@ -114,6 +114,29 @@ def test_a_large_message_holds_up_what_follows_it_and_is_named_as_the_cause(
 
     def react(engine, event):
         if isinstance(event, Left):
+            first = [send("b", 1), send("c", 2), resume(event)]
+            return first if event.waiter == 1 else [send("b", 3)]
+        if engine.worker == "b" and tag_of(event.message) == 3:
+            return [send("a", 4)]
+        return [Resume(2, None)] if engine.worker == "a" else None
+
+    played = play(monkeypatch, react, network=network)
+    played.run()
+    played.simulation.until(lambda: False, 0)
+    played.run()
+    issue, _, first, other, again, second = played.records()[:6]
+    sizes = [record.named["wire_bytes"] for record in (first, second)]
+    heard = played.engines["b"].heard
+    assert [now_ns for now_ns, _, _ in heard] == [sizes[0] + 10, sum(sizes) + 10]
+    assert (first.causes, other.causes) == ((issue.index,), (issue.index,))
+    assert second.causes == (again.index, first.index)
+
+
+def test_the_messages_of_an_action_leave_in_one_frame(monkeypatch):
+    network = Network(LinkModel(latency_ns=10, bandwidth_bytes_per_s=1_000_000_000))
+
+    def react(engine, event):
+        if isinstance(event, Left):
             return [send("b", 1), send("c", 2), send("b", 3)]
         if engine.worker == "b" and tag_of(event.message) == 3:
             return [send("a", 4)]
@@ -121,12 +144,15 @@ def test_a_large_message_holds_up_what_follows_it_and_is_named_as_the_cause(
 
     played = play(monkeypatch, react, network=network)
     played.run()
-    issue, first, other, second = played.records()[:4]
-    sizes = [record.named["wire_bytes"] for record in (first, second)]
+    first, second, other, _ = played.records("send")
+    sizes = [record.named["wire_bytes"] for record in (first, second, other)]
     heard = played.engines["b"].heard
-    assert [now_ns for now_ns, _, _ in heard] == [sizes[0] + 10, sum(sizes) + 10]
-    assert (first.causes, other.causes) == ((issue.index,), (issue.index,))
-    assert second.causes == (issue.index, first.index)
+    assert heard == [(sum(sizes[:2]) + 10, "a", 1), (sum(sizes[:2]) + 10, "a", 3)]
+    assert played.engines["c"].heard == [(sizes[2] + 10, "a", 2)]
+    assert (sizes[0], sizes[1]) == (sizes[2], sizes[2] - FRAME_BYTES)
+    info = played.simulation.info()["a"]
+    assert (info["messages_sent"], info["frames_sent"]) == (3, 2)
+    assert info["bytes_sent"] == sum(sizes)
 
 
 def test_what_waits_for_a_port_names_what_passed_it_before_as_the_cause(monkeypatch):
@@ -307,20 +333,27 @@ def with_value(number, tag):
 KEY = key("value")
 
 
-def over_control_lane(monkeypatch, effects, count, **settings):
+def over_control_lane(monkeypatch, effects, count, apart=False, **settings):
+    rest = [*effects]
+
     def react(engine, event):
         if isinstance(event, Left):
-            return effects
+            if len(rest) > 1 and apart:
+                return [rest.pop(0), resume(event)]
+            return rest
         if engine.worker == "b" and isinstance(event, Arrived):
             return [Send("a", answer(0))] if len(engine.heard) == count else None
-        return [Resume(1, None)] if isinstance(event, Arrived) else None
+        last = len(effects) if apart else 1
+        return [Resume(last, None)] if isinstance(event, Arrived) else None
 
     model = LinkModel(latency_ns=100, bandwidth_bytes_per_s=RATE)
     lane = LinkModel(latency_ns=7)
     network = Network(model, control_lane=lane)
     played = play(monkeypatch, react, network=network, **settings)
     played.put(KEY, VALUE)
-    played.run()
+    for _ in effects if apart else effects[:1]:
+        played.run()
+        played.simulation.until(lambda: False, 0)
     return played, [(now_ns, tag) for now_ns, _, tag in played.engines["b"].heard]
 
 
@@ -350,7 +383,7 @@ def test_over_a_faulty_control_lane_each_message_arrives_once(monkeypatch, seed)
     faults = [Drop(0.2), Duplicate(0.3, 500), Delay(0.3, 10, 900)]
     effects = [with_value(n, n) if n % 3 else send("b", n) for n in range(1, 61)]
     played, heard = over_control_lane(
-        monkeypatch, effects, 60, seed=seed, faults=faults
+        monkeypatch, effects, 60, apart=True, seed=seed, faults=faults
     )
     tags = [tag for _, tag in heard]
     assert sorted(tags) == list(range(1, 61)) != tags
