@@ -1,5 +1,6 @@
 """Which messages overtake which: all small cases against a rule that is plainly so."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
@@ -236,18 +237,33 @@ def test_no_more_are_held_than_may_be():
 
 
 def test_a_handled_item_is_not_taken_for_a_later_one_with_its_id():
-    """While an earlier message waits, what overtook it is kept, or its id is reused."""
     order: Order = Order()
     first = Item(call(X), "first")
     assert not order.arrived(first, whole=False)
-    for _ in range(100):
-        (item,) = order.arrived(Item(call(Y), "later"), whole=True)
-        order.handing(item)
-        del item
+    ids = _handled(order, 100)
     assert order.handled == 0
     assert order.completed(first) == [first]
     order.handing(first)
     assert order.handled == 101
+    assert ids & _handled(order, 100)
+    assert order.handled == 201
+
+
+def _handled(order: Order, count: int) -> set[int]:
+    items = [Item(call(Y), "later") for _ in range(count)]
+    for item in items:
+        order.handing(*order.arrived(item, whole=True))
+    return set(map(id, items))
+
+
+def test_an_item_that_has_been_handled_is_not_kept_until_it_is_counted():
+    order: Order = Order()
+    order.arrived(Item(call(X), "first"), whole=False)
+    item = Item(call(Y), "later")
+    kept = weakref.ref(item)
+    order.handing(*order.arrived(item, whole=True))
+    del item
+    assert kept() is None and order.handled == 0
 
 
 def test_a_message_that_is_not_acknowledged_is_not_counted():
