@@ -11,6 +11,7 @@ from jdag.engine.protocol import (
     Call,
     ContextId,
     Cotangent,
+    Discard,
     Ended,
     Fail,
     Failure,
