@@ -11,7 +11,6 @@ from jdag.engine.protocol import (
     Call,
     ContextId,
     Cotangent,
-    Discard,
     Ended,
     Fail,
     Failure,

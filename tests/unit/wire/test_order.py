@@ -24,7 +24,6 @@ from jdag.engine.protocol import (
     Read,
     Reading,
     Settle,
-    Ship,
     StepFrame,
     Stepped,
 )
@@ -72,8 +71,6 @@ KINDS: tuple[tuple[str, Any, bool], ...] = (
 OF = {
     "x": "x",
     "y": "y",
-    "ship x": "x",
-    "ship y": "y",
     "read leaf": "",
     "read x": "x",
     "read xy": "xy",
@@ -153,7 +150,6 @@ def _hold(kinds: Sequence[tuple[str, Any, bool]], steps: list[Step]) -> None:
     items = [Item(message, name) for name, message, _ in kinds]
     order: Order = Order()
     naive, seen = Naive(), []
-    counted = [one for one in items if one.message.__class__ in ACKNOWLEDGED]
     out: list[Item] = []
     counted = [item for item in items if type(item.message) in ACKNOWLEDGED]
     for number, whole in steps:
