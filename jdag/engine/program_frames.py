@@ -221,10 +221,10 @@ class ProgramFrames(Struct, eq=False):
                 f"{event.sender!r} acknowledged {event.count} messages, but only "
                 f"{len(sent)} are unacknowledged"
             )
-        for _ in range(event.count):
+        for _ in range(event.count):  # As if each had been acknowledged by itself.
             self._state.handled(sent.popleft())
-        if self._waits:
-            self.resume_waits()
+            if self._waits:
+                self.resume_waits()
 
     def resume_waits(self) -> None:
         waits, self._waits = self._waits, []

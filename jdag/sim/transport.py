@@ -7,8 +7,8 @@ that an end sends occupies its lane (`jdag.sim.network`), is subject to faults
 The messages that a worker sends to a peer during one action of the timeline leave in
 one frame, a bundle, when the action ends. A bundle tells how many messages of
 `ACKNOWLEDGED` of the peer had been handled when its first message was sent; if more are
-handled later in the action, another frame follows. In untimed runs each message, and
-each such number, is a frame of its own.
+handled later in the action, another frame follows. In untimed runs each message has
+a frame of its own.
 
 With a control lane, frames take that lane, and the values of a message take the data
 lane. A frame is dropped, delayed and resent together with its values. Messages may
@@ -50,7 +50,7 @@ from jdag.sim.link_end import Bundle, Item, LinkEnd, Unsent, link_settings
 from jdag.sim.network import Lane, Traffic
 from jdag.sim.reliable_link import NEVER, Frame, Link, SureLink
 from jdag.sim.timeline import EVENT, TIMER
-from jdag.sim.untimed import StepChooser, UntimedTimeline
+from jdag.sim.untimed import StepChooser
 from jdag.wire.frames import FRAME_BYTES, MESSAGE_BYTES
 from jdag.wire.messages import size
 
@@ -65,14 +65,12 @@ class SimTransport:
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
         chooser = env.chooser
-        # A chooser orders messages and acknowledgements one by one.
+        # A chooser orders messages one by one.
         self._bundles = not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
         is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
         self._link = SureLink if is_sure and not self._has_frame_faults else Link
-        if isinstance(env.timeline, UntimedTimeline):
-            env.timeline.join = self.join
         self._settings = env.settings.link
         self._timeline = env.timeline
         self._chooser = env.chooser
@@ -169,9 +167,10 @@ class SimTransport:
         if self._bundles:
             self._send(end, unsent, end.opened)
             return
-        if end.told != end.opened:
-            self._send(end, (), end.opened)
         for message in unsent:
+            # The values of a message may arrive later than its frame's header.
+            if message[1] and end.told != end.opened:
+                self._send(end, (), end.opened)
             self._send(end, (message,), end.opened)
 
     def _send(self, end: LinkEnd, unsent: Sequence[Unsent], handled: int) -> None:
@@ -264,21 +263,15 @@ class SimTransport:
             self._arm(end)
 
     def _receive(self, end: LinkEnd, bundle: Bundle, sent: int) -> None:
-        if bundle.handled != end.acknowledged:
-            record = bundle.record
-            causes = (record,) if record == sent else (record, sent)
-            self._acknowledged(end, bundle.handled, causes)
+        items = bundle.items
+        count, end.acknowledged = bundle.handled - end.acknowledged, bundle.handled
+        if count:
+            event = Acknowledged(end.peer, count)
+            items = (Item(event, (), (), bundle.record, 0, 0), *items)
         if end.data is None:
-            self._hand_on(end, bundle.items, sent)
+            self._hand_on(end, items, sent)
         else:
-            self._split(end, bundle.items, sent)
-
-    def _acknowledged(
-        self, end: LinkEnd, handled: int, causes: tuple[int, ...]
-    ) -> None:
-        count, end.acknowledged = handled - end.acknowledged, handled
-        if end.host.alive:
-            end.host.handle(Acknowledged(end.peer, count), causes)
+            self._split(end, items, sent)
 
     def _hand_on(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
         host = end.host
@@ -287,6 +280,9 @@ class SimTransport:
                 return  # The message before caused a crash.
             record, message = item.record, item.message
             causes = (record,) if record == sent else (record, sent)
+            if isinstance(message, Acknowledged):
+                host.handle(message, causes)
+                continue
             if message.__class__ not in ACKNOWLEDGED:
                 host.arrived(end.peer, message, item.values, causes, item.fields)
                 continue
@@ -295,24 +291,6 @@ class SimTransport:
             end.handled.append(record)
             if not end.leaves:
                 self._leave(end)
-
-    def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
-        """Receive several acknowledgements as if they had been sent as one frame."""
-        bundles: list[Bundle] = []
-        end = actions[0][1]
-        if not end.open:
-            return
-        for _, _, frame, end.heard in actions:
-            bundles += end.link.receive(frame, self._timeline.now_ns)
-        if any([bundle.items for bundle in bundles]):
-            # A frame filled a gap, so other messages became deliverable too.
-            for bundle in bundles:
-                self._receive(end, bundle, end.heard)
-        elif bundles:
-            causes = tuple([bundle.record for bundle in bundles])
-            self._acknowledged(end, bundles[-1].handled, causes)
-        if end.link.deadline_ns < end.timer_ns:
-            self._arm(end)
 
     def _split(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
         now_ns = self._timeline.now_ns

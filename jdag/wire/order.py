@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
+    Acknowledged,
     Assign,
     ContextId,
     Forget,
@@ -38,6 +39,7 @@ HELD_MAX = 1 << 20
 # Messages that share a lane are ordered. ALL is ordered with the messages of all lanes.
 Lanes = tuple[ContextId | str, ...]
 ALL: Lanes = ("all",)
+BEHIND: Lanes = ("behind",)  # After all earlier messages; no later message waits.
 
 
 def _all(_: Any) -> Lanes:
@@ -67,6 +69,9 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     StepFrame: lambda frame: ALL if frame.begins else (),
     Settle: _all,
     Stepped: lambda _: (),
+    # Not a message: the number of handled messages in a frame's header. If it overtook
+    # messages, engines would see orders that exploration does not try.
+    Acknowledged: lambda _: BEHIND,
 }
 
 
@@ -115,7 +120,7 @@ class Order:
             self._uncounted.append(is_handled)
         lanes = RULES[message.__class__](message)
         in_lanes = [last.get(lane) or last.get("all") for lane in lanes]
-        before = last.values() if lanes is ALL else in_lanes
+        before = last.values() if lanes in (ALL, BEHIND) else in_lanes
         predecessors = {id(each): each for each in before if each is not None}
         if whole and not predecessors:
             return (item,)
@@ -131,7 +136,8 @@ class Order:
             each.followers.append(pending)
         if lanes is ALL:
             last.clear()
-        last.update(dict.fromkeys(lanes, pending))
+        if lanes is not BEHIND:
+            last.update(dict.fromkeys(lanes, pending))
         if not whole:
             self._partial[id(item)] = pending
         return ()

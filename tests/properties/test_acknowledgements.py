@@ -18,7 +18,6 @@ def sent_by_b(network):
     with jdag.simulate(["a", "b"], seed=0, network=network) as cluster:
         x = cluster.put("b", np.ones(3, np.float32))
         cluster.driver.settle()
-        before = len(cluster.trace)
         with cluster.context() as ctx:
             found = ctx.call("b", jnp.sin, ctx.call("b", jnp.sin, x))
             ctx.call("a", jnp.sum, found).fetch()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
+    Acknowledged,
     Assign,
     Call,
     ContextId,
@@ -55,7 +56,7 @@ def read(*contexts: ContextId) -> Message:
 
 
 # Name, message, whether it can come in pieces.
-KINDS: tuple[tuple[str, Message, bool], ...] = (
+KINDS: tuple[tuple[str, Any, bool], ...] = (
     ("x", primal(X), True),
     ("y", primal(Y), True),
     ("read leaf", read(), False),
@@ -66,6 +67,7 @@ KINDS: tuple[tuple[str, Message, bool], ...] = (
     ("forget", Forget(()), False),
     ("call x", call(X), True),
     ("call y", call(Y), True),
+    ("acknowledged", Acknowledged("b", 1), False),
 )
 OF = {
     "x": "x",
@@ -82,6 +84,8 @@ OF = {
 
 def in_order(earlier: Item, later: Item) -> bool:
     """Whether the later one has to wait for the earlier one."""
+    if later.name == "acknowledged":
+        return earlier.name in OF
     if earlier.name not in OF or later.name not in OF:
         return False
     one, other = OF[earlier.name], OF[later.name]
@@ -132,7 +136,7 @@ def interleavings(
             yield [(one, True), *more]
 
 
-def held_against(kinds: Sequence[tuple[str, Message, bool]]) -> int:
+def held_against(kinds: Sequence[tuple[str, Any, bool]]) -> int:
     count = 0
     may = [number for number, (_, _, pieces) in enumerate(kinds) if pieces]
     for size in range(len(may) + 1):
@@ -143,7 +147,7 @@ def held_against(kinds: Sequence[tuple[str, Message, bool]]) -> int:
     return count
 
 
-def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None:
+def _hold(kinds: Sequence[tuple[str, Any, bool]], steps: list[Step]) -> None:
     items = [Item(message, name) for name, message, _ in kinds]
     order: Order = Order()
     naive, seen = Naive(), []
@@ -195,7 +199,7 @@ def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well(
 
 
 def test_every_message_has_a_rule():
-    assert set(RULES) == set(get_args(Message))
+    assert set(RULES) == {*get_args(Message), Acknowledged}
 
 
 @pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
