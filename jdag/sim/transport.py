@@ -143,6 +143,7 @@ class SimTransport:
         if end.unsent and end.opened != handled:
             self._close_bundle(end)
         end.opened = handled
+        end.messages += 1
         end.unsent.append((message, arrays, causes))
         if not end.leaves:
             self._leave(end)
@@ -239,7 +240,6 @@ class SimTransport:
                     data.passed(record)
             items.append(Item(message, fields, arrays, record, value_bytes, whole_ns))
             overhead_bytes = MESSAGE_BYTES
-        end.messages += len(items)
         end.record = lane.record = record
         if lane.ports:
             lane.passed(record)
