@@ -50,8 +50,7 @@ class ReceivedDefinition(NamedTuple):
 class ReceivedAcknowledgement(NamedTuple):
     """The peer has handled the next `handled` messages of `ACKNOWLEDGED`.
 
-    `number` is that of the first message of the frame that told so. An empty bundle has
-    a negative number, the count of such bundles.
+    `number` is that of the frame's first message, or minus the count of empty bundles.
     """
 
     handled: int
