@@ -48,7 +48,8 @@ class Bundles:
         nbytes = MESSAGE_BYTES + length
         fits = bundle is not None and bundle.nbytes + nbytes <= BUNDLE_BYTES
         if bundle is None or not fits or bundle.handled != handled:
-            self.close()
+            if bundle is not None:
+                self.close()
             self._views = []
             self.open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
             self.told = handled
