@@ -16,7 +16,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, assert_never
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
@@ -48,18 +48,10 @@ from jdag.processes.functions.code_fingerprint import coded_name
 from jdag.processes.functions.decoder import BOUND, FunctionDecoder
 from jdag.processes.functions.encoder import NAMING, check_size
 from jdag.processes.jobs import Jobs
+from jdag.processes.net import receiving
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
-from jdag.processes.net.receiving import (
-    Broken,
-    Control,
-    Exhausted,
-    Failed,
-    PeerEvent,
-    ReceivedAcknowledgement,
-    ReceivedDefinition,
-)
 from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
@@ -135,10 +127,11 @@ class Node:
         if incarnation:
             self._codec.joined(name, incarnation)
             peers.incarnations[name] = incarnation
-        self._ends: Mapping[type, Callable[[Connection, str], None]] = {
-            Broken: peers.redial,
-            Failed: peers.failed,
-            Exhausted: peers.exhausted,
+        self._about_peer: Mapping[type, Callable[[Connection, Any], None]] = {
+            receiving.Control: peers.control,
+            receiving.Broken: peers.redial,
+            receiving.Failed: peers.failed,
+            receiving.Exhausted: peers.exhausted,
         }
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
@@ -313,6 +306,9 @@ class Node:
                     peer.define(definition.digest, definition.data)
             peer.send(message, values[1], causes)
         except Exception as error:  # Otherwise a program would wait forever.
+            if message.__class__ in ACKNOWLEDGED:  # It is counted, but will not arrive.
+                kind = type(message).__name__
+                self.peers.lose(peer, f"a {kind} cannot be sent to it: {error}")
             ended = _ended_by(error, message, self.worker)
             if isinstance(message, Return):
                 peer.send(ended, ())
@@ -380,9 +376,10 @@ class Node:
             self._journal.flush()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
-    def _receive(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
+    def _receive(self, peer: Connection, events: Sequence[receiving.PeerEvent]) -> None:
         # An authenticated peer is assumed to follow the protocol. If one of its
         # messages raises an error, here or in the engine, only that peer is lost.
+        host = self._host
         for event in events:
             if peer.lost:
                 return
@@ -395,23 +392,17 @@ class Node:
                         if message.__class__ in BOUND:
                             message = self._functions.bind(message, worker, self._codec)
                         number = (event.number,)
-                        is_counted = message.__class__ in ACKNOWLEDGED
-                        if is_counted:
+                        if is_counted := message.__class__ in ACKNOWLEDGED:
                             peer.order.handing(event)
-                        arrived = self._host.arrived
-                        record = arrived(worker, message, event.values, number)
-                        if is_counted and self._recording is not None:
+                        record = host.arrived(worker, message, event.values, number)
+                        if is_counted:
                             peer.handled.append(record)
-                    case ReceivedAcknowledgement(message, number):
-                        self._host.handle(message, (number,))
-                    case ReceivedDefinition(digest, data):
+                    case receiving.ReceivedAcknowledgement(message, number):
+                        host.handle(message, (number,))
+                    case receiving.ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
-                    case Control(content):
-                        self.peers.control(peer, content)
-                    case Broken(why) | Failed(why) | Exhausted(why):
-                        self._ends[event.__class__](peer, why)
                     case _:
-                        assert_never(event)
+                        self._about_peer[event.__class__](peer, event[0])
             except JdagError as error:
                 self.peers.lose(peer, f"it broke the protocol: {error}")
             except Exception as error:

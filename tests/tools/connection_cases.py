@@ -1,5 +1,6 @@
 """Two ends of a connection on one loop, and the events that they gave."""
 
+import os
 import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -203,6 +204,30 @@ class Hoarder:
             raise BlockingIOError
 
     send_segment = take_segment = None
+
+
+class Sink:
+    """A stream that takes all that it is given, and counts it."""
+
+    local, buffered, peer = False, False, "b"
+
+    def __init__(self) -> None:
+        self.descriptor = os.eventfd(0)
+        self.taken = 0
+
+    def fileno(self) -> int:
+        return self.descriptor
+
+    def send(self, views: Any) -> int:
+        count = sum(len(view) for view in views)
+        self.taken += count
+        return count
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def close(self) -> None:
+        os.close(self.descriptor)
 
 
 @pytest.fixture

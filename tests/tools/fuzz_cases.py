@@ -93,10 +93,11 @@ def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
     if len(starts) == 1:
         return None
     start, stop = rng.choice([*pairwise(starts)])
-    message, kinds, offset = codec.decode(payload, start + MESSAGE_BYTES, stop)
+    body = payload[start + MESSAGE_BYTES : stop]
+    message, kinds, offset = codec.decode(body)
     told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
     try:
-        data = codec.encode(told, kinds) + payload[offset:stop]
+        data = codec.encode(told, kinds) + body[offset:]
     except Exception:  # What cannot be written cannot be said.
         return None
     return payload[:start] + in_bundle(data) + payload[stop:]

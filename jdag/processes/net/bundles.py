@@ -1,14 +1,10 @@
 """Bundles: the messages of one turn of the loop in one frame, with an acknowledgement.
 
 The header of a bundle tells how many messages of `ACKNOWLEDGED` of the peer had been
-handled when the first message of the bundle was sent.
-
-Inputs:  `add` for each message; `close` before any other frame, and `flush` at the end
-         of a turn.
-Outputs: bundles, for `enqueue`.
-Invariants: if more messages are handled, the next message begins another bundle; if
-    none follows in that turn, an empty bundle tells the number. So the peer gets
-    messages and acknowledgements in the order in which they were sent and handled here.
+handled when the first message of the bundle was sent. If more are handled, the next
+message begins another bundle. If none follows in that turn, an empty bundle tells the
+number. So the peer gets messages and acknowledgements in the order in which they were
+sent and handled here.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,27 +18,24 @@ BUNDLE_BYTES = 64 * 1024  # Maximum size of a bundle of several messages.
 
 
 class Bundles:
-    """The outgoing messages of a connection. `order` counts the handled messages.
+    """The outgoing messages of a connection. `order` counts those handled here.
 
-    `told` is the number of handled messages that the newest parcel tells. The last
-    frame that was numbered may tell less.
+    `told` is the number of handled messages that the newest parcel tells.
     """
 
-    __slots__ = ("_bulk", "_enqueue", "_open", "_order", "_views", "told")
-
     def __init__(
-        self, order: Order, bulk: BulkQueue, enqueue: Callable[[Parcel], object]
+        self, order: Order, bulk: BulkQueue, put: Callable[[Parcel], object]
     ) -> None:
         self.told = 0
         self._order = order
         self._bulk = bulk
-        self._enqueue = enqueue
-        self._open: Parcel | None = None
+        self._put = put
+        self.open: Parcel | None = None
         self._views: list[Any] = []  # Of the open bundle.
 
     @property
     def idle(self) -> bool:
-        return self._open is None and self.told == self._order.handled
+        return self.open is None and self.told == self._order.handled
 
     def add(self, head: bytes, sizes: Sequence[int], values: Sequence[Any]) -> int:
         """Add an encoded message. Return the bytes of the headers before it."""
@@ -51,13 +44,14 @@ class Bundles:
         if values:
             inline, inline_bytes = self._bulk.split(sizes, values)
             length += inline_bytes
-        bundle, handled = self._open, self._order.handled
+        bundle, handled = self.open, self._order.handled
         nbytes = MESSAGE_BYTES + length
         fits = bundle is not None and bundle.nbytes + nbytes <= BUNDLE_BYTES
         if bundle is None or not fits or bundle.handled != handled:
-            self.close()
+            if bundle is not None:
+                self.close()
             self._views = []
-            self._open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
+            self.open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
             self.told = handled
             header_bytes += FRAME_BYTES
         self._views += (length.to_bytes(MESSAGE_BYTES, "little"), head, *inline)
@@ -65,15 +59,17 @@ class Bundles:
         return header_bytes
 
     def close(self) -> None:
-        bundle, self._open = self._open, None
-        if bundle is not None:
-            self._enqueue(bundle)
+        if self.open is not None:
+            self._put(self.open)
+            self.open = None
 
     def flush(self) -> int:
         """Close the bundle. Return the number of messages that an empty one tells."""
-        self.close()
+        if (bundle := self.open) is not None:
+            self.open = None
+            self._put(bundle)
         handled = self._order.handled
         count, self.told = handled - self.told, handled
         if count:
-            self._enqueue(Parcel(FrameKind.MESSAGE, (), 0, handled))
+            self._put(Parcel(FrameKind.MESSAGE, (), 0, handled))
         return count

@@ -134,7 +134,7 @@ class Connection:
         )
         assembler = Assembler(codec, buffers, self._borrowed, value_bytes_max)
         self.order = assembler.order
-        self.bundles = Bundles(self.order, self.bulk, self._enqueue)
+        self.bundles = Bundles(self.order, self.bulk, self._put)
         self.reader = FrameReader(
             self.worker, self.numbers, assembler, buffers, self._pool, self._borrowed
         )
@@ -284,27 +284,26 @@ class Connection:
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
         if self.lost:
             return
-        self.bundles.close()
-        self._enqueue(Parcel(kind, views, nbytes, self.bundles.told))
+        if self.bundles.open is not None:
+            self.bundles.close()
+        self._put(Parcel(kind, views, nbytes, self.bundles.told))
         if not self._flushing:
             self._flushing = True
             self._loop.unflushed.append(self)
 
-    def _enqueue(self, parcel: Parcel) -> None:
-        unacknowledged = self.numbers.unacknowledged
-        full = len(self._out) >= _VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
-        if full or self._queue or self.stream is None:
-            self._queue.append(parcel)
-            self.waiting_bytes += FRAME_BYTES + parcel.nbytes
-        else:
-            self._put(parcel)
-
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
+        """Number a frame, or let it wait in the queue. `sequence` is a given number."""
         numbers = self.numbers
         if sequence < 0:
-            numbers.sent = sequence = numbers.sent + 1
+            count, sequence = len(numbers.unacknowledged), numbers.sent + 1
+            full = len(self._out) >= _VIEWS_MAX or count >= FRAMES_MAX
+            if full or self._queue or self.stream is None:
+                self._queue.append(parcel)
+                self.waiting_bytes += FRAME_BYTES + parcel.nbytes
+                return sequence
+        if sequence > numbers.sent:
+            numbers.sent, self._told = sequence, parcel.handled
             numbers.unacknowledged.append(parcel)
-            self._told = parcel.handled
         views, nbytes = parcel.views, FRAME_BYTES + parcel.nbytes
         self._acknowledged = received = numbers.received
         self._acknowledged_bytes = self.reader.nbytes
@@ -371,10 +370,10 @@ class Connection:
             if queue:
                 parcel = queue.popleft()
                 self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # `_put` adds them.
-                self._put(parcel)
+                self._put(parcel, numbers.sent + 1)
             elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
                 cut.handled = self._told
-                bulk.numbered(self._put(cut), cut)
+                bulk.numbered(self._put(cut, numbers.sent + 1), cut)
             else:
                 break
 

@@ -37,7 +37,7 @@ from jdag.processes.net.shared_memory import (
     SharedSegment,
 )
 from jdag.wire.frames import CHUNK_MAX_BYTES, MESSAGE_BYTES, FrameKind
-from jdag.wire.messages import STEP, Codec
+from jdag.wire.messages import COPIED_BYTES, STEP, Codec
 from jdag.wire.order import Order
 from jdag.wire.trees import COUNT_BYTES
 
@@ -186,6 +186,7 @@ class _Incoming(Struct):
     view: memoryview | None = None
 
 
+Data = bytes | memoryview
 _Head = tuple[StepFrame, tuple[Any, ...], ArrayLayout | None]
 
 
@@ -219,7 +220,7 @@ class Assembler:
     def bundle(self, payload: bytes) -> Sequence[Delivery]:
         """Decode a bundle. Return the deliveries that can now be passed on."""
         deliveries: list[Delivery] = []
-        decode, start, end = self._codec.decode, 0, len(payload)
+        start, end = 0, len(payload)
         while start < end:
             first = start + MESSAGE_BYTES
             stop = first + int.from_bytes(payload[start:first], "little")
@@ -228,7 +229,9 @@ class Assembler:
                     f"a bundle has only {end - start} bytes left for a message of "
                     f"{stop - start} bytes"
                 )
-            deliveries += self._deliver(*decode(payload, first, stop), payload, stop)
+            is_large = stop - first >= COPIED_BYTES
+            data = (memoryview(payload) if is_large else payload)[first:stop]
+            deliveries += self._deliver(*self._codec.decode(data), data)
             start = stop
         return deliveries
 
@@ -252,14 +255,13 @@ class Assembler:
         message = StepFrame(frame.context, number, frame.slots, base, frame.begins)
         nbytes = layout[-1][3] if layout else 0
         if layout is None or self._incoming or len(payload) != end + nbytes:
-            return self._deliver(message, kinds, end, payload, len(payload))
+            return self._deliver(message, kinds, end, payload)
         self.messages += 1
         return (Delivery(message, arrays_at(layout, payload, end), self.messages),)
 
     def _deliver(
-        self, message: Any, kinds: Sequence[Any], offset: int, payload: bytes, stop: int
+        self, message: Any, kinds: Sequence[Any], offset: int, payload: Data
     ) -> Sequence[Delivery]:
-        """Deliver a message whose values are in the payload from `offset` to `stop`."""
         if isinstance(message, StepFrame):
             expected = len(message.slots)
         else:
@@ -273,9 +275,9 @@ class Assembler:
         self.messages += 1
         delivery = Delivery(message, [], self.messages)
         if kinds:
-            offset = self._take_values(delivery, kinds, payload, offset, stop)
-        if offset != stop:
-            surplus = stop - offset
+            offset = self._take_values(delivery, kinds, payload, offset)
+        if offset != len(payload):
+            surplus = len(payload) - offset
             raise ProtocolError(f"a message has {surplus} bytes after its last value")
         return self.in_order(delivery, not delivery.missing)
 
@@ -286,12 +288,7 @@ class Assembler:
         return self.order.arrived(item, whole)
 
     def _take_values(
-        self,
-        delivery: Delivery,
-        kinds: Sequence[Any],
-        payload: bytes,
-        offset: int,
-        stop: int,
+        self, delivery: Delivery, kinds: Sequence[Any], payload: Data, offset: int
     ) -> int:
         view, first, values = memoryview(payload), offset, delivery.values
         for slot, kind in enumerate(kinds):
@@ -308,9 +305,9 @@ class Assembler:
                 delivery.missing += 1
                 values.append(None)
                 continue
-            if offset + nbytes > stop:
+            if offset + nbytes > len(payload):
                 raise ProtocolError(
-                    f"a message has only {stop - offset} bytes left for a "
+                    f"a message has only {len(payload) - offset} bytes left for a "
                     f"value of {nbytes} bytes"
                 )
             values.append(array_over(kind, view[offset : offset + nbytes]))

@@ -51,8 +51,7 @@ class ReceivedDefinition(NamedTuple):
 class ReceivedAcknowledgement(NamedTuple):
     """What the header of a frame acknowledges.
 
-    `number` is that of the first message of the frame. An empty bundle has a negative
-    number, the count of such bundles.
+    `number` is that of the frame's first message, or minus the count of empty bundles.
     """
 
     message: Acknowledged

@@ -1,6 +1,5 @@
 """A connection: what is sent arrives once and in order, though streams break."""
 
-import os
 import random
 import re
 import socket
@@ -29,22 +28,20 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.receiving import PING
 from jdag.processes.net.streams import SocketStream
 from jdag.wire.arrays import type_of
-from jdag.wire.frames import CHUNK_MAX_BYTES, FRAME_BYTES, MESSAGE_BYTES, FrameKind
-from jdag.wire.messages import Codec
+from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from tests.tools.connection_cases import (
     ONE,
     TWO,
     Clock,
     Hoarder,
     Sides,
+    Sink,
     assert_same,
     primal,
     random_values,
     ship,
 )
 from tests.tools.tiers import sized
-
-CODEC = Codec(("a", "b"))
 
 
 def test_of_a_message_of_many_values_most_follow_it_in_chunks(
@@ -169,134 +166,6 @@ def test_an_end_to_which_a_part_of_a_message_is_to_come_is_not_idle(
     sides.run(lambda: sides.b.connection.idle)
 
 
-def test_the_messages_of_a_turn_leave_in_one_frame(make: Callable[..., Sides]) -> None:
-    sides = make(deadline_s=600.0)
-    connection = sides.a.connection
-    sides.run(lambda: connection.idle)
-    bytes_sent = connection.sent.bytes
-    sent: list[Message] = [ship(1), primal(2), ship(3)]
-    for message in sent:
-        connection.send(message, [jnp.ones(3)] * len(landing(message)))
-        assert not connection.idle
-    assert connection.numbers.sent == 0
-    sides.run(lambda: len(sides.b.messages) == 3)
-    assert sides.b.log == sent
-    assert_same(sides.b.messages[1][1], [jnp.ones(3)])
-    assert connection.numbers.sent == 1 and connection.sent.messages == 3
-    bodies = [CODEC.encode(ship(1)), CODEC.encode(primal(2), [type_of(jnp.ones(3))])]
-    length = 2 * len(bodies[0]) + len(bodies[1]) + jnp.ones(3).nbytes
-    length += FRAME_BYTES + 3 * MESSAGE_BYTES
-    assert connection.sent.bytes - bytes_sent == length
-    # Those that b has handled are two; nothing else goes to a.
-    sides.run(lambda: sides.a.acknowledged == 2)
-    assert sides.a.log == [2] and sides.b.connection.numbers.sent == 1
-    sides.run(lambda: sides.b.connection.idle)
-
-
-def test_a_number_of_handled_messages_that_was_not_told_keeps_an_end_busy(
-    make: Callable[..., Sides],
-) -> None:
-    sides = make(connects=False)
-    connection = sides.b.connection
-    assert connection.idle
-    connection.order.handled += 1
-    assert not connection.idle
-    connection.flush()
-    connection.drop_stream()
-    assert connection.bundles.told == 1 and not connection.idle
-    sides.connect()
-    sides.run(lambda: sides.a.log == [1])
-    sides.run(lambda: connection.idle)
-
-
-def test_messages_and_what_was_handled_arrive_in_the_order_in_which_they_happened(
-    sides: Sides,
-) -> None:
-    """The header of a bundle has the number of when its first message was sent."""
-    answers = iter(range(1, 9))
-
-    def react(message: Message) -> None:
-        if message != ship(4):
-            for _ in range(2):
-                sides.b.connection.send(primal(next(answers), slots=0), [])
-
-    sides.b.react = react
-    for number in (1, 2, 3, 4):
-        sides.a.connection.send(ship(number), [])
-    sides.run(lambda: sides.a.acknowledged == 4)
-    answered = [primal(number, slots=0) for number in range(1, 7)]
-    assert sides.a.log == [1, *answered[:2], 1, *answered[2:4], 1, *answered[4:], 1]
-    assert sides.b.connection.numbers.sent == 4
-
-
-def test_a_frame_that_is_sent_again_tells_what_was_handled_before_it(
-    make: Callable[..., Sides],
-) -> None:
-    sides = make(connects=False)
-    end = sides.b.connection
-    sink: Any = Sink()
-    end.adopt(sink, 0)
-    for number in (1, 2, 3):
-        end.order.handled += 1
-        end.send(primal(number, slots=0), [])
-        end.flush()
-    assert end.numbers.sent == 3
-    sides.connect()
-    sides.run(lambda: len(sides.a.messages) == 3)
-    sent = [primal(number, slots=0) for number in (1, 2, 3)]
-    assert sides.a.log == [1, sent[0], 1, sent[1], 1, sent[2]]
-
-
-def test_what_goes_in_order_stays_between_the_messages_of_a_turn(sides: Sides) -> None:
-    connection, seen = sides.a.connection, []
-    sides.b.react = lambda message: seen.append((message, len(sides.b.functions)))
-    connection.send(primal(1, slots=0), [])
-    connection.define(bytes(32), b"x")
-    connection.send(primal(2, slots=0), [])
-    step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
-    connection.step(step, 1, 0, [], None)
-    connection.send(primal(3, slots=0), [])
-    sides.run(lambda: len(seen) == 4)
-    found = [primal(1, slots=0), primal(2, slots=0), step, primal(3, slots=0)]
-    assert seen == [*zip(found, [0, 1, 1, 1], strict=True)]
-
-
-def test_a_frame_of_a_step_tells_what_was_handled_before_it(sides: Sides) -> None:
-    step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
-    sides.b.react = lambda message: sides.b.connection.step(step, 1, 0, [], None)
-    sides.a.connection.send(ship(1), [])
-    sides.run(lambda: bool(sides.a.messages))
-    assert sides.a.log == [1, step]
-
-
-def test_a_bundle_has_a_size_beyond_which_another_begins(sides: Sides) -> None:
-    values = [np.ones(28_000, "i1")]
-    for number in range(1, 7):
-        sides.a.connection.send(primal(number), values)
-    sides.run(lambda: len(sides.b.messages) == 6)
-    assert sides.a.connection.numbers.sent == 3
-    assert [message for message, _ in sides.b.messages] == [*map(primal, range(1, 7))]
-
-
-def test_the_number_of_handled_messages_outlives_the_stream_on_which_it_was_told(
-    sides: Sides,
-) -> None:
-    """Also if nothing else is sent, and if the handling broke the stream."""
-    sides.b.react = lambda message: sides.b.connection.drop_stream()
-    sides.a.connection.send(ship(1), [])
-    sides.run(lambda: bool(sides.b.messages))
-    sides.turn()
-    assert sides.b.connection.bundles.told == 1 and sides.a.log == []
-    sides.connect()
-    sides.run(lambda: sides.a.log == [1])
-    sides.connect()
-    sides.a.connection.send(ship(2), [])
-    sides.run(lambda: len(sides.b.messages) == 2)
-    sides.connect()
-    sides.run(lambda: sides.a.log == [1, 1])
-    assert not sides.a.ends
-
-
 def test_a_message_may_name_a_worker_of_which_a_control_frame_before_it_tells(
     make: Callable[..., Sides],
 ) -> None:
@@ -356,30 +225,6 @@ def test_more_frames_than_may_be_unacknowledged_all_arrive(
         sides.a.connection.send(primal(number, slots=0), [])
         sides.a.connection.control({"number": number})
     sides.run(lambda: len(sides.b.messages) == 59)
-
-
-class Sink:
-    """A stream that takes all that it is given, and counts it."""
-
-    local, buffered, peer = False, False, "b"
-
-    def __init__(self) -> None:
-        self.descriptor = os.eventfd(0)
-        self.taken = 0
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def send(self, views: Any) -> int:
-        count = sum(len(view) for view in views)
-        self.taken += count
-        return count
-
-    def flush(self) -> None:
-        """Nothing waits here."""
-
-    def close(self) -> None:
-        os.close(self.descriptor)
 
 
 def leave(sides: Sides) -> int:
