@@ -26,7 +26,6 @@ from jdag.engine import Engine
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
     FROM_OWNER,
-    Acknowledged,
     Alarm,
     Arrived,
     Event,
@@ -395,8 +394,8 @@ class Node:
                         record = host.arrived(worker, message, event.values, number)
                         if is_counted:
                             peer.handled.append(record)
-                    case receiving.ReceivedAcknowledgement(count, number):
-                        host.handle(Acknowledged(peer.worker, count), (number,))
+                    case receiving.ReceivedAcknowledgement(message, number):
+                        host.handle(message, (number,))
                     case receiving.ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
                     case _:

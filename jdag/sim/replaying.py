@@ -10,7 +10,7 @@ Outputs: the effects and gradients of the recorded run, or the first event that
          deviates: its worker, the position in the journal, the expected and the actual
          input.
 Invariants: messages are numbered in order of sending. A program whose event is not yet
-next in the journal waits. While the main program waits, its greenlet handles the inputs.
+next in the journal waits. While main waits, its greenlet handles the inputs.
 """
 
 from collections import Counter, defaultdict, deque
