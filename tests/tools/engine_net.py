@@ -163,9 +163,8 @@ class Net:
                 kind, worker, what = self.rng.choice(choices)
         place = self.places[worker]
         match kind:
-            case "message" if isinstance(self.queues[what][0][0], Acknowledged):
-                self.tell(worker, self.links.acknowledged(what, self._joins(*what)))
             case "message":
+                self.links.join(what, self._joins(*what))
                 self._hear(what, self.links.take(what))
             case "rest":
                 self._hear(what[0], self.links.complete(*what))
@@ -193,6 +192,9 @@ class Net:
         sender, worker = pair
         for parcel in parcels:
             message, values = parcel.message, parcel.carried
+            if isinstance(message, Acknowledged):
+                self.tell(worker, message)
+                continue
             if handled := self.links.handing(pair, parcel):
                 self._send(worker, sender, Acknowledged(worker, handled), [])
             if not isinstance(message, StepFrame):

@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(eq=False)
 class Parcel:
-    message: Message
+    message: Message | Acknowledged
     carried: list[Any]
 
 
@@ -87,17 +87,22 @@ class Links:
         self._rng = rng
         self.large = large
 
-    def send(self, pair: Pair, message: Message, carried: list[Any]) -> None:
+    def send(
+        self, pair: Pair, message: Message | Acknowledged, carried: list[Any]
+    ) -> None:
         self.queues.setdefault(pair, deque()).append((message, carried))
 
-    def acknowledged(self, pair: Pair, joins: Callable[[Any], bool]) -> Acknowledged:
-        """Take the first in the queue, and of those that follow it what `joins`."""
+    def join(self, pair: Pair, joins: Callable[[Any], bool]) -> None:
+        """Join an `Acknowledged` at the head of a queue with those behind it."""
         queue = self.queues[pair]
-        event, _ = queue.popleft()
-        while queue and isinstance(queue[0][0], Acknowledged) and joins(queue[0][0]):
-            count = event.count + queue.popleft()[0].count
-            event = Acknowledged(event.sender, count)
-        return event
+        head = queue[0][0]
+        while isinstance(head, Acknowledged) and len(queue) > 1:
+            following = queue[1][0]
+            if not (isinstance(following, Acknowledged) and joins(following)):
+                break
+            queue.popleft()
+            head = Acknowledged(head.sender, head.count + following.count)
+            queue[0] = (head, [])
 
     def take(self, pair: Pair) -> list[Parcel]:
         parcel = Parcel(*self.queues[pair].popleft())
