@@ -13,6 +13,8 @@ Invariants
   earlier calls of its frame, and all assignments of this worker, are acknowledged. A
   program returns only when its calls are acknowledged and the programs that it called
   have returned. So a worker that receives a ref can use it immediately.
+- Acknowledgements are counts, for each receiver in order of sending. A lost worker
+  acknowledges nothing: what was sent to it is forgotten, and late counts are ignored.
 - A program that uses objects here holds their locks from Spawn to Returned.
 - A frame stores messages (`news`) from the programs that it called until its program
   takes them.
