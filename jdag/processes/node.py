@@ -306,6 +306,9 @@ class Node:
                     peer.define(definition.digest, definition.data)
             peer.send(message, values[1], causes)
         except Exception as error:  # Otherwise a program would wait forever.
+            if message.__class__ in ACKNOWLEDGED:  # It is counted, but will not arrive.
+                kind = type(message).__name__
+                self.peers.lose(peer, f"a {kind} cannot be sent to it: {error}")
             ended = _ended_by(error, message, self.worker)
             if isinstance(message, Return):
                 peer.send(ended, ())

@@ -17,7 +17,7 @@ ACK_DELAY_NS = 1_000_000
 RESEND_MAX = 10
 
 
-class Item(Struct, frozen=True):
+class SimItem(Struct, frozen=True):
     """One message of a frame, with its values; or what the frame acknowledges.
 
     `fields` describe the message in a trace, and are () without a trace. `record` is
@@ -33,7 +33,7 @@ class Item(Struct, frozen=True):
     whole_ns: int
 
 
-class Bundle(Struct, frozen=True):
+class SimBundle(Struct, frozen=True):
     """The payload of a frame: messages, and the number of handled messages.
 
     `handled` counts the messages of `ACKNOWLEDGED` of the other direction. `fields`
@@ -42,7 +42,7 @@ class Bundle(Struct, frozen=True):
     """
 
     handled: int
-    items: tuple[Item, ...]
+    items: tuple[SimItem, ...]
     wire_bytes: int
     fields: tuple[Any, ...]
     record: int

@@ -46,7 +46,7 @@ from jdag.runtime.stats import Sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
-from jdag.sim.link_end import Bundle, Item, LinkEnd, Unsent, link_settings
+from jdag.sim.link_end import SimBundle, SimItem, LinkEnd, Unsent, link_settings
 from jdag.sim.network import Lane, Traffic
 from jdag.sim.reliable_link import NEVER, Frame, Link, SureLink
 from jdag.sim.timeline import EVENT, TIMER
@@ -200,7 +200,7 @@ class SimTransport:
             before = dict.fromkeys((*end.handled, *lane.before(now_ns, end.record)))
             record = self._recorder.note("send", end.worker, detail, tuple(before))
             end.passed(record, 0)
-        bundle = Bundle(handled, items, wire_bytes, fields, record)
+        bundle = SimBundle(handled, items, wire_bytes, fields, record)
         frame = link.send(bundle, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
@@ -216,7 +216,7 @@ class SimTransport:
         unsent: Sequence[Unsent],
         sizes: Sequence[tuple[int, int]],
         arrival_ns: int,
-    ) -> tuple[Item, ...]:
+    ) -> tuple[SimItem, ...]:
         """Record a frame's messages. Send their values on the data lane, if any."""
         recorder, lane, data = self._recorder, end.out, end.data
         is_traced = recorder.trace is not None
@@ -238,7 +238,9 @@ class SimTransport:
                 record = recorder.note("send", end.worker, detail, causes)
                 if data is not None and value_bytes:
                     data.passed(record)
-            items.append(Item(message, fields, arrays, record, value_bytes, whole_ns))
+            items.append(
+                SimItem(message, fields, arrays, record, value_bytes, whole_ns)
+            )
             overhead_bytes = MESSAGE_BYTES
         end.record = lane.record = record
         if lane.ports:
@@ -250,7 +252,7 @@ class SimTransport:
         if not (end.host.alive and end.open):
             return
         before = link.duplicates
-        bundles: tuple[Bundle, ...] = link.receive(frame, self._timeline.now_ns)
+        bundles: tuple[SimBundle, ...] = link.receive(frame, self._timeline.now_ns)
         if frame.sequence:
             end.heard = sent
             if link.duplicates != before:
@@ -262,18 +264,18 @@ class SimTransport:
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _receive(self, end: LinkEnd, bundle: Bundle, sent: int) -> None:
+    def _receive(self, end: LinkEnd, bundle: SimBundle, sent: int) -> None:
         items = bundle.items
         count, end.acknowledged = bundle.handled - end.acknowledged, bundle.handled
         if count:
             event = Acknowledged(end.peer, count)
-            items = (Item(event, (), (), bundle.record, 0, 0), *items)
+            items = (SimItem(event, (), (), bundle.record, 0, 0), *items)
         if end.data is None:
             self._hand_on(end, items, sent)
         else:
             self._split(end, items, sent)
 
-    def _hand_on(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
+    def _hand_on(self, end: LinkEnd, items: Sequence[SimItem], sent: int) -> None:
         host = end.host
         for item in items:
             if not host.alive:
@@ -292,7 +294,7 @@ class SimTransport:
             if not end.leaves:
                 self._leave(end)
 
-    def _split(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
+    def _split(self, end: LinkEnd, items: Sequence[SimItem], sent: int) -> None:
         now_ns = self._timeline.now_ns
         for item in items:
             whole_ns = item.whole_ns
@@ -300,7 +302,7 @@ class SimTransport:
             if whole_ns > now_ns:
                 self._timeline.push(whole_ns, EVENT, (self.completed, end, item))
 
-    def completed(self, end: LinkEnd, item: Item) -> None:
+    def completed(self, end: LinkEnd, item: SimItem) -> None:
         if end.host.alive and end.open:
             self._hand_on(end, end.order.completed(item), item.record)
 
@@ -339,7 +341,7 @@ class SimTransport:
         """Send a frame without a new message: a resend or an acknowledgement."""
         value_bytes = 0
         if frame.sequence:
-            bundle: Bundle = frame.payload
+            bundle: SimBundle = frame.payload
             wire_bytes = bundle.wire_bytes
             value_bytes = sum([item.value_bytes for item in bundle.items])
             kind, causes = "resend", [bundle.record]
@@ -380,7 +382,7 @@ class SimTransport:
 
 
 def _whole_at(frame: Frame, times: Sequence[int]) -> Frame:
-    bundle: Bundle = frame.payload
+    bundle: SimBundle = frame.payload
     pairs = zip(bundle.items, times, strict=True)
     items = tuple([replace(item, whole_ns=whole_ns) for item, whole_ns in pairs])
     return replace(frame, payload=replace(bundle, items=items))

@@ -136,8 +136,7 @@ class Order:
             each.followers.append(pending)
         if lanes is ALL:
             last.clear()
-        if lanes is not BEHIND:
-            last.update(dict.fromkeys(lanes, pending))
+        last.update(dict.fromkeys(lanes, pending))
         if not whole:
             self._partial[id(item)] = pending
         return ()

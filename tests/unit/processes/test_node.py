@@ -222,6 +222,21 @@ def test_what_is_found_not_to_travel_only_when_it_is_sent_fails_its_program(
         assert not any(one.peers.losses for one in c.nodes.values())
 
 
+def test_a_counted_message_that_cannot_be_sent_loses_its_receiver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("no way")
+
+    with cluster(("a", "b")) as c, c.context() as ctx:
+        peer = c.nodes["a"].peers.connections["b"]
+        monkeypatch.setattr(peer, "send", refuse)
+        with pytest.raises(ValueError, match="no way"):
+            ctx.call("b", jnp.sin, 1.0)
+        with fails_with(WorkerLost, "processes.a_call_cannot_be_sent"):
+            ctx.call("b", jnp.sin, 1.0).fetch()
+
+
 def test_who_ends_by_an_error_of_its_own_tells_the_others_which() -> None:
     def fails() -> None:
         raise ZeroDivisionError("of this:\n  no such")
