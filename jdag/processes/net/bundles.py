@@ -18,24 +18,17 @@ BUNDLE_BYTES = 64 * 1024  # Maximum size of a bundle of several messages.
 
 
 class Bundles:
-    """The outgoing messages of a connection. `order` counts those handled here.
-
-    `told` is the number of handled messages that the newest parcel tells.
-    """
+    """The outgoing messages of a connection. `order` counts those handled here."""
 
     def __init__(
         self, order: Order, bulk: BulkQueue, put: Callable[[Parcel], object]
     ) -> None:
-        self.told = 0
+        self.told = 0  # The number of the newest parcel.
         self._order = order
         self._bulk = bulk
         self._put = put
         self.open: Parcel | None = None
         self._views: list[Any] = []  # Of the open bundle.
-
-    @property
-    def idle(self) -> bool:
-        return self.open is None and self.told == self._order.handled
 
     def add(self, head: bytes, sizes: Sequence[int], values: Sequence[Any]) -> int:
         """Add an encoded message. Return the bytes of the headers before it."""

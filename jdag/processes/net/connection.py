@@ -198,8 +198,9 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        waiting = self._queue or self._out or self.bulk.values or not self.bundles.idle
-        return not waiting and self.reader.assembler.is_complete
+        waiting = self.bundles.open or self._queue or self._out or self.bulk.values
+        is_told = self.bundles.told == self.order.handled
+        return is_told and not waiting and self.reader.assembler.is_complete
 
     def send(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()

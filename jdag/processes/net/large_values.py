@@ -53,15 +53,12 @@ LENT, FREED, FORGOTTEN, OFFERED = b"l", b"f", b"g", b"o"
 
 
 class Parcel(Struct):
-    """The kind and content of a frame, kept until the frame is acknowledged.
-
-    `handled` is for its header.
-    """
+    """The kind and content of a frame, kept until the frame is acknowledged."""
 
     kind: FrameKind
     views: Sequence[Any]
     nbytes: int
-    handled: int = 0
+    handled: int = 0  # For the header.
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
@@ -279,13 +276,9 @@ class Assembler:
         if offset != len(payload):
             surplus = len(payload) - offset
             raise ProtocolError(f"a message has {surplus} bytes after its last value")
-        return self.in_order(delivery, not delivery.missing)
-
-    def in_order(self, item: Any, whole: bool = True) -> Sequence[Any]:
-        """Return the items that can now be passed on; all earlier ones are known."""
         if not self._incoming:  # All earlier deliveries are complete.
-            return (item,)
-        return self.order.arrived(item, whole)
+            return (delivery,)
+        return self.order.arrived(delivery, not delivery.missing)
 
     def _take_values(
         self, delivery: Delivery, kinds: Sequence[Any], payload: Data, offset: int

@@ -284,7 +284,8 @@ class FrameReader:
             self._empty += 1
             number = -self._empty
         message = Acknowledged(self._worker, count)
-        return self.assembler.in_order(ReceivedAcknowledgement(message, number))
+        event = ReceivedAcknowledgement(message, number)
+        return self.assembler.order.arrived(event, True)
 
     def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
         kind, numbers = payload[:1], payload[1:]
