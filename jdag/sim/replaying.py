@@ -6,12 +6,10 @@ available: its message has been sent, its job requested, or its program has reac
 Any interleaving of workers gives the same run, since engines share nothing.
 
 Inputs:  the journals of all workers; events of programs (`ProgramPort`).
-Outputs: the effects and gradients of the recorded run, or the first event that
-         deviates: its worker, the position in the journal, the expected and the actual
-         input.
-Invariants: messages are numbered in order of sending. A program whose event is not yet
-next in the journal waits. While the main program waits, all available inputs are
-handled, such as the loss of a worker, up to its next event.
+Outputs: the effects and gradients of the recorded run, or the first deviation: worker,
+         position in the journal, the expected and the actual input.
+Invariants: a program whose event is not next in the journal waits. Before a program
+goes on, all available inputs are handled, such as the loss of a worker.
 """
 
 from collections import Counter
@@ -43,15 +41,14 @@ from jdag.runtime.worker_runtime import ProgramPort, RunProgram, WorkerRuntime
 from jdag.sim.settings import SimSettings
 from jdag.sim.simulation import NO_WAITER, Simulation
 
-_Action = tuple[Any, ...]
-_Due = tuple[str, _Action]  # The line of an event, and the action that handles it.
+_Action = tuple[Any, ...]  # A function and its arguments, for the timeline.
 
 
 class _Worker:
     """A worker whose inputs are compared with its journal by `note`.
 
-    `early` has the event of each program that waits for its turn, by waiter, and
-    `alarms` that of each alarm.
+    `early` has the events of programs that wait for their turn, `alarms` those of
+    alarms; for each waiter, the line of the event and the action that handles it.
     """
 
     def __init__(self, host: WorkerRuntime, journal: Entries, deviates: Any) -> None:
@@ -60,8 +57,8 @@ class _Worker:
         self.lines, self.end = journal.lines, journal.end
         self.position = 0
         self.jobs: dict[int, Job] = {}
-        self.early: dict[int, _Due] = {}
-        self.alarms: dict[int, _Due] = {}
+        self.early: dict[int, tuple[str, _Action]] = {}
+        self.alarms: dict[int, tuple[str, _Action]] = {}
         number = incarnation_of(host.worker)
         self.incarnations = {named(host.worker): number} if number else {}
         self._deviates = deviates
@@ -98,8 +95,7 @@ class Replaying(Simulation):
         # Messages by sender, receiver and number; the number of messages of each pair.
         self._sent: dict[tuple[str, str, int], _Action] = {}
         self._numbers: Counter[tuple[str, str]] = Counter()
-        # By sender and receiver, the number of handled messages of ACKNOWLEDGED whose
-        # acknowledgement has not arrived.
+        # By sender and receiver, the handled messages that are to be acknowledged.
         self._owed: Counter[tuple[str, str]] = Counter()
         self._starts: list[_Action] = []  # Programs that are to start or to go on.
         self.transmit, self.compute = self._keep, self._request
@@ -111,7 +107,7 @@ class Replaying(Simulation):
         host, journal = self._env.hosts[worker], self._journals[worker]
         self._workers[worker] = _Worker(host, journal, self._deviates)
 
-    # ------------------------------------------------------------ what the cluster uses
+    # ----------------------------------------- what the cluster and its programs use
 
     @property
     def now_ns(self) -> int:
@@ -144,8 +140,6 @@ class Replaying(Simulation):
         finally:
             super().close()
 
-    # ------------------------------------------------ calls of programs: `ProgramPort`
-
     def tell(
         self, port: ProgramPort, event: Event, values: Sequence[tuple[Key, Any]]
     ) -> None:
@@ -177,8 +171,7 @@ class Replaying(Simulation):
     def _next(self) -> _Action | None:
         """Return the action of the next input or, if none is available, of a program.
 
-        A program goes on when its own event is next, as far as is known. It then knows
-        the losses that it knew in the recorded run.
+        The program is one whose event may be next, so it knows the recorded losses.
         """
         for worker in self._workers.values():
             if action := self._input(worker, worker.host):
@@ -190,7 +183,6 @@ class Replaying(Simulation):
     def _input(self, worker: _Worker, host: WorkerRuntime) -> _Action | None:
         """Return the action of a worker's next input, if it is available."""
         kind, word, *words = (*worker.line.split(" "), "")
-        handle = WorkerRuntime.handle
         match kind:
             case "p":
                 for events in (worker.early, worker.alarms):
@@ -210,25 +202,25 @@ class Replaying(Simulation):
                 count, pair = int(words[0]), (host.worker, word)
                 if self._owed[pair] >= count:
                     self._owed[pair] -= count
-                    return handle, host, Acknowledged(word, count)
+                    return WorkerRuntime.handle, host, Acknowledged(word, count)
             case "l":
                 why = "it was lost when this run was recorded"
                 self._env.lost[host.worker][word] = why
-                return handle, host, Lost(word, why)
+                return WorkerRuntime.handle, host, Lost(word, why)
             case "J":
                 name, incarnation = named(word), incarnation_of(word)
                 if word not in self._workers:
                     self._env.start(name, incarnation, Machine("real"))
+                    self._env.incarnations[name] = incarnation
                     self._add(word)
                 worker.incarnations[name] = incarnation
-                return handle, host, Joined(name, incarnation)
+                return WorkerRuntime.handle, host, Joined(name, incarnation)
         return None
 
     @property
     def is_cut(self) -> bool:
         """Whether a journal that ended at `journal_bytes` has been repeated."""
-        workers = self._workers.values()
-        return any(worker.end == FULL and not worker.line for worker in workers)
+        return any([w.end == FULL and not w.line for w in self._workers.values()])
 
     def _deviates(self, worker: _Worker | None = None, actual: str = "") -> ReplayError:
         if self._deviation is None:

@@ -61,7 +61,13 @@ def outcome(run: Any, *arguments: Any) -> Any:
 
 
 def plain(c: Any) -> Any:
-    return [outcome(gradient, c) for _ in range(4)], c.driver.incarnations
+    found = [outcome(gradient, c) for _ in range(4)]
+    c.driver.settle()
+    held = {
+        name: counts["lost"] or (counts["live_contexts"], counts["values_held"])
+        for name, counts in c.info().items()
+    }
+    return found, held, c.driver.incarnations
 
 
 def timed(c: Any) -> Any:
