@@ -24,7 +24,9 @@ from jdag.compute.buffers import Buffers
 from jdag.compute.machine import Machine
 from jdag.engine import Engine
 from jdag.engine.protocol import (
+    ACKNOWLEDGED,
     FROM_OWNER,
+    Acknowledged,
     Alarm,
     Arrived,
     Event,
@@ -47,10 +49,18 @@ from jdag.processes.functions.code_fingerprint import coded_name
 from jdag.processes.functions.decoder import BOUND, FunctionDecoder
 from jdag.processes.functions.encoder import NAMING, check_size
 from jdag.processes.jobs import Jobs
-from jdag.processes.net import receiving
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
 from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.receiving import (
+    Broken,
+    Control,
+    Exhausted,
+    Failed,
+    PeerEvent,
+    ReceivedAcknowledgement,
+    ReceivedDefinition,
+)
 from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
@@ -126,6 +136,11 @@ class Node:
         if incarnation:
             self._codec.joined(name, incarnation)
             peers.incarnations[name] = incarnation
+        self._ends: Mapping[type, Callable[[Connection, str], None]] = {
+            Broken: peers.redial,
+            Failed: peers.failed,
+            Exhausted: peers.exhausted,
+        }
         self.joined, self.lost = peers.joined, peers.lost
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
@@ -366,7 +381,7 @@ class Node:
             self._journal.flush()
         self._loop.at(clock_ns() + SWEEP_NS, self._sweep)
 
-    def _receive(self, peer: Connection, events: Sequence[receiving.PeerEvent]) -> None:
+    def _receive(self, peer: Connection, events: Sequence[PeerEvent]) -> None:
         # An authenticated peer is assumed to follow the protocol. If one of its
         # messages raises an error, here or in the engine, only that peer is lost.
         for event in events:
@@ -381,17 +396,22 @@ class Node:
                         if message.__class__ in BOUND:
                             message = self._functions.bind(message, worker, self._codec)
                         number = (event.number,)
-                        self._host.arrived(worker, message, event.values, number)
-                    case receiving.ReceivedDefinition(digest, data):
+                        is_counted = message.__class__ in ACKNOWLEDGED
+                        if is_counted:
+                            peer.order.handing(event)
+                        arrived = self._host.arrived
+                        record = arrived(worker, message, event.values, number)
+                        if is_counted and self._recording is not None:
+                            peer.handled.append(record)
+                    case ReceivedAcknowledgement(count, number):
+                        acknowledged = Acknowledged(peer.worker, count)
+                        self._host.handle(acknowledged, (number,))
+                    case ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
-                    case receiving.Control(content):
+                    case Control(content):
                         self.peers.control(peer, content)
-                    case receiving.Broken(why):
-                        self.peers.redial(peer, why)
-                    case receiving.Failed(why):
-                        self.peers.failed(peer, why)
-                    case receiving.Exhausted(why):
-                        self.peers.exhausted(peer, why)
+                    case Broken(why) | Failed(why) | Exhausted(why):
+                        self._ends[event.__class__](peer, why)
                     case _:
                         assert_never(event)
             except JdagError as error:

@@ -111,12 +111,15 @@ class NodeQueries:
                 raise ProtocolError(f"unknown query {query!r}")
 
     def quiet_now(self) -> dict[str, Any]:
-        """Return the result of `quiet`, for a caller that holds the loop lock."""
+        """Return the result of `quiet`, for a caller that holds the loop lock.
+
+        Acknowledgements of messages count as messages.
+        """
         living = self.peers.living
         return {
             "idle": self.jobs.idle and all(peer.idle for peer in living),
-            "sent": sum(peer.sent.messages for peer in living),
-            "got": sum(peer.reader.assembler.messages for peer in living),
+            "sent": sum(peer.sent.messages + peer.bundles.told for peer in living),
+            "got": sum(p.reader.assembler.messages + p.reader.handled for p in living),
         }
 
     def _local_info(self) -> dict[str, Any]:

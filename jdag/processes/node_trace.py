@@ -15,14 +15,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from jdag.engine.protocol import Job, Key, Message, incarnated
+from jdag.engine.protocol import Job, Key, incarnated
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.peers import PeerTable
 from jdag.processes.session.session_info import SessionInfo
 from jdag.runtime.journal import SUFFIX, Journal, head_of
 from jdag.runtime.merging import Sample, TracePart, merged, sampled
-from jdag.runtime.recorder import NO_CAUSE, Recorder, trace_fields
+from jdag.runtime.recorder import NO_CAUSE, Recorder
 from jdag.runtime.trace import FIELDS, Trace, row_of
 
 _ROWS_MAX = 4096  # Records per reply.
@@ -71,13 +71,13 @@ class NodeRecording:
     def sent(
         self,
         peer: str,
-        message: Message,
+        fields: tuple[Any, ...],
         nbytes: tuple[int, int],
         causes: tuple[int, ...],
     ) -> None:
         """Record that a message is sent. `nbytes` is (bytes of values, total bytes)."""
         if not self.full:
-            detail = (peer, *trace_fields(message), *nbytes, ())
+            detail = (peer, *fields, *nbytes, ())
             self.recorder.note("send", self._worker, detail, causes)
 
     def requested(self, job: Job, cause: int) -> JobRequest | None:

@@ -72,6 +72,8 @@ def operations_of(records: Iterable[TraceRecord]) -> tuple[Operation, ...]:
     operations: dict[int, Operation] = {}
     running: dict[int, None] = {}
     device: dict[str, int] = {}
+    # By send. A frame may deliver an acknowledgement and the message.
+    received: dict[int, int] = {}
     last_ns = 0
     for record in records:
         last_ns = record.time_ns
@@ -96,8 +98,9 @@ def operations_of(records: Iterable[TraceRecord]) -> tuple[Operation, ...]:
                 sent = operations[record.causes[0]]
                 end_ns = max(sent.start_ns, record.time_ns)
                 operations[sent.id] = sent._replace(end_ns=end_ns)
-                operations[record.index] = _receive(record, sent)
-                awaited = (record.index,)
+                receive = received.setdefault(sent.id, record.index)
+                operations[receive] = _receive(receive, record, sent)
+                awaited = (receive,)
             case "crash":
                 for id in [i for i in running if operations[i].worker == record.worker]:
                     operations[id] = operations[id]._replace(end_ns=record.time_ns)
@@ -129,9 +132,9 @@ def _send(record: TraceRecord, needs: tuple[int, ...]) -> Operation:
     )
 
 
-def _receive(record: TraceRecord, sent: Operation) -> Operation:
+def _receive(receive: int, record: TraceRecord, sent: Operation) -> Operation:
     time_ns = record.time_ns
     return sent._replace(
-        id=record.index, worker=record.worker, kind="recv", start_ns=time_ns,
+        id=receive, worker=record.worker, kind="recv", start_ns=time_ns,
         end_ns=time_ns, peer=sent.worker, needs=(),
     )  # fmt: skip

@@ -8,7 +8,7 @@ Invariants: a record follows its causes, even against the clocks: times of two w
 
 In a part a cause is the index of a row of that part. The cause of a "deliver" is a
 number instead: the count of messages from that sender to this worker, including this
-message.
+message. Frames without messages ("Acknowledge") have numbers of their own, from -1 on.
 """
 
 from collections import Counter
@@ -88,13 +88,14 @@ class _Merge:
         }
         order: list[tuple[int, int, int]] = []
         for number, part in enumerate(parts):
-            counts: Counter[str] = Counter()
+            counts: Counter[tuple[str, bool]] = Counter()
             for row, (time_ns, kind, _, detail, _) in enumerate(part.rows):
                 order.append((part.to_main_ns(time_ns), number, row))
                 if kind == "send":
-                    counts[detail[0]] += 1
-                    link = part.worker, detail[0], counts[detail[0]]
-                    self._sent[link] = number, row
+                    kind_of = detail[0], detail[1] == "Acknowledge"
+                    counts[kind_of] += 1
+                    sent = -counts[kind_of] if kind_of[1] else counts[kind_of]
+                    self._sent[part.worker, detail[0], sent] = number, row
         for _, number, row in sorted(order):
             self._add((number, row))
 

@@ -1,15 +1,17 @@
-"""Frames of a data connection: headers of 24 bytes, checked before use.
+"""Frames of a data connection: headers of 32 bytes, checked before use.
 
-A header has the frame's sequence and acknowledgement (see `jdag.sim.reliable_link`),
-8 bytes each, the length of its payload, 7 bytes, and its kind, 1 byte; all
-little-endian. The kind determines the payload:
+A header has the frame's sequence and acknowledgement (see `jdag.sim.reliable_link`) and
+the number of messages of `ACKNOWLEDGED` that its sender has handled, 8 bytes each, the
+length of its payload, 7 bytes, and its kind, 1 byte; all little-endian. The kind
+determines the payload:
 
 PURE     nothing, or the few bytes of a ping; the only kind with sequence 0
-MESSAGE  a message, the headers of its values, the elements of small values
+MESSAGE  a bundle of messages, perhaps empty, each after its length, 4 bytes: the
+         message, the headers of its values, the elements of small values
 CHUNK    the next bytes of the first incomplete large value
 DEFINE   a function: its digest, then its export
 ASIDE    control data of the drivers
-STEP     number and base of a step, 8 bytes each; else as MESSAGE, with both numbers 0
+STEP     number and base of a step, 8 bytes each; then a message, with both numbers 0
 SEGMENT  shared memory: a byte for the action, then numbers of 8 bytes each
 
 Invariant: a decoded header has a known kind and a length allowed for it, so its payload
@@ -40,6 +42,7 @@ class Header(NamedTuple):
     acknowledged: int
     length: int  # Bytes of the payload.
     kind: FrameKind
+    handled: int = 0
 
 
 CHUNK_MAX_BYTES = 256 << 10
@@ -53,7 +56,7 @@ LENGTHS_MAX: Mapping[int, int] = {
     FrameKind.STEP: 1 << 30,
 }
 
-HEADER = struct.Struct("<QQQ")
+HEADER = struct.Struct("<QQQQ")
 FRAME_BYTES = HEADER.size
 MESSAGE_BYTES = 4  # The length of a message in a bundle.
 _KINDS = tuple(FrameKind)
@@ -62,16 +65,16 @@ LENGTH_MASK = (1 << LENGTH_BITS) - 1
 
 
 def pack_header(
-    sequence: int, acknowledged: int, length: int, kind: FrameKind
+    sequence: int, acknowledged: int, length: int, kind: FrameKind, handled: int = 0
 ) -> bytes:
     assert bool(sequence) == bool(kind), (sequence, kind)
     assert 0 <= length <= LENGTH_MASK, length
-    return HEADER.pack(sequence, acknowledged, kind << LENGTH_BITS | length)
+    return HEADER.pack(sequence, acknowledged, handled, kind << LENGTH_BITS | length)
 
 
 def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
     """Decode the header at `start`, all of whose bytes must be present."""
-    sequence, acknowledged, rest = HEADER.unpack_from(data, start)
+    sequence, acknowledged, handled, rest = HEADER.unpack_from(data, start)
     number, length = rest >> LENGTH_BITS, rest & LENGTH_MASK
     if number >= len(_KINDS):
         raise ProtocolError(
@@ -89,4 +92,4 @@ def unpack_header(data: bytes | memoryview, start: int = 0) -> Header:
         )
     if kind is FrameKind.CHUNK and not length:
         raise ProtocolError("a CHUNK frame of 0 bytes: expected at least 1")
-    return Header(sequence, acknowledged, length, kind)
+    return Header(sequence, acknowledged, length, kind, handled)

@@ -236,18 +236,22 @@ class Codec:
         _check_snapshot(graph, self)
         return graph
 
-    def decode(self, data: bytes) -> tuple[Message, tuple[ArrayType, ...], int]:
+    def decode(
+        self, data: bytes, start: int = 0, stop: int | None = None
+    ) -> tuple[Message, tuple[ArrayType, ...], int]:
         """Return the message, its values' types, and the offset of their elements."""
-        end = COUNT_BYTES + int.from_bytes(data[:COUNT_BYTES], "little")
-        if end > len(data):
+        first, stop = start + COUNT_BYTES, len(data) if stop is None else stop
+        end = first + int.from_bytes(data[start:first], "little")
+        if end > stop:
             raise ProtocolError(
-                f"a message of {end} bytes, but only {len(data)} were received"
+                f"a message of {end - start} bytes, but only {stop - start} were "
+                "received"
             )
-        source = data if end < COPIED_BYTES else memoryview(data)
+        source = data if end - first < COPIED_BYTES else memoryview(data)
         try:
-            envelope = _decoder.decode(source[COUNT_BYTES:end])
+            envelope = _decoder.decode(source[first:end])
         except Exception:
-            envelope = decoded(_decoder, source[COUNT_BYTES:end])  # With its error.
+            envelope = decoded(_decoder, source[first:end])  # With its error.
         message, kinds = envelope.message, envelope.kinds
         check_of(message.__class__)(message, self)
         return message, kinds, end

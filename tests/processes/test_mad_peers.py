@@ -16,7 +16,7 @@ import pytest
 from jdag.engine.protocol import ContextId, Release, Settle, check_owner, incarnated
 from jdag.errors import ProtocolError
 from jdag.processes.net.streams import SocketStream
-from jdag.wire.frames import LENGTHS_MAX, FrameKind, pack_header
+from jdag.wire.frames import FRAME_BYTES, LENGTHS_MAX, FrameKind, pack_header
 from tests.processes.test_breaking import hidden, loss_of, program, scaled
 from tests.tools.fuzz_cases import Recorded, attack, recording
 from tests.tools.rpc_breaking import Breaking, breaking
@@ -78,7 +78,7 @@ class Mad:
                     frame = attack(self.recorded, self.codec, self.rng, sequence)
                     theirs.sendall(frame)
                     self.frames += 1
-                    sequence += frame[23:24] != b"\x00"
+                    sequence += frame[FRAME_BYTES - 1 : FRAME_BYTES] != b"\x00"
                 theirs.sendall(pack_header(0, 0, 1, FrameKind.PURE) + b"?")
                 # It may wait for the rest of a frame that was cut off.
                 theirs.shutdown(socket.SHUT_WR)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.protocol import ContextId, Message, Primal, landing
+from jdag.engine.protocol import ContextId, Message, Primal, Ship, landing
 from jdag.processes.net import connection, loop, receiving
 from jdag.processes.net import large_values as bulk
 from jdag.processes.net.connection import Connection
@@ -23,6 +23,7 @@ from jdag.processes.net.receiving import (
     Exhausted,
     Failed,
     PeerEvent,
+    ReceivedAcknowledgement,
     ReceivedDefinition,
 )
 from jdag.processes.net.streams import SocketStream
@@ -45,6 +46,10 @@ class Side:
     def __init__(self, loop: Loop, name: str, other: str, deadline_s: float) -> None:
         self.loop = loop
         self.messages: list[tuple[Message, list[Any]]] = []
+        # Messages as they are handled, and between them what was acknowledged.
+        self.log: list[Message | int] = []
+        self.acknowledged = 0
+        self.react: Callable[[Message], None] = lambda message: None
         self.asides: list[Any] = []
         self.functions: list[tuple[bytes, bytes]] = []
         self.breaks: list[str] = []
@@ -76,7 +81,13 @@ class Side:
             match event:
                 case Delivery():
                     assert len(event.values) == len(landing(event.message))
+                    connection.order.handing(event)
                     self.messages.append((event.message, list(event.values)))
+                    self.log.append(event.message)
+                    self.react(event.message)
+                case ReceivedAcknowledgement(count, _):
+                    self.acknowledged += count
+                    self.log.append(count)
                 case ReceivedDefinition(digest, data):
                     self.functions.append((digest, data))
                 case Control({"joined": str(name), "incarnation": int(number)}):
@@ -226,6 +237,10 @@ def either(request: Any, make: Callable[..., Sides], tls: Tls) -> Sides:
 
 def primal(number: int, context: ContextId = ONE, slots: int = 1) -> Primal:
     return Primal(context, (number,), "a", (None,) * slots)
+
+
+def ship(number: int, context: ContextId = ONE) -> Ship:
+    return Ship(context, (number,), "b", (), (), "f", "")
 
 
 def random_values(rng: random.Random, slots: int) -> list[Any]:

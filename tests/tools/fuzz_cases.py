@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -11,7 +12,7 @@ from msgspec import Struct
 
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Parcel
-from jdag.wire.frames import FrameKind, pack_header
+from jdag.wire.frames import MESSAGE_BYTES, FrameKind, pack_header
 from jdag.wire.messages import Codec
 
 ODD = (0, 1, 2, 3, 7, 255, 256, 65_535, 1 << 31, (1 << 32) - 1, 1 << 47)
@@ -84,12 +85,26 @@ def tampered(payload: bytes, others: Sequence[Recorded], rng: random.Random) -> 
 
 
 def lie(payload: bytes, codec: Codec, rng: random.Random) -> bytes | None:
-    message, kinds, offset = codec.decode(payload)
+    """Change one message of a bundle."""
+    starts = [0]
+    while (start := starts[-1]) < len(payload):
+        length = int.from_bytes(payload[start : start + MESSAGE_BYTES], "little")
+        starts.append(start + MESSAGE_BYTES + length)
+    if len(starts) == 1:
+        return None
+    start, stop = rng.choice([*pairwise(starts)])
+    message, kinds, offset = codec.decode(payload, start + MESSAGE_BYTES, stop)
     told = changed(message, rng, rng.choice((0.02, 0.1, 0.4)))
     try:
-        return codec.encode(told, kinds) + payload[offset:]
+        data = codec.encode(told, kinds) + payload[offset:stop]
     except Exception:  # What cannot be written cannot be said.
         return None
+    return payload[:start] + in_bundle(data) + payload[stop:]
+
+
+def in_bundle(*messages: bytes) -> bytes:
+    parts = [len(data).to_bytes(MESSAGE_BYTES, "little") + data for data in messages]
+    return b"".join(parts)
 
 
 def attack(
@@ -102,5 +117,6 @@ def attack(
     elif how < 8:
         payload = tampered(payload, recorded, rng)
     number = sequence if kind else 0
-    frame = pack_header(number, 0, len(payload), kind) + payload
+    handled = rng.choice(ODD) if rng.random() < 0.02 else 0
+    frame = pack_header(number, 0, len(payload), kind, handled) + payload
     return tampered(frame, recorded, rng) if how == 9 else frame

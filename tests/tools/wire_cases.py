@@ -16,7 +16,6 @@ from jdag.compute.avals import Aval
 from jdag.compute.refs import RefData
 from jdag.engine.credit import NOTHING, WHOLE, credit_of
 from jdag.engine.protocol import (
-    Acknowledge,
     Answer,
     AnyKey,
     Assign,
@@ -294,9 +293,6 @@ messages: dict[type[Any], st.SearchStrategy[Any]] = {
         texts,
         texts,
         _several(keys),
-    ),
-    Acknowledge: st.builds(
-        Acknowledge, st.none() | contexts, st.lists(paths, max_size=3).map(tuple)
     ),
     Primal: st.builds(Primal, contexts, paths, workers, maybe_failures),
     Run: st.builds(

@@ -8,18 +8,21 @@ Invariants
    over the whole life of the connection, and kept until the peer acknowledges them.
    Every frame carries an acknowledgement. A separate frame for an acknowledgement is
    sent after much data, after large data, or at the next liveness check.
-2. Frames are not reordered, with one exception: a chunk of a large value is sent only
+2. The messages of one turn of the loop leave in one frame (`bundles`). Bundles and
+   frames of steps tell how many messages of the peer were handled; other frames repeat
+   the number of the last one.
+3. Frames are not reordered, with one exception: a chunk of a large value is sent only
    when no other frame waits and little output is buffered. At most `WINDOW_BYTES` of
    chunks are unacknowledged.
-3. Input is checked before it is used and before memory is allocated for it. A malformed
+4. Input is checked before it is used and before memory is allocated for it. A malformed
    frame yields `Failed`, after the events of earlier frames.
-4. A chunk is read directly into the memory of its value. If a stream ends within a
+5. A chunk is read directly into the memory of its value. If a stream ends within a
    frame, the received part of the frame is discarded.
-5. A peer with an open stream sends data or is pinged four times per deadline. If it
+6. A peer with an open stream sends data or is pinged four times per deadline. If it
    does not reply to a ping, its helper process is queried. A peer without a sign of
    life for `SILENT` percent of the deadline yields `Failed`, so that waiting programs
    get an error before the deadline.
-6. A lost connection sends nothing and returns no events.
+7. A lost connection sends nothing and returns no events.
 """
 
 import json
@@ -32,12 +35,9 @@ from itertools import islice
 from typing import Any
 
 from jdag.compute.buffers import Buffers
-from jdag.engine.protocol import (
-    Message,
-    StepFrame,
-    incarnated,
-)
+from jdag.engine.protocol import Message, StepFrame, incarnated
 from jdag.errors import JdagError
+from jdag.processes.net.bundles import Bundles
 from jdag.processes.net.large_values import (
     FORGOTTEN,
     FREED,
@@ -60,6 +60,7 @@ from jdag.processes.net.receiving import (
 )
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.processes.net.streams import Stream
+from jdag.runtime.recorder import acknowledgement_fields, trace_fields
 from jdag.runtime.stats import Sent
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import FRAME_BYTES, FrameKind, pack_header
@@ -68,7 +69,7 @@ from jdag.wire.messages import STEP, Codec, blank
 LAST_READS_MAX = 64
 OUT_BYTES = 512 * 1024  # No chunk is added while more output than this is buffered.
 _VIEWS_MAX = 64  # Maximum number of buffers per system call.
-JOINED_BYTES = 2048  # A smaller frame is copied into one view.
+JOINED_BYTES = 2048  # Views that are smaller on average are copied into one.
 FRAMES_MAX = 1 << 16  # Maximum number of unacknowledged frames.
 # After this many bytes or frames, an acknowledgement is sent at once. After
 # `LARGE_BYTES`, it is sent within ACK_DELAY_NS, as the peer keeps values until then.
@@ -79,15 +80,17 @@ SILENT = 90
 _log = logging.getLogger(__name__)
 
 Handle = Callable[["Connection", Sequence[PeerEvent]], None]
-Sends = Callable[[str, Message, tuple[int, int], tuple[int, ...]], None]
+Sends = Callable[[str, tuple[Any, ...], tuple[int, int], tuple[int, ...]], None]
 
 
 class Connection:
     """This node's end of its connection with one incarnation of another node.
 
-    `handle` receives the events. `sends` is called for each message that is sent. Its
-    arguments are the peer, the message, the bytes of its values, its total bytes, and
-    its causes in the trace. `buffers` provides memory for large received values.
+    `handle` receives the events. `sends` is called for each message and each empty
+    bundle that is sent. Its arguments are the peer, the trace fields, the bytes of
+    values with the total bytes, and the causes in the trace. `buffers` provides memory
+    for large received values. The owner passes each delivery to `order.handing` just
+    before it is handled; `handled` are the trace records of those since the last flush.
     """
 
     def __init__(  # noqa: PLR0913 - keyword options.
@@ -122,15 +125,16 @@ class Connection:
         self._defined: dict[bytes, None] = {}  # Digests of functions sent to the peer.
         self._queue: deque[Parcel] = deque()  # Frames without a number yet.
         self._out: deque[Any] = deque()  # Bytes for the stream.
-        # Acknowledgements to combine at a flush, or before any other message is sent.
-        self._acknowledgements: list[Any] = []
-        self._causes: dict[int, None] = {}  # Trace records that are their causes.
+        self._told = 0  # Handled messages, according to the last numbered frame.
+        self.handled: list[int] = []
         self._pool = SharedMemoryPool(name, partial(loop.post, self._has_more))
         self.bulk = BulkQueue(self._pool)
         self._borrowed = BorrowedMemory(
             name, lambda number: loop.post(partial(self.about_segment, FREED, number))
         )
         assembler = Assembler(codec, buffers, self._borrowed, value_bytes_max)
+        self.order = assembler.order
+        self.bundles = Bundles(self.order, self.bulk, self._enqueue)
         self.reader = FrameReader(
             self.numbers, assembler, buffers, self._pool, self._borrowed
         )
@@ -168,7 +172,6 @@ class Connection:
         self.drop_stream()
         self._timer.cancel()
         self._queue.clear()
-        self._acknowledgements.clear()
         self.numbers.unacknowledged.clear()
         self.waiting_bytes = 0
         self.bulk.clear()
@@ -195,8 +198,8 @@ class Connection:
 
     @property
     def idle(self) -> bool:
-        waiting = self._acknowledgements or self._queue or self._out
-        return not (waiting or self.bulk.values) and self.reader.assembler.is_complete
+        waiting = self._queue or self._out or self.bulk.values or not self.bundles.idle
+        return not waiting and self.reader.assembler.is_complete
 
     def send(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...] = ()
@@ -207,21 +210,25 @@ class Connection:
         """
         if self.lost:
             return
-        if False:
-            self._acknowledgements.append(message)
-            if causes:
-                self._causes[causes[0]] = None
-            self._has_more()
-            return
-        if self._acknowledgements:
-            self._send_acknowledgements()
-        self._write(message, values, causes)
-
-    def _send_acknowledgements(self) -> None:
-        waiting, self._acknowledgements = self._acknowledgements, []
-        causes, self._causes = tuple(self._causes), {}
-        for message in acknowledged_at_once(waiting):
-            self._write(message, (), causes)
+        kinds = list(map(type_of, values)) if values else []
+        sizes = [kind.nbytes for kind in kinds]
+        if message.__class__ is StepFrame:
+            head = STEP.pack(message.number, message.base)
+            head += self._codec.encode(blank(message), kinds)
+            self._frame(FrameKind.STEP, head, sizes, values)
+            header_bytes = FRAME_BYTES
+        else:
+            head = self._codec.encode(message, kinds)
+            header_bytes = self.bundles.add(head, sizes, values)
+            self.sent.messages += 1
+            self.sent.payload_bytes += sum(sizes)
+            if not self._flushing:
+                self._flushing = True
+                self._loop.unflushed.append(self)
+        if self._sends is not None:
+            value_bytes = sum(sizes)
+            nbytes = value_bytes, header_bytes + len(head) + value_bytes
+            self._sends(self.worker, trace_fields(message), nbytes, causes)
 
     def step(
         self, frame: StepFrame, number: int, base: int, values: Sequence[Any], head: Any
@@ -233,8 +240,6 @@ class Connection:
         """
         if self.lost:
             return head
-        if self._acknowledgements:
-            self._send_acknowledgements()
         kinds = list(map(type_of, values))
         if head is None or head[0] != kinds:
             data = self._codec.encode(frame, kinds)
@@ -243,22 +248,6 @@ class Connection:
         self._frame(FrameKind.STEP, STEP.pack(number, base) + data, sizes, values)
         return head
 
-    def _write(
-        self, message: Message, values: Sequence[Any], causes: tuple[int, ...]
-    ) -> None:
-        payload_bytes = self.sent.payload_bytes
-        kinds, kind = list(map(type_of, values)), FrameKind.MESSAGE
-        if isinstance(message, StepFrame):
-            kind, head = FrameKind.STEP, self._codec.encode(blank(message), kinds)
-            head = STEP.pack(message.number, message.base) + head
-        else:
-            head = self._codec.encode(message, kinds)
-        self._frame(kind, head, [each.nbytes for each in kinds], values)
-        if self._sends is not None:
-            payload_bytes = self.sent.payload_bytes - payload_bytes
-            wire_bytes = FRAME_BYTES + len(head) + payload_bytes
-            self._sends(self.worker, message, (payload_bytes, wire_bytes), causes)
-
     def _frame(
         self, kind: FrameKind, head: bytes, sizes: Sequence[int], values: Sequence[Any]
     ) -> None:
@@ -266,6 +255,7 @@ class Connection:
         views, inline_bytes = self.bulk.split(sizes, values)
         sent.payload_bytes += sum(sizes)
         sent.messages += 1
+        self.bundles.told = self.order.handled
         self._add(kind, (head, *views), len(head) + inline_bytes)
 
     def define(self, digest: bytes, data: bytes) -> None:
@@ -283,7 +273,7 @@ class Connection:
         self._add(FrameKind.SEGMENT, (data,), len(data))
 
     def _pure(self, payload: bytes = b"") -> None:
-        self._put(Parcel(FrameKind.PURE, (payload,), len(payload)), 0)
+        self._put(Parcel(FrameKind.PURE, (payload,), len(payload), self._told), 0)
         self._has_more()
 
     def _has_more(self) -> None:
@@ -294,32 +284,38 @@ class Connection:
     def _add(self, kind: FrameKind, views: Sequence[Any], nbytes: int) -> None:
         if self.lost:
             return
-        parcel = Parcel(kind, views, nbytes)
+        self.bundles.close()
+        self._enqueue(Parcel(kind, views, nbytes, self.bundles.told))
+        if not self._flushing:
+            self._flushing = True
+            self._loop.unflushed.append(self)
+
+    def _enqueue(self, parcel: Parcel) -> None:
         unacknowledged = self.numbers.unacknowledged
         full = len(self._out) >= _VIEWS_MAX or len(unacknowledged) >= FRAMES_MAX
         if full or self._queue or self.stream is None:
             self._queue.append(parcel)
-            self.waiting_bytes += FRAME_BYTES + nbytes
+            self.waiting_bytes += FRAME_BYTES + parcel.nbytes
         else:
             self._put(parcel)
-        if not self._flushing:
-            self._flushing = True
-            self._loop.unflushed.append(self)
 
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
         numbers = self.numbers
         if sequence < 0:
             numbers.sent = sequence = numbers.sent + 1
             numbers.unacknowledged.append(parcel)
+            self._told = parcel.handled
         views, nbytes = parcel.views, FRAME_BYTES + parcel.nbytes
         self._acknowledged = received = numbers.received
         self._acknowledged_bytes = self.reader.nbytes
-        head = pack_header(sequence, received, parcel.nbytes, parcel.kind)
+        head = pack_header(
+            sequence, received, parcel.nbytes, parcel.kind, parcel.handled
+        )
         self.waiting_bytes += nbytes
         sent = self.sent
         sent.bytes += nbytes
         sent.frames += 1
-        if nbytes <= JOINED_BYTES:
+        if nbytes <= JOINED_BYTES * len(views):
             self._out.append(b"".join((head, *views)))
         else:
             self._out.append(head)
@@ -327,9 +323,11 @@ class Connection:
         return sequence
 
     def flush(self) -> None:
+        if not self.lost and (count := self.bundles.flush()) and self._sends:
+            fields, causes = acknowledgement_fields(count), tuple(self.handled)
+            self._sends(self.worker, fields, (0, FRAME_BYTES), causes)
+        self.handled.clear()
         self._flushing = False
-        if self._acknowledgements:
-            self._send_acknowledgements()
         stream = self.stream
         if stream is None or self._waits_to_write:
             return
@@ -375,6 +373,7 @@ class Connection:
                 self.waiting_bytes -= FRAME_BYTES + parcel.nbytes  # `_put` adds them.
                 self._put(parcel)
             elif self.waiting_bytes < OUT_BYTES and (cut := bulk.next(local)):
+                cut.handled = self._told
                 bulk.numbered(self._put(cut), cut)
             else:
                 break
@@ -402,7 +401,8 @@ class Connection:
             payload = OFFERED + segment.number.to_bytes(7, "little")
             payload += segment.nbytes.to_bytes(8, "little")
             received = self.numbers.received
-            frame = pack_header(0, received, len(payload), FrameKind.PURE) + payload
+            nbytes, told = len(payload), self._told
+            frame = pack_header(0, received, nbytes, FrameKind.PURE, told) + payload
             try:
                 sent = stream.send_segment([memoryview(frame)], segment.descriptor)
             except (ConnectionError, BlockingIOError):
@@ -443,8 +443,6 @@ class Connection:
                 self._pure(PONG)
             if self.bulk.chunks:
                 self.bulk.acknowledged(self.numbers.acknowledged)
-            if self._queue or self.bulk.values:
-                self._has_more()
             large = reader.nbytes - self._acknowledged_bytes
             frames = self.numbers.received - self._acknowledged
             if large >= ACK_BYTES or frames >= ACK_FRAMES:
@@ -456,6 +454,9 @@ class Connection:
                 self._loop.soon(partial(self.ready, READ))
         if events:
             self._handle(self, events)
+        told = self.bundles.told == self.order.handled
+        if self._queue or self.bulk.values or not told:
+            self._has_more()
         return bool(events)
 
     def _send_acknowledgement(self) -> None:

@@ -24,7 +24,7 @@ from jdag.errors import JoinError
 from jdag.runtime.versions import UNKNOWN, version_of
 
 # Version of the requests, greetings, frames and messages.
-PROTOCOL = 9
+PROTOCOL = 10
 
 Handshake = Mapping[str, Any]
 

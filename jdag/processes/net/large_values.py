@@ -36,7 +36,7 @@ from jdag.processes.net.shared_memory import (
     SharedMemoryPool,
     SharedSegment,
 )
-from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
+from jdag.wire.frames import CHUNK_MAX_BYTES, MESSAGE_BYTES, FrameKind
 from jdag.wire.messages import STEP, Codec
 from jdag.wire.order import Order
 from jdag.wire.trees import COUNT_BYTES
@@ -53,11 +53,15 @@ LENT, FREED, FORGOTTEN, OFFERED = b"l", b"f", b"g", b"o"
 
 
 class Parcel(Struct):
-    """The kind and content of a frame, kept until the frame is acknowledged."""
+    """The kind and content of a frame, kept until the frame is acknowledged.
+
+    `handled` is for its header.
+    """
 
     kind: FrameKind
     views: Sequence[Any]
     nbytes: int
+    handled: int = 0
 
 
 def is_bulk(nbytes: int, inline_bytes: int) -> bool:
@@ -204,7 +208,7 @@ class Assembler:
         self._borrowed = borrowed
         self._value_bytes_max = value_bytes_max
         self._incoming: deque[_Incoming] = deque()
-        self._order: Order = Order()
+        self.order: Order = Order()
         self._heads: dict[bytes, _Head] = {}
         self.messages = 0  # Number of messages received so far.
 
@@ -212,9 +216,21 @@ class Assembler:
     def is_complete(self) -> bool:
         return not self._incoming
 
-    def message(self, payload: bytes) -> Sequence[Delivery]:
-        """Decode a message. Return the deliveries that can now be passed on."""
-        return self._deliver(*self._codec.decode(payload), payload)
+    def bundle(self, payload: bytes) -> Sequence[Delivery]:
+        """Decode a bundle. Return the deliveries that can now be passed on."""
+        deliveries: list[Delivery] = []
+        decode, start, end = self._codec.decode, 0, len(payload)
+        while start < end:
+            first = start + MESSAGE_BYTES
+            stop = first + int.from_bytes(payload[start:first], "little")
+            if stop > end:
+                raise ProtocolError(
+                    f"a bundle has only {end - start} bytes left for a message of "
+                    f"{stop - start} bytes"
+                )
+            deliveries += self._deliver(*decode(payload, first, stop), payload, stop)
+            start = stop
+        return deliveries
 
     def step(self, payload: bytes) -> Sequence[Delivery]:
         """Decode a step frame. Its head is the same in each step, and decoded once."""
@@ -236,13 +252,14 @@ class Assembler:
         message = StepFrame(frame.context, number, frame.slots, base, frame.begins)
         nbytes = layout[-1][3] if layout else 0
         if layout is None or self._incoming or len(payload) != end + nbytes:
-            return self._deliver(message, kinds, end, payload)
+            return self._deliver(message, kinds, end, payload, len(payload))
         self.messages += 1
         return (Delivery(message, arrays_at(layout, payload, end), self.messages),)
 
     def _deliver(
-        self, message: Any, kinds: Sequence[Any], offset: int, payload: bytes
+        self, message: Any, kinds: Sequence[Any], offset: int, payload: bytes, stop: int
     ) -> Sequence[Delivery]:
+        """Deliver a message whose values are in the payload from `offset` to `stop`."""
         if isinstance(message, StepFrame):
             expected = len(message.slots)
         else:
@@ -256,16 +273,21 @@ class Assembler:
         self.messages += 1
         delivery = Delivery(message, [], self.messages)
         if kinds:
-            offset = self._take_values(delivery, kinds, payload, offset)
-        if offset != len(payload):
-            surplus = len(payload) - offset
+            offset = self._take_values(delivery, kinds, payload, offset, stop)
+        if offset != stop:
+            surplus = stop - offset
             raise ProtocolError(f"a message has {surplus} bytes after its last value")
         if not self._incoming:  # All earlier deliveries are complete.
             return (delivery,)
-        return self._order.arrived(delivery, not delivery.missing)
+        return self.order.arrived(delivery, not delivery.missing)
 
     def _take_values(
-        self, delivery: Delivery, kinds: Sequence[Any], payload: bytes, offset: int
+        self,
+        delivery: Delivery,
+        kinds: Sequence[Any],
+        payload: bytes,
+        offset: int,
+        stop: int,
     ) -> int:
         view, first, values = memoryview(payload), offset, delivery.values
         for slot, kind in enumerate(kinds):
@@ -282,9 +304,9 @@ class Assembler:
                 delivery.missing += 1
                 values.append(None)
                 continue
-            if offset + nbytes > len(payload):
+            if offset + nbytes > stop:
                 raise ProtocolError(
-                    f"a message has only {len(payload) - offset} bytes left for a "
+                    f"a message has only {stop - offset} bytes left for a "
                     f"value of {nbytes} bytes"
                 )
             values.append(array_over(kind, view[offset : offset + nbytes]))
@@ -327,9 +349,9 @@ class Assembler:
         delivery = incoming.delivery
         delivery.values[incoming.slot] = array_over(incoming.kind, incoming.view)
         delivery.missing -= 1
-        return () if delivery.missing else self._order.completed(delivery)
+        return () if delivery.missing else self.order.completed(delivery)
 
     def clear(self) -> None:
         self._incoming.clear()
         self._heads.clear()
-        self._order = Order()
+        self.order = Order()

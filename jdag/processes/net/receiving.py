@@ -47,6 +47,17 @@ class ReceivedDefinition(NamedTuple):
     data: bytes
 
 
+class ReceivedAcknowledgement(NamedTuple):
+    """The peer has handled the next `handled` messages of `ACKNOWLEDGED`.
+
+    `number` is that of the first message of the frame that told so. An empty bundle has
+    a negative number, the count of such bundles.
+    """
+
+    handled: int
+    number: int
+
+
 class Control(NamedTuple):
     """A control frame, decoded from JSON: a query, a reply or a notice of a node."""
 
@@ -71,7 +82,10 @@ class Exhausted(NamedTuple):
     why: str
 
 
-PeerEvent = Delivery | ReceivedDefinition | Control | Broken | Failed | Exhausted
+PeerEvent = (
+    Delivery | ReceivedAcknowledgement | ReceivedDefinition | Control
+    | Broken | Failed | Exhausted
+)  # fmt: skip
 
 
 class FrameCounters:
@@ -108,13 +122,15 @@ class FrameReader:
         borrowed: BorrowedMemory,
     ) -> None:
         self.nbytes = 0  # Payload bytes of all numbered frames received.
+        self.handled = 0  # Messages of `ACKNOWLEDGED` that the peer has handled.
+        self._empty = 0  # Empty bundles received.
         self.pinged = False  # Whether the peer waits for a sign of life.
         self.paused = False  # Set by a control frame until `read` is called again.
         self.more = False  # Whether input may exist that the poller does not report.
         self._numbers = numbers
         self.assembler = assembler
         self._decoders: dict[int, Callable[[bytes], Sequence[Delivery]]] = {
-            FrameKind.MESSAGE: assembler.message,
+            FrameKind.MESSAGE: assembler.bundle,
             FrameKind.STEP: assembler.step,
         }
         self._buffers = buffers
@@ -177,20 +193,22 @@ class FrameReader:
         buffer, start, end = self._buffer, 0, self._end
         numbers = self._numbers
         while end - start >= FRAME_BYTES and not self.paused:
-            sequence, acknowledged, rest = HEADER.unpack_from(buffer, start)
+            sequence, acknowledged, handled, rest = HEADER.unpack_from(buffer, start)
             body, length = start + FRAME_BYTES, rest & LENGTH_MASK
             decode = self._decoders.get(rest >> LENGTH_BITS)
             fits = length <= end - body and sequence == numbers.received + 1
-            if fits and decode is not None:  # A complete message or step frame.
+            if fits and decode is not None:  # A complete bundle or step frame.
                 start = body + length
                 if acknowledged > numbers.acknowledged:
                     numbers.acknowledge(acknowledged)
                 numbers.received = sequence
                 self.nbytes += length
+                if handled != self.handled:
+                    events.append(self._acknowledgement(handled, length))
                 events += decode(bytes(buffer[body:start]))
                 continue
             header = unpack_header(buffer, start)
-            sequence, _, length, kind = header
+            sequence, _, length, kind, _ = header
             if sequence and sequence != self._numbers.received + 1:
                 raise ProtocolError(
                     f"received frame number {sequence}; expected number "
@@ -227,13 +245,15 @@ class FrameReader:
         events: list[PeerEvent],
     ) -> None:
         """Handle a complete frame. The payload of a chunk is already in place."""
-        sequence, acknowledged, length, kind = header
+        sequence, acknowledged, length, kind, handled = header
         numbers = self._numbers
         if acknowledged > numbers.acknowledged:
             numbers.acknowledge(acknowledged)
         if sequence:
             numbers.received = sequence
             self.nbytes += length
+        if handled != self.handled:
+            events.append(self._acknowledgement(handled, length))
         if kind in self._decoders:
             events += self._decoders[kind](bytes(payload))
         elif kind is FrameKind.CHUNK:
@@ -250,6 +270,17 @@ class FrameReader:
             self._offered(bytes(payload), stream)
         elif bytes(payload) == PING:
             self.pinged = True
+
+    def _acknowledgement(self, handled: int, length: int) -> ReceivedAcknowledgement:
+        count, self.handled = handled - self.handled, handled
+        if count < 0:
+            raise ProtocolError(
+                f"the peer had handled {handled - count} messages, and now {handled}"
+            )
+        if length:
+            return ReceivedAcknowledgement(count, self.assembler.messages + 1)
+        self._empty += 1
+        return ReceivedAcknowledgement(count, -self._empty)
 
     def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
         kind, numbers = payload[:1], payload[1:]

@@ -111,6 +111,18 @@ def test_who_sends_more_than_is_taken_is_told_how_much_that_is() -> None:
         )
 
 
+def test_who_acknowledges_more_than_it_was_sent_is_lost() -> None:
+    with cluster() as c:
+        c.put("b", np.zeros(3))
+        c.driver.settle()
+        c.nodes["b"].peers.connections["a"].order.handled += 5
+        why = "it broke the protocol: 'b' acknowledged 6 messages, but only 1 are"
+        c.put("b", np.zeros(3))
+        soon(lambda: "b" in c.driver.peers.losses)
+        assert c.driver.peers.losses["b"].startswith(why)
+        assert not c.info()["c"]["lost"]
+
+
 @pytest.mark.parametrize("silent", [0.4, 0.6])
 def test_a_worker_that_main_does_not_reach_either_leaves_and_gives_nobody_up(
     silent: float,

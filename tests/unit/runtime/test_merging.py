@@ -69,6 +69,16 @@ def test_a_message_is_known_by_its_number_on_its_link():
     assert [one.causes for one in merged([a, b])][3:] == [(2,), (0,)]
 
 
+def test_a_frame_without_messages_has_a_number_of_its_own_on_its_link():
+    empty = ("b", "Acknowledge", "", 1, (), 0, 32, ())
+    told = ("a", "Acknowledge", "", 1, ())
+    a = TracePart("a", [(1, "send", "a", empty, ()), send(2, "b")])
+    a.rows.append((3, "send", "a", empty, ()))
+    numbers = (1, -2, -1)
+    b = TracePart("b", [(9, "deliver", "b", told, (number,)) for number in numbers])
+    assert [one.causes for one in merged([a, b])][3:] == [(1,), (2,), (0,)]
+
+
 def test_a_message_whose_sender_has_no_part_was_sent_by_nothing():
     lost = 5, "lost", "a", ("b",), ()
     a = TracePart("a", [deliver(4, "a", "b", 1), lost])

@@ -7,11 +7,11 @@ import pytest
 from jdag.engine.credit import HALVINGS_MAX, WHOLE, Credit, credit_of
 from jdag.engine.names import NAME_MAX, PATH_MAX, SLOTS_MAX
 from jdag.engine.protocol import (
-    Acknowledge,
     Answer,
     Call,
     ContextId,
     Cotangent,
+    Discard,
     Ended,
     Fail,
     Failure,
@@ -41,10 +41,10 @@ OUTPUT = OutputKey(CONTEXT, (1,), 0)
 
 
 def test_a_path_has_so_many_numbers_and_no_more():
-    long = Acknowledge(CONTEXT, (tuple(range(PATH_MAX)),))
+    long = Primal(CONTEXT, tuple(range(PATH_MAX)), "a", ())
     assert read_message(CODEC, CODEC.encode(long)) == long
     with pytest.raises(ProtocolError, match=f"`array` of length <= {PATH_MAX}"):
-        CODEC.encode(Acknowledge(CONTEXT, ((0,) * (PATH_MAX + 1),)))
+        CODEC.encode(Primal(CONTEXT, (0,) * (PATH_MAX + 1), "a", ()))
 
 
 def test_a_name_has_so_many_characters_and_no_more():
@@ -87,8 +87,8 @@ def test_an_exception_of_whatever_class_stays():
 
 
 def test_a_context_is_of_a_worker_that_there_is():
-    data = CODEC.encode(Acknowledge(ContextId(2, 1, 0), ((),)))
-    assert read_message(CODEC, data) == Acknowledge(ContextId(2, 1, 0), ((),))
+    data = CODEC.encode(Discard(ContextId(2, 1, 0), ()))
+    assert read_message(CODEC, data) == Discard(ContextId(2, 1, 0), ())
     for codec in (Codec(WORKERS[:2]), joined(WORKERS[:2])):
         with fails_with(ProtocolError, "wire.unknown_context_owner"):
             read_message(codec, data)

@@ -22,7 +22,8 @@ HEADERS = [
     Header(7, 3, 1, FrameKind.CHUNK),
     Header(7, 3, CHUNK_MAX_BYTES, FrameKind.CHUNK),
     Header(8, 3, 256 << 20, FrameKind.DEFINE),
-    Header(9, 3, 1 << 20, FrameKind.ASIDE),
+    Header(9, 3, 1 << 20, FrameKind.ASIDE, 5),
+    Header(9, 3, 0, FrameKind.MESSAGE, WIDE),
 ]
 
 
@@ -33,16 +34,17 @@ def test_headers_are_read_as_they_were_written():
         assert unpack_header(data) == unpack_header(memoryview(data)) == header
 
 
-def test_a_header_is_three_little_endian_words_with_the_kind_on_top():
-    header = pack_header(5, 6, 0x1234, FrameKind.DEFINE)
+def test_a_header_is_four_little_endian_words_with_the_kind_on_top():
+    header = pack_header(5, 6, 0x1234, FrameKind.DEFINE, 7)
     assert header[:8] == (5).to_bytes(8, "little")
     assert header[8:16] == (6).to_bytes(8, "little")
-    assert header[16:23] == (0x1234).to_bytes(7, "little")
-    assert header[23] == 3
+    assert header[16:24] == (7).to_bytes(8, "little")
+    assert header[24:31] == (0x1234).to_bytes(7, "little")
+    assert header[31] == 3
 
 
 def raw(sequence: int, length: int, kind: int) -> bytes:
-    words = (sequence.to_bytes(8, "little"), bytes(8), length.to_bytes(7, "little"))
+    words = (sequence.to_bytes(8, "little"), bytes(16), length.to_bytes(7, "little"))
     return b"".join([*words, bytes([kind])])
 
 

@@ -14,7 +14,6 @@ from jdag.compute.avals import aval_of
 from jdag.engine.arrays import ArrayType
 from jdag.engine.credit import NOTHING, WHOLE, Credit, credit_of
 from jdag.engine.protocol import (
-    Acknowledge,
     Answer,
     Call,
     ContextId,
@@ -49,9 +48,10 @@ TYPES = pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__
 def test_every_message_is_drawn_and_has_the_tag_that_it_always_had() -> None:
     assert set(get_args(Message)) == set(messages)
     tags = sorted((kind.__struct_config__.tag, kind.__name__) for kind in messages)
-    assert [tag for tag, _ in tags] == list(range(len(tags)))
+    gone = {2}
+    assert [tag for tag, _ in tags] == sorted({*range(len(tags) + 1)} - gone)
     assert " ".join(name for _, name in tags) == (
-        "Call Ship Acknowledge Primal Run Return Read Reading Assign Forget Start Go "
+        "Call Ship Primal Run Return Read Reading Assign Forget Start Go "
         "Cotangent Answer Fail End Ended Release Released Mark Attach Discard "
         "Tell Prepare StepFrame Stepped Settle Listing"
     )
@@ -167,9 +167,9 @@ def test_a_message_takes_the_bytes_that_are_written_down_here() -> None:
 @pytest.mark.parametrize(
     ("message", "text"),
     [
-        (Acknowledge(ContextId(1, 1 << 48, 0), ((1,),)), r"`int` <= 281474976710655"),
-        (Acknowledge(ContextId(1 << 16, 1, 0), ((1,),)), r"`int` <= 65535"),
-        (Acknowledge(CONTEXT, ((-1,),)), r"`int` >= 0"),
+        (Primal(ContextId(1, 1 << 48, 0), (1,), "a", ()), r"`int` <= 281474976710655"),
+        (Primal(ContextId(1 << 16, 1, 0), (1,), "a", ()), r"`int` <= 65535"),
+        (Primal(CONTEXT, (-1,), "a", ()), r"`int` >= 0"),
         (Answer(CONTEXT, 1, WHOLE, 1 << 31), r"`int` <= 2147483647"),
         (
             Release(CONTEXT, (1.5,), False),  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def framed(data: str) -> bytes:
         (b"\1\0\0\0\x92", r"1 bytes cannot be read: Input data was truncated"),
         (b"\5\0\0\0\x92", r"a message of 9 bytes, but only 5 were received"),
         (framed("9130"), r"Invalid value 48 - at `\$\[0\]\[0\]`"),
-        (framed("93020590"), r"Expected `array \| null`, got `int`"),
+        (framed("95030590a16190"), r"Expected `array`, got `int`"),
         (framed("950f" + HERE + "01a46c6f7374c2"), r"Invalid enum value 'lost'"),
         (framed("920991" + "92a17a01"), r"worker 'z': the cluster has 4 workers"),
         (framed("93060091" + "940fc09000"), r"Invalid value 15"),

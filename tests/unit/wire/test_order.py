@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    ACKNOWLEDGED,
     Assign,
     ContextId,
     Forget,
@@ -22,6 +22,7 @@ from jdag.engine.protocol import (
     Read,
     Reading,
     Settle,
+    Ship,
     StepFrame,
     Stepped,
 )
@@ -43,6 +44,10 @@ def primal(context: ContextId) -> Message:
     return Primal(context, (1,), "a", (None,))
 
 
+def ship(context: ContextId) -> Message:
+    return Ship(context, (1,), "b", (), (), "f", "")
+
+
 def read(*contexts: ContextId) -> Message:
     keys = [OutputKey(context, (1,), 0) for context in contexts]
     return Read(1, (NewestKey(None, LeafId("b", 1), 0), *keys))
@@ -58,11 +63,14 @@ KINDS: tuple[tuple[str, Message, bool], ...] = (
     ("answer", Reading(1, (None,)), True),
     ("assign", Assign((0, 1), ()), True),
     ("forget", Forget(()), False),
-    ("ack", Acknowledge(None, ((0, 1),)), False),
+    ("ship x", ship(X), True),
+    ("ship y", ship(Y), False),
 )
 OF = {
     "x": "x",
     "y": "y",
+    "ship x": "x",
+    "ship y": "y",
     "read leaf": "",
     "read x": "x",
     "read xy": "xy",
@@ -135,9 +143,11 @@ def held_against(kinds: Sequence[tuple[str, Message, bool]]) -> int:
 
 
 def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None:
+    """Deliver in this order; of the messages that count, a prefix was handled."""
     items = [Item(message, name) for name, message, _ in kinds]
     order: Order = Order()
     naive, seen = Naive(), []
+    counted = [one for one in items if one.message.__class__ in ACKNOWLEDGED]
     out: list[Item] = []
     for number, whole in steps:
         item = items[number]
@@ -150,7 +160,11 @@ def _hold(kinds: Sequence[tuple[str, Message, bool]], steps: list[Step]) -> None
         told = ([one.name for one in items], steps)
         assert sorted(map(id, ready)) == sorted(map(id, expected)), told
         assert len(order) == len(naive.held), told
-        out += ready
+        for one in ready:
+            order.handing(one)
+            out.append(one)
+            handled = [one in out for one in counted]
+            assert order.handled == [*handled, False].index(False), told
     places = {id(item): place for place, item in enumerate(out)}
     assert len(places) == len(items)
     for earlier, later in combinations(items, 2):
@@ -185,7 +199,7 @@ def test_each_message_is_in_order_with_its_context_or_with_all_or_with_none(
     match message:
         case Assign() | Forget() | StepFrame(begins=True) | Settle():
             assert lanes is ALL
-        case Reading() | Acknowledge(context=None) | StepFrame() | Stepped():
+        case Reading() | StepFrame() | Stepped():
             assert lanes == ()
         case Read(keys=keys):
             actual = [key.context for key in keys if key.context is not None]

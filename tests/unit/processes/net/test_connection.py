@@ -13,11 +13,12 @@ import pytest
 
 from jdag.compute.buffers import parts
 from jdag.engine.protocol import (
-    Acknowledge,
     ContextId,
+    Message,
     Primal,
     Read,
     Reading,
+    Ship,
     StepFrame,
     landing,
 )
@@ -28,7 +29,8 @@ from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.receiving import PING
 from jdag.processes.net.streams import SocketStream
 from jdag.wire.arrays import type_of
-from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
+from jdag.wire.frames import CHUNK_MAX_BYTES, FRAME_BYTES, MESSAGE_BYTES, FrameKind
+from jdag.wire.messages import Codec
 from tests.tools.connection_cases import (
     ONE,
     TWO,
@@ -38,8 +40,11 @@ from tests.tools.connection_cases import (
     assert_same,
     primal,
     random_values,
+    ship,
 )
 from tests.tools.tiers import sized
+
+CODEC = Codec(("a", "b"))
 
 
 def test_of_a_message_of_many_values_most_follow_it_in_chunks(
@@ -80,7 +85,9 @@ def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
             if rng.random() < 0.7:
                 number += 1
                 slots = rng.randrange(3)
-                message = (primal(number, slots=slots), random_values(rng, slots))
+                message: tuple[Message, list[Any]] = (ship(number), [])
+                if rng.random() < 0.7:
+                    message = (primal(number, slots=slots), random_values(rng, slots))
                 sent[side.name].append(message)
                 side.connection.send(*message)
         if rng.random() < 0.3:
@@ -100,8 +107,14 @@ def test_connections_that_break_anywhere_lose_nothing_and_repeat_nothing(
         assert [message for message, _ in side.messages] == [m for m, _ in sent[name]]
         for (_, values), (_, landed) in zip(sent[name], side.messages, strict=True):
             assert_same(landed, values)
+    for side, counts in ((sides.a, sent["a"]), (sides.b, sent["b"])):
+        asked = sum([isinstance(message, Ship) for message, _ in counts])
+        sides.run(lambda side=side, asked=asked: side.acknowledged == asked)
     assert not sides.a.ends and not sides.b.ends
     # What is acknowledged is let go of.
+    numbers = sides.a.connection.numbers
+    sides.run(lambda: sides.b.connection.numbers.received == numbers.sent)
+    sides.b.connection._look()
     sides.run(lambda: not sides.a.connection.numbers.unacknowledged)
 
 
@@ -135,11 +148,11 @@ def test_functions_and_asides_arrive_between_messages(sides: Sides) -> None:
     digest, data = bytes(range(32)), b"x" * 300_000
     sides.a.connection.define(digest, data)
     sides.a.connection.define(digest, data)
-    sides.a.connection.send(Acknowledge(None, ((1,),)), [])
+    sides.a.connection.send(ship(1), [])
     sides.a.connection.control({"ask": 1, "what": "info"})
     sides.run(lambda: bool(sides.b.asides))
     assert sides.b.functions == [(digest, data)]
-    assert sides.b.messages == [(Acknowledge(None, ((1,),)), [])]
+    assert sides.b.messages == [(ship(1), [])]
     assert sides.b.asides == [{"ask": 1, "what": "info"}]
 
 
@@ -156,15 +169,113 @@ def test_an_end_to_which_a_part_of_a_message_is_to_come_is_not_idle(
     sides.run(lambda: sides.b.connection.idle)
 
 
-def test_acknowledgements_are_sent_as_one_message(sides: Sides) -> None:
+def test_the_messages_of_a_turn_leave_in_one_frame(sides: Sides) -> None:
     connection = sides.a.connection
     sides.run(lambda: connection.idle)
-    for number in (1, 2):
-        connection.send(Acknowledge(None, ((number,),)), [])
+    bytes_sent = connection.sent.bytes
+    sent: list[Message] = [ship(1), primal(2), ship(3)]
+    for message in sent:
+        connection.send(message, [jnp.ones(3)] * len(landing(message)))
         assert not connection.idle
-    sides.run(lambda: bool(sides.b.messages))
-    assert sides.b.messages == [(Acknowledge(None, ((1,), (2,))), [])]
+    assert connection.numbers.sent == 0
+    sides.run(lambda: len(sides.b.messages) == 3)
+    assert sides.b.log == sent
+    assert_same(sides.b.messages[1][1], [jnp.ones(3)])
+    assert connection.numbers.sent == 1 and connection.sent.messages == 3
+    bodies = [CODEC.encode(ship(1)), CODEC.encode(primal(2), [type_of(jnp.ones(3))])]
+    length = 2 * len(bodies[0]) + len(bodies[1]) + jnp.ones(3).nbytes
+    length += FRAME_BYTES + 3 * MESSAGE_BYTES
+    assert connection.sent.bytes - bytes_sent == length
+    # Those that b has handled are two; nothing else goes to a.
+    sides.run(lambda: sides.a.acknowledged == 2)
+    assert sides.a.log == [2] and sides.b.connection.numbers.sent == 1
+    sides.run(lambda: sides.b.connection.idle)
+
+
+def test_a_number_of_handled_messages_that_was_not_told_keeps_an_end_busy(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make(connects=False)
+    connection = sides.b.connection
     assert connection.idle
+    connection.order.handled += 1
+    assert not connection.idle
+    connection.flush()
+    connection.drop_stream()
+    assert connection.bundles.told == 1 and not connection.idle
+    sides.connect()
+    sides.run(lambda: sides.a.log == [1])
+    sides.run(lambda: connection.idle)
+
+
+def test_messages_and_what_was_handled_arrive_in_the_order_in_which_they_happened(
+    sides: Sides,
+) -> None:
+    """The header of a bundle has the number of when its first message was sent."""
+    answers = iter(range(1, 9))
+
+    def react(message: Message) -> None:
+        if message != ship(4):
+            for _ in range(2):
+                sides.b.connection.send(primal(next(answers), slots=0), [])
+
+    sides.b.react = react
+    for number in (1, 2, 3, 4):
+        sides.a.connection.send(ship(number), [])
+    sides.run(lambda: sides.a.acknowledged == 4)
+    answered = [primal(number, slots=0) for number in range(1, 7)]
+    assert sides.a.log == [1, *answered[:2], 1, *answered[2:4], 1, *answered[4:], 1]
+    assert sides.b.connection.numbers.sent == 4
+
+
+def test_what_goes_in_order_stays_between_the_messages_of_a_turn(sides: Sides) -> None:
+    connection, seen = sides.a.connection, []
+    sides.b.react = lambda message: seen.append((message, len(sides.b.functions)))
+    connection.send(primal(1, slots=0), [])
+    connection.define(bytes(32), b"x")
+    connection.send(primal(2, slots=0), [])
+    step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
+    connection.step(step, 1, 0, [], None)
+    connection.send(primal(3, slots=0), [])
+    sides.run(lambda: len(seen) == 4)
+    found = [primal(1, slots=0), primal(2, slots=0), step, primal(3, slots=0)]
+    assert seen == [*zip(found, [0, 1, 1, 1], strict=True)]
+
+
+def test_a_frame_of_a_step_tells_what_was_handled_before_it(sides: Sides) -> None:
+    step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
+    sides.b.react = lambda message: sides.b.connection.step(step, 1, 0, [], None)
+    sides.a.connection.send(ship(1), [])
+    sides.run(lambda: bool(sides.a.messages))
+    assert sides.a.log == [1, step]
+
+
+def test_a_bundle_has_a_size_beyond_which_another_begins(sides: Sides) -> None:
+    values = [np.ones(28_000, "i1")]
+    for number in range(1, 7):
+        sides.a.connection.send(primal(number), values)
+    sides.run(lambda: len(sides.b.messages) == 6)
+    assert sides.a.connection.numbers.sent == 3
+    assert [message for message, _ in sides.b.messages] == [*map(primal, range(1, 7))]
+
+
+def test_the_number_of_handled_messages_outlives_the_stream_on_which_it_was_told(
+    sides: Sides,
+) -> None:
+    """Also if nothing else is sent, and if the handling broke the stream."""
+    sides.b.react = lambda message: sides.b.connection.drop_stream()
+    sides.a.connection.send(ship(1), [])
+    sides.run(lambda: bool(sides.b.messages))
+    sides.turn()
+    assert sides.b.connection.bundles.told == 1 and sides.a.log == []
+    sides.connect()
+    sides.run(lambda: sides.a.log == [1])
+    sides.connect()
+    sides.a.connection.send(ship(2), [])
+    sides.run(lambda: len(sides.b.messages) == 2)
+    sides.connect()
+    sides.run(lambda: sides.a.log == [1, 1])
+    assert not sides.a.ends
 
 
 def test_a_message_may_name_a_worker_of_which_a_control_frame_before_it_tells(
@@ -224,6 +335,7 @@ def test_more_frames_than_may_be_unacknowledged_all_arrive(
     monkeypatch.setattr(connection, "ACK_FRAMES", 5)
     for number in range(1, 60):
         sides.a.connection.send(primal(number, slots=0), [])
+        sides.a.connection.control({"number": number})
     sides.run(lambda: len(sides.b.messages) == 59)
 
 
@@ -266,6 +378,7 @@ def test_frames_without_a_number_still_wait_when_their_stream_breaks(
     end = sides.a.connection
     for number in (1, 2, 3):
         end.send(primal(number), [jnp.arange(1_000.0)])
+        end.flush()
     waiting = end.waiting_bytes
     assert waiting > 3 * 8_000
     end.drop_stream()
@@ -285,6 +398,7 @@ def test_after_a_break_bulk_waits_for_what_waits_for_the_stream_as_before(
     for number in (1, 2, 3, 4, 5):
         end.send(primal(number), [jnp.arange(25_000.0)])
     end.send(primal(6), [jnp.arange(500_000.0)])
+    end.flush()
     end.drop_stream()
     end._fill()
     assert end.waiting_bytes > OUT_BYTES
@@ -318,12 +432,14 @@ def test_a_frame_leaves_at_once_and_never_ahead_of_one_that_waits(
 ) -> None:
     end = sides.a.connection
     end.send(primal(1, slots=0), [])
+    end.flush()
     assert end.numbers.sent == 1 and not end._queue
     monkeypatch.setattr(connection, "FRAMES_MAX", 1)
     end.define(bytes(32), b"x")
     monkeypatch.undo()
     end.send(primal(2, slots=0), [])
-    assert end.numbers.sent == 1 and len(end._queue) == 2
+    end.control({"ask": 1})
+    assert end.numbers.sent == 1 and len(end._queue) == 3
     sides.run(lambda: len(sides.b.messages) == 2)
     assert len(sides.b.functions) == 1
 

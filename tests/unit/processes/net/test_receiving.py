@@ -12,7 +12,11 @@ from jdag.compute.buffers import Buffers, parts
 from jdag.engine.protocol import ContextId, StepFrame
 from jdag.errors import ProtocolError
 from jdag.processes.net.large_values import Assembler, Delivery, Parcel
-from jdag.processes.net.receiving import FrameCounters, FrameReader
+from jdag.processes.net.receiving import (
+    FrameCounters,
+    FrameReader,
+    ReceivedAcknowledgement,
+)
 from jdag.processes.net.shared_memory import BorrowedMemory, SharedMemoryPool
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import (
@@ -24,9 +28,11 @@ from jdag.wire.frames import (
 from jdag.wire.messages import STEP, Codec
 from tests.tools.connection_cases import assert_same, primal
 from tests.tools.error_texts import fails_with
+from tests.tools.fuzz_cases import in_bundle
 
 CODEC = Codec(("a", "b"))
 VALUE = jnp.arange(65_536 + 1_000, dtype=jnp.float32)  # 4,000 bytes over a chunk.
+SMALL = jnp.arange(3, dtype=jnp.float32)
 
 
 def made() -> tuple[FrameReader, list[Any]]:
@@ -38,6 +44,11 @@ def made() -> tuple[FrameReader, list[Any]]:
     return FrameReader(FrameCounters(), assembler, buffers, pool, borrowed), []
 
 
+def bundle(sequence: int, *messages: bytes, handled: int = 0) -> bytes:
+    body = in_bundle(*messages)
+    return pack_header(sequence, 0, len(body), FrameKind.MESSAGE, handled) + body
+
+
 def chunk(sequence: int, elements: bytes) -> bytes:
     return pack_header(sequence, 0, len(elements), FrameKind.CHUNK) + elements
 
@@ -45,7 +56,7 @@ def chunk(sequence: int, elements: bytes) -> bytes:
 def sent(last: int) -> tuple[bytes, bytes]:
     """A message with its first chunk, and a second chunk of so many bytes."""
     head = CODEC.encode(primal(1), [type_of(VALUE)])
-    frame = pack_header(1, 0, len(head), FrameKind.MESSAGE) + head
+    frame = bundle(1, head)
     elements = b"".join(parts(VALUE))
     first = chunk(2, elements[:CHUNK_MAX_BYTES])
     rest = elements[CHUNK_MAX_BYTES:]
@@ -115,8 +126,7 @@ def test_a_frame_out_of_turn_is_refused_and_no_message_comes_twice(again: int):
     reader, events = made()
 
     def frame(sequence: int) -> bytes:
-        body = CODEC.encode(primal(sequence, slots=0))
-        return pack_header(sequence, 0, len(body), FrameKind.MESSAGE) + body
+        return bundle(sequence, CODEC.encode(primal(sequence, slots=0)))
 
     read_in(reader, events, *map(frame, (1, 2, 3)))
     with pytest.raises(ProtocolError, match=f"frame number {again}; expected"):
@@ -128,11 +138,75 @@ def test_a_frame_out_of_turn_is_refused_and_no_message_comes_twice(again: int):
 
 def test_a_message_brings_as_many_values_as_land():
     reader, events = made()
-    body = CODEC.encode(primal(1))
-    frame = pack_header(1, 0, len(body), FrameKind.MESSAGE) + body
     with fails_with(ProtocolError, "processes.a_primal_with_0_values"):
-        read_in(reader, events, frame)
+        read_in(reader, events, bundle(1, CODEC.encode(primal(1))))
     assert events == []
+
+
+def primals(*numbers: int) -> list[bytes]:
+    kinds = [type_of(SMALL)]
+    elements = b"".join(parts(SMALL))
+    return [CODEC.encode(primal(number), kinds) + elements for number in numbers]
+
+
+@pytest.mark.parametrize("sizes", [[3], [1, 2], [2, 1], [1, 1, 1], [0, 3], [1, 0, 2]])
+def test_messages_are_the_same_however_they_are_bundled(sizes: list[int]):
+    reader, events = made()
+    bodies = iter(primals(1, 2, 3))
+    for sequence, size in enumerate(sizes, 1):
+        read_in(reader, events, bundle(sequence, *[next(bodies) for _ in range(size)]))
+    assert [delivery.message for delivery in events] == [*map(primal, (1, 2, 3))]
+    assert [delivery.number for delivery in events] == [1, 2, 3]
+    for delivery in events:
+        assert_same(delivery.values, [SMALL])
+
+
+def test_a_bundle_that_is_cut_within_a_message_is_refused_and_so_is_its_rest():
+    whole = in_bundle(*primals(1, 2))
+    middle = len(whole) // 2
+    for cut in [*range(1, middle), *range(middle + 1, len(whole))]:
+        for body in (whole[:cut], whole[cut:]):
+            reader, events = made()
+            frame = pack_header(1, 0, len(body), FrameKind.MESSAGE) + body
+            with pytest.raises(ProtocolError):
+                read_in(reader, events, frame)
+            assert events == []
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_message_has_all_bytes_of_its_length_in_a_bundle(at: int):
+    bodies = primals(1, 2)
+    for change in (lambda body: body + b"\0", lambda body: body[:-1]):
+        reader, events = made()
+        changed = [*bodies]
+        changed[at] = change(bodies[at])
+        with pytest.raises(ProtocolError, match=r"a message has (1 b|only \d+ b)ytes"):
+            read_in(reader, events, bundle(1, *changed))
+        assert events == []
+
+
+def test_what_was_handled_comes_before_the_messages_of_its_frame():
+    reader, events = made()
+    read_in(reader, events, bundle(1, *primals(1, 2)))
+    read_in(reader, events, bundle(2, *primals(3), handled=2))
+    read_in(reader, events, bundle(3, handled=5))
+    read_in(reader, events, bundle(4, *primals(4), handled=5), bundle(5, handled=6))
+    read_in(reader, events, pack_header(0, 0, 0, FrameKind.PURE, 6))
+    assert [
+        event.message if isinstance(event, Delivery) else event for event in events
+    ] == [
+        *(primal(1), primal(2), ReceivedAcknowledgement(2, 3), primal(3)),
+        *(ReceivedAcknowledgement(3, -1), primal(4), ReceivedAcknowledgement(1, -2)),
+    ]
+
+
+@pytest.mark.parametrize("kind", [FrameKind.PURE, FrameKind.MESSAGE])
+def test_no_fewer_messages_are_handled_than_before(kind: FrameKind):
+    reader, events = made()
+    read_in(reader, events, bundle(1, handled=3))
+    sequence = 2 if kind else 0
+    with pytest.raises(ProtocolError, match="had handled 3 messages, and now 2"):
+        read_in(reader, events, pack_header(sequence, 0, 0, kind, 2))
 
 
 PLAN = ContextId(0, 1, 0)

@@ -1,0 +1,79 @@
+"""Bundles: the messages of one turn of the loop in one frame, with an acknowledgement.
+
+The header of a bundle tells how many messages of `ACKNOWLEDGED` of the peer had been
+handled when the first message of the bundle was sent.
+
+Inputs:  `add` for each message; `close` before any other frame, and `flush` at the end
+         of a turn.
+Outputs: bundles, for `enqueue`.
+Invariants: if more messages are handled, the next message begins another bundle; if
+    none follows in that turn, an empty bundle tells the number. So the peer gets
+    messages and acknowledgements in the order in which they were sent and handled here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdag.processes.net.large_values import BulkQueue, Parcel
+from jdag.wire.frames import FRAME_BYTES, MESSAGE_BYTES, FrameKind
+from jdag.wire.order import Order
+
+BUNDLE_BYTES = 64 * 1024  # Maximum size of a bundle of several messages.
+
+
+class Bundles:
+    """The outgoing messages of a connection. `order` counts the handled messages.
+
+    `told` is the number of handled messages that the newest parcel tells. The last
+    frame that was numbered may tell less.
+    """
+
+    __slots__ = ("_bulk", "_enqueue", "_open", "_order", "_views", "told")
+
+    def __init__(
+        self, order: Order, bulk: BulkQueue, enqueue: Callable[[Parcel], object]
+    ) -> None:
+        self.told = 0
+        self._order = order
+        self._bulk = bulk
+        self._enqueue = enqueue
+        self._open: Parcel | None = None
+        self._views: list[Any] = []  # Of the open bundle.
+
+    @property
+    def idle(self) -> bool:
+        return self._open is None and self.told == self._order.handled
+
+    def add(self, head: bytes, sizes: Sequence[int], values: Sequence[Any]) -> int:
+        """Add an encoded message. Return the bytes of the headers before it."""
+        length, header_bytes = len(head), MESSAGE_BYTES
+        inline: list[memoryview] = []
+        if values:
+            inline, inline_bytes = self._bulk.split(sizes, values)
+            length += inline_bytes
+        bundle, handled = self._open, self._order.handled
+        nbytes = MESSAGE_BYTES + length
+        fits = bundle is not None and bundle.nbytes + nbytes <= BUNDLE_BYTES
+        if bundle is None or not fits or bundle.handled != handled:
+            self.close()
+            self._views = []
+            self._open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
+            self.told = handled
+            header_bytes += FRAME_BYTES
+        self._views += (length.to_bytes(MESSAGE_BYTES, "little"), head, *inline)
+        bundle.nbytes += nbytes
+        return header_bytes
+
+    def close(self) -> None:
+        bundle, self._open = self._open, None
+        if bundle is not None:
+            self._enqueue(bundle)
+
+    def flush(self) -> int:
+        """Close the bundle. Return the number of messages that an empty one tells."""
+        self.close()
+        handled = self._order.handled
+        count, self.told = handled - self.told, handled
+        if count:
+            self._enqueue(Parcel(FrameKind.MESSAGE, (), 0, handled))
+        return count
