@@ -169,20 +169,19 @@ class Replaying(Simulation):
     # ------------------------------------------------------------------ the journals
 
     def _next(self) -> _Action | None:
-        """Return the action of the next input or, if none is available, of a program.
-
-        The program is one whose event may be next, so it knows the recorded losses.
-        """
+        """Return the action of an input or, if none is available, of a program."""
         for worker in self._workers.values():
             if action := self._input(worker, worker.host):
                 return action
-        starts, workers = self._starts, self._workers
-        starts.sort(key=lambda action: workers[action[1].worker].line[:1] not in "p")
-        return starts.pop(0) if starts else None
+        for action in self._starts:  # Of a program that has seen all recorded losses.
+            if self._workers[action[1].worker].line[:1] in "p":
+                self._starts.remove(action)
+                return action
+        return None
 
     def _input(self, worker: _Worker, host: WorkerRuntime) -> _Action | None:
         """Return the action of a worker's next input, if it is available."""
-        kind, word, *words = (*worker.line.split(" "), "")
+        kind, word, number = (*worker.line.split(" "), "", "")[:3]
         match kind:
             case "p":
                 for events in (worker.early, worker.alarms):
@@ -194,12 +193,11 @@ class Replaying(Simulation):
                 if job := worker.jobs.pop(int(word), None):
                     return self._jobs.compute, host, job, NO_CAUSE
             case "m":
-                number = int(words[0])
-                if sent := self._sent.pop((word, host.worker, number), None):
+                if sent := self._sent.pop((word, host.worker, int(number)), None):
                     self._owed[word, host.worker] += sent[0].__class__ in ACKNOWLEDGED
-                    return WorkerRuntime.arrived, host, word, *sent, (number,)
+                    return WorkerRuntime.arrived, host, word, *sent, (int(number),)
             case "a":
-                count, pair = int(words[0]), (host.worker, word)
+                count, pair = int(number), (host.worker, word)
                 if self._owed[pair] >= count:
                     self._owed[pair] -= count
                     return WorkerRuntime.handle, host, Acknowledged(word, count)

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import jdag
-from jdag.errors import JdagError, WorkerLost
+from jdag.errors import JdagError, ReplayError, WorkerLost
 from jdag.runtime.journal import Entries
 from jdag.sim import Crash, LinkModel, Network
+from jdag.sim.untimed import StepChooser
 from jdag.training.recovery import Recovery
 from tests.tools.hosted_cases import Counter, calls
 from tests.tools.journal_cases import in_any_order, journaled, replayed
@@ -146,15 +147,59 @@ def test_recoveries_are_repeated():
     assert [*journals] == [*WORKERS, "c#1", "c#2"]
 
 
+def ones() -> Any:
+    return jnp.ones(3)
+
+
 def large(c: Any) -> Any:
-    with c.context() as ctx:
-        there = ctx.move("c", ctx.move("b", np.arange(3_000.0)))
-        small = ctx.call("c", hidden, W, X)
+    with c.context() as one, c.context() as other:
+        there = one.move("c", np.arange(3_000.0))
+        small = other.call("c", ones)
         return bits(small.fetch(), there.fetch())
 
 
 def test_a_message_that_overtook_another_one_is_repeated_as_that_one():
     data, control = LinkModel(bandwidth_bytes_per_s=10**7), LinkModel(latency_ns=10)
     journals = repeated(large, network=Network(data, control_lane=control))
-    numbers = [int(line.split()[2]) for line in journals["c"].lines if line[0] == "m"]
+    arrived = [line.split() for line in journals["c"].lines if line[0] == "m"]
+    numbers = [int(number) for _, sender, number, *_ in arrived if sender == "a"]
     assert numbers != sorted(numbers)
+
+
+@jdag.program
+def asks(ctx: Any, worker: str) -> Any:
+    return ctx.call(worker, hidden, W, X)
+
+
+def late_start(steps: Any) -> int:
+    """Let d be lost and return before the program on b starts, after all else."""
+
+    def rank(step: Any) -> int:
+        if step.kind in ("crash", "rejoin"):
+            return 1 if step.worker == "d" else 3
+        return 2 if (step.kind, step.worker) == ("spawn", "b") else 0
+
+    return min(range(len(steps)), key=lambda index: rank(steps[index]))
+
+
+def test_a_program_on_a_worker_knows_the_losses_that_it_knew_when_it_was_recorded():
+    def two(c: Any) -> Any:
+        with c.context() as ctx:
+            tasks = [ctx.start("b", asks, "d"), ctx.start("c", asks, "b")]
+            return bits(*[task.result().fetch() for task in tasks])
+
+    chooser = StepChooser(late_start, {"crash": 1, "rejoin": 1}.items())
+    wanted, journals = journaled(two, workers=[*"abcd"], chooser=chooser)
+    assert journals["d#1"].lines
+    assert replayed(journals, two)[0] == wanted
+
+
+def test_a_call_on_another_worker_is_told_where_it_is_missed():
+    def calls(worker: str, c: Any) -> None:
+        with c.context() as ctx:
+            ctx.call(worker, hidden, W, X)
+
+    _, journals = journaled(partial(calls, "b"), workers=WORKERS)
+    where = "on worker 'b' at event 1: expected 'm a 1 Call"
+    with pytest.raises(ReplayError, match=where):
+        replayed(journals, partial(calls, "c"))
