@@ -12,6 +12,7 @@ import jdag
 from jdag.errors import JdagError, ReplayError, WorkerLost
 from jdag.runtime.journal import Entries
 from jdag.sim import Crash, LinkModel, Network
+from jdag.sim.simulation import Simulation
 from jdag.sim.untimed import StepChooser
 from jdag.training.recovery import Recovery
 from tests.tools.hosted_cases import Counter, calls
@@ -192,6 +193,18 @@ def test_a_program_on_a_worker_knows_the_losses_that_it_knew_when_it_was_recorde
     wanted, journals = journaled(two, workers=[*"abcd"], chooser=chooser)
     assert journals["d#1"].lines
     assert replayed(journals, two)[0] == wanted
+
+
+def test_the_main_program_knows_a_loss_between_two_calls_before_it_makes_the_second():
+    def two(c: Any) -> Any:
+        with c.context() as ctx:
+            first = ctx.call("b", hidden, W, X)
+            if type(c.driver) is Simulation:  # As in processes, time passes.
+                c.driver.settle()
+            return bits(*jdag.fetch([first, ctx.call("c", hidden, W, X)]))
+
+    journals = repeated(two, faults=[Crash("c", at_ns=1_000, restart_ns=1_000)])
+    assert journals["c#1"].lines
 
 
 def test_a_call_on_another_worker_is_told_where_it_is_missed():
