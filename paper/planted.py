@@ -101,28 +101,35 @@ BUGS = (
     Bug(
         "the request of a transfer is acknowledged before a pass begins",
         "program_frames.py",
-        "            frame.unacknowledged[path, to] = waits\n",
+        "expect_handling(to, path, frame, waits)",
         (
-            "            if waits is None:\n"
-            "                frame.unacknowledged[path, to] = waits\n"
+            "expect_handling(\n"
+            "                to, path, frame if waits is None else "
+            "FrameRecord((), None)\n            )"
         ),
         "terms",
     ),
     Bug(
         "an acknowledgement is of one worker",
         "program_frames.py",
-        "                frame.unacknowledged.pop((path, sender), None)",
+        "            self._state.handled(sent.popleft())\n",
         (
-            "                for key in [k for k in frame.unacknowledged if k[0] "
-            "== path]:\n                    del frame.unacknowledged[key]"
+            "            path = sent[0][1]\n"
+            "            self._state.handled(sent.popleft())\n"
+            "            for others in self._state.unhandled.values():\n"
+            "                for place, each in enumerate(others):\n"
+            "                    if each[0] is not None and each[1] == path:\n"
+            "                        self._state.handled(each)\n"
+            "                        other = FrameRecord(path, None)\n"
+            "                        others[place] = other, path, None\n"
         ),
         "terms",
     ),
     Bug(
         "one acknowledgement is not all of them",
-        "program_frames.py",
-        "                frame.unacknowledged.pop((path, sender), None)",
-        "                frame.unacknowledged.clear()",
+        "state.py",
+        "            frame.unhandled -= 1",
+        "            frame.unhandled = 0",
         "terms",
     ),
     Bug(
@@ -177,8 +184,8 @@ BUGS = (
     Bug(
         "leaves that were put are acknowledged before programs are called",
         "program_frames.py",
-        "busy = frame.unacknowledged or self._state.assignments",
-        "busy = frame.unacknowledged and self._state.assignments",
+        "busy = frame.unhandled or self._state.assignments",
+        "busy = frame.unhandled and self._state.assignments",
         "nested",
     ),
     Bug(
@@ -191,7 +198,7 @@ BUGS = (
     Bug(
         "a pass waits for calls, and not for assignments alone",
         "program_frames.py",
-        "busy = frame.unacknowledged or self._state.assignments",
+        "busy = frame.unhandled or self._state.assignments",
         "busy = self._state.assignments",
         "terms",
     ),

@@ -41,8 +41,8 @@ def hvp(
     Each call is one context with one backward pass. As in JAX, fetched values and
     results of `jdag.stop_gradient` are constants.
 
-    The cost in messages is that of a gradient plus three messages for each other worker
-    that owns leaves: its part of the vector, an acknowledgement, and a drop. Memory and
+    The cost in messages is that of a gradient plus two messages for each other worker
+    that owns leaves: its part of the vector, and a drop. Memory and
     payload double for the values, residuals and cotangents that the vector changes. A
     call takes two to three times as long as a gradient, and is compiled separately.
 

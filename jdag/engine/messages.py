@@ -109,14 +109,14 @@ class Ship(OfCall, tag=1):
     discarded: Keys = ()
 
 
-class Primal(OfCall, tag=3):
+class Primal(OfCall, tag=2):
     """Carries a transfer's values. `failures` has None for each value that is sent."""
 
     source: Worker
     failures: Several[Failure | None]
 
 
-class Run(OfCall, tag=4):
+class Run(OfCall, tag=3):
     """Asks a worker to run a program. `arguments` contains its encoded arguments."""
 
     function: Data
@@ -125,7 +125,7 @@ class Run(OfCall, tag=4):
     objects: Several[ObjectId] = ()  # The hosted objects that the program uses.
 
 
-class Return(OfCall, tag=5):
+class Return(OfCall, tag=4):
     """Reports the end of a program. `workers` may have fragments of the context."""
 
     result: Data
@@ -134,28 +134,28 @@ class Return(OfCall, tag=5):
     notices: Several[Notice]
 
 
-class Tell(OfCall, tag=22):
+class Tell(OfCall, tag=5):
     """A request of the program of this path to its caller, or the caller's answer."""
 
     data: Data
     answers: bool  # Whether this message is the answer.
 
 
-class Discard(Record, tag=21):
+class Discard(Record, tag=6):
     """Tells a worker that no program can name these values any more."""
 
     context: ContextId
     keys: Keys
 
 
-class Read(Record, tag=6):
+class Read(Record, tag=7):
     """Requests values without gradients. A Read never creates a fragment."""
 
     request: U64
     keys: Keys
 
 
-class Reading(Record, tag=7):
+class Reading(Record, tag=8):
     """The answer to a Read: its values, and a failure for each missing value."""
 
     request: U64
@@ -178,7 +178,7 @@ class Assignment(Record):
         return leaf.worker
 
 
-class Assign(Record, tag=8):
+class Assign(Record, tag=9):
     """Asks to create versions of leaves, in order. Each part may fail independently.
 
     Carries the values of parts without a function, and each constant of functions once,
@@ -189,11 +189,11 @@ class Assign(Record, tag=8):
     parts: Several[Assignment]
 
 
-class Forget(Record, tag=9):
+class Forget(Record, tag=10):
     leaves: _Leaves
 
 
-class Attach(Record, tag=20):
+class Attach(Record, tag=11):
     """Asks the worker of a value to apply this hook to the value's cotangents."""
 
     context: ContextId
@@ -201,7 +201,7 @@ class Attach(Record, tag=20):
     hook: Hook
 
 
-class Start(Numbered, tag=10):
+class Start(Numbered, tag=12):
     """Asks a worker with roots to count dependencies and, if `go`, to run the pass.
 
     Carries the roots' given cotangents.
@@ -220,7 +220,7 @@ class Marked(Record, gc=False):
     slots: Mask
 
 
-class Mark(Numbered, tag=19):
+class Mark(Numbered, tag=13):
     """In SMART mode, tells a sending worker which slots of transfers the roots need."""
 
     transfers: Several[Marked]
@@ -229,7 +229,7 @@ class Mark(Numbered, tag=19):
     owed: _Change
 
 
-class Go(Numbered, tag=11):
+class Go(Numbered, tag=14):
     """Asks a worker with roots to run the pass."""
 
     retain: bool
@@ -237,7 +237,7 @@ class Go(Numbered, tag=11):
     owed: _Change
 
 
-class Cotangent(Numbered, tag=12):
+class Cotangent(Numbered, tag=15):
     """Returns a transfer's cotangents to its sender. Slots not `present` are zeros."""
 
     path: Path
@@ -247,7 +247,7 @@ class Cotangent(Numbered, tag=12):
     owed: _Change
 
 
-class Answer(Numbered, tag=13):
+class Answer(Numbered, tag=16):
     """Tells the owner that this worker is passive, and returns its credit.
 
     All messages of a pass carry credit and the change in owed sends
@@ -258,20 +258,20 @@ class Answer(Numbered, tag=13):
     owed: _Change
 
 
-class Fail(Numbered, tag=14):
+class Fail(Numbered, tag=17):
     """Tells the sender of the pass's first message that the pass cannot finish here."""
 
     failure: Failure
 
 
-class End(Numbered, tag=15):
+class End(Numbered, tag=18):
     """Tells every participant that the pass is over."""
 
     outcome: Outcome
     retain: bool
 
 
-class Ended(Numbered, tag=16):
+class Ended(Numbered, tag=19):
     """The answer to End: sends still owed, and leaves that have a new gradient."""
 
     owed: Several[Owed] = ()
@@ -280,7 +280,7 @@ class Ended(Numbered, tag=16):
     failure: Failure | None = None  # Raised by an observing hook.
 
 
-class Release(Record, tag=17):
+class Release(Record, tag=20):
     """Asks every participant to forget the context: if `abort`, immediately.
 
     `live` lists the counters of the owner's open contexts. All other contexts of the
@@ -292,14 +292,14 @@ class Release(Record, tag=17):
     abort: bool
 
 
-class Released(Record, tag=18):
+class Released(Record, tag=21):
     """Answer to Release: failures that originated on this worker, in program order."""
 
     context: ContextId
     failures: Several[Failure]
 
 
-class Listing(Numbered, tag=27):
+class Listing(Numbered, tag=22):
     """Tells a worker with scheduled calls that all calls of a context are issued.
 
     If `number` is 0, the program waits, so only the forwards of these calls can occur.

@@ -213,16 +213,18 @@ class ProgramFrames(Struct, eq=False):
         self._waits = [entry for entry in self._waits if entry[0] is not frame]
 
     def acknowledged(self, event: Acknowledged) -> None:
+        if event.sender in self._state.lost:
+            return
         sent = self._state.unhandled.get(event.sender) or deque()
         if event.count > len(sent):
             raise ProtocolError(
                 f"{event.sender!r} acknowledged {event.count} messages, but only "
                 f"{len(sent)} are unacknowledged"
             )
-        for _ in range(event.count):
+        for _ in range(event.count):  # As if each had been acknowledged by itself.
             self._state.handled(sent.popleft())
-        if self._waits:
-            self.resume_waits()
+            if self._waits:
+                self.resume_waits()
 
     def resume_waits(self) -> None:
         waits, self._waits = self._waits, []

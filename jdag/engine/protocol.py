@@ -170,7 +170,8 @@ class Arrived(Struct, frozen=True):
 class Acknowledged(Struct, frozen=True):
     """The next `count` messages of `ACKNOWLEDGED` to `sender` have been handled there.
 
-    They are counted in the order of sending.
+    They are counted in the order of sending. One event of a larger count has the same
+    effects as several events.
     """
 
     sender: Worker

@@ -25,7 +25,7 @@ _TROUBLE = ("resend", "drop", "delay", "duplicate", "crash", "lost", "restart", 
 _FRAMES = ("send", "resend", "ack")
 # Messages that need no order on their link; messages that keep their order relative to
 # all other messages.
-_FREE = ("Reading", "Hop", "Stepped")
+_FREE = ("Reading", "Hop", "Stepped", "Acknowledge")
 _BARRIER = ("Assign", "Forget", "Step", "Settle")
 _Link = tuple[str, str]
 
@@ -200,7 +200,7 @@ class RunGraph:
         lanes, kind = self._lanes.setdefault(link, {}), fields["message"]
         if kind in _BARRIER:
             waits += [(node, _NO_COST) for node in lanes.values()]
-        elif kind not in _FREE and (kind != "Acknowledge" or fields["context"]):
+        elif kind not in _FREE:
             before = lanes.get(fields["context"], lanes.get("all"))
             waits += [] if before is None else [(before, _NO_COST)]
         pass_key = record.worker, *_pass(fields)
@@ -214,7 +214,7 @@ class RunGraph:
         if kind in _BARRIER:
             lanes.clear()
             lanes["all"] = node
-        elif kind not in _FREE and (kind != "Acknowledge" or fields["context"]):
+        elif kind not in _FREE:
             lanes[fields["context"]] = node
         if kind in ("Call", "Ship", "Start", "Go"):
             path = fields["number"] if kind in ("Start", "Go") else fields["path"]

@@ -26,7 +26,6 @@ from jdag.engine import Engine
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
     FROM_OWNER,
-    Acknowledged,
     Alarm,
     Arrived,
     Event,
@@ -403,9 +402,8 @@ class Node:
                         record = arrived(worker, message, event.values, number)
                         if is_counted and self._recording is not None:
                             peer.handled.append(record)
-                    case ReceivedAcknowledgement(count, number):
-                        acknowledged = Acknowledged(peer.worker, count)
-                        self._host.handle(acknowledged, (number,))
+                    case ReceivedAcknowledgement(message, number):
+                        self._host.handle(message, (number,))
                     case ReceivedDefinition(digest, data):
                         self._functions.define(digest, data)
                     case Control(content):

@@ -27,9 +27,10 @@ from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.environment import Environment
 from jdag.sim.faults import Crash, Partition
 from jdag.sim.jobs import SimJobs
+from jdag.sim.link_end import LinkEnd, gives_up_ns, link_settings
 from jdag.sim.programs import Programs
 from jdag.sim.timeline import CRASH, EVENT
-from jdag.sim.transport import LinkEnd, SimTransport, gives_up_ns, link_settings
+from jdag.sim.transport import SimTransport
 from jdag.sim.untimed import PossibleStep, UntimedFault, UntimedTimeline
 
 CRASHED, OUT_OF_REACH = "it crashed", "it is out of reach"

@@ -7,8 +7,8 @@ that an end sends occupies its lane (`jdag.sim.network`), is subject to faults
 The messages that a worker sends to a peer during one action of the timeline leave in
 one frame, a bundle, when the action ends. A bundle tells how many messages of
 `ACKNOWLEDGED` of the peer had been handled when its first message was sent; if more are
-handled later in the action, another frame follows. In untimed runs each message, and
-each such number, is a frame of its own.
+handled later in the action, another frame follows. In untimed runs each message has
+a frame of its own.
 
 With a control lane, frames take that lane, and the values of a message take the data
 lane. A frame is dropped, delayed and resent together with its values. Messages may
@@ -27,11 +27,8 @@ each end has at most one valid timer.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from jdag.engine.protocol import (
@@ -49,114 +46,13 @@ from jdag.runtime.stats import Sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
-from jdag.sim.network import Lane, LinkModel, Traffic
-from jdag.sim.reliable_link import NEVER, Frame, Link, LinkSettings, SureLink
+from jdag.sim.link_end import Bundle, Item, LinkEnd, Unsent, link_settings
+from jdag.sim.network import Lane, Traffic
+from jdag.sim.reliable_link import NEVER, Frame, Link, SureLink
 from jdag.sim.timeline import EVENT, TIMER
-from jdag.sim.untimed import StepChooser, UntimedTimeline
+from jdag.sim.untimed import StepChooser
 from jdag.wire.frames import FRAME_BYTES, MESSAGE_BYTES
 from jdag.wire.messages import size
-from jdag.wire.order import Order
-
-ACK_DELAY_NS = 1_000_000
-RESEND_MAX = 10
-
-
-class _Item(Struct, frozen=True):
-    """One message of a frame, with its values.
-
-    `fields` describe the message in a trace, and are () without a trace. `record` is
-    the trace record of its send. With a control lane, `value_bytes` is the size of its
-    values on the data lane, which have all arrived at `whole_ns`.
-    """
-
-    message: Message
-    fields: tuple[Any, ...]
-    values: tuple[Any, ...]
-    record: int
-    value_bytes: int
-    whole_ns: int
-
-
-class _Bundle(Struct, frozen=True):
-    """The payload of a frame: messages, and the number of handled messages.
-
-    `handled` counts the messages of `ACKNOWLEDGED` of the other direction. `fields`
-    and `record` are those of the first message in the trace, or of the frame itself if
-    it has no message.
-    """
-
-    handled: int
-    items: tuple[_Item, ...]
-    wire_bytes: int
-    fields: tuple[Any, ...]
-    record: int
-
-
-# A message to be sent, its values, and its causes in the trace.
-_Unsent = tuple[Message, tuple[Any, ...], tuple[int, ...]]
-
-
-@lru_cache(1024)
-def link_settings(forth: LinkModel, back: LinkModel) -> LinkSettings:
-    """Return timeouts for a pair of links. Without faults, no frame is resent."""
-    trip_ns = forth.flight_ns + forth.jitter_ns + back.flight_ns + back.jitter_ns
-    return LinkSettings(
-        resend_ns=4 * ACK_DELAY_NS + 2 * trip_ns,
-        resend_max=RESEND_MAX,
-        ack_delay_ns=ACK_DELAY_NS,
-    )
-
-
-def gives_up_ns(settings: LinkSettings) -> int:
-    """Return the time in ns (without latencies) until a link gives up its peer."""
-    waits = [1 << tries for tries in range(settings.resend_max + 1)]
-    return settings.resend_ns * sum(min(w, settings.backoff_max) for w in waits)
-
-
-@dataclass(slots=True, eq=False)
-class LinkEnd:
-    """One worker's end of its link to a peer. Each incarnation has ends of its own.
-
-    `route` has the names of worker and peer. `out` is the lane from this worker to the
-    peer, and `back` the lane from the peer. If `out` is a control lane, `data` is the
-    lane of values, and `order` holds messages that have arrived but must wait. `record`
-    is the trace record of the last frame sent, `heard` that of the last one received.
-
-    `unsent` has the messages of the next frame, which will tell the peer that `opened`
-    of its messages were handled; `told` is the number that the last frame told, and
-    `handled` the records of the messages handled since. The peer has handled
-    `acknowledged` of this worker's messages.
-    """
-
-    host: WorkerRuntime
-    worker: Worker
-    peer: Worker
-    route: tuple[str, str]
-    link: Link
-    out: Lane
-    back: Lane
-    data: Lane | None = None
-    order: Order = field(default_factory=Order)
-    twin: "LinkEnd" = field(init=False)
-    open: bool = True
-    timer_ns: int = NEVER
-    record: int = NO_CAUSE
-    heard: int = NO_CAUSE
-    messages: int = 0
-    payload_bytes: int = 0
-    zero_bytes: int = 0  # Total size of arrays of zeros, which are not sent.
-    unsent: list[_Unsent] = field(default_factory=list)
-    opened: int = 0
-    told: int = 0
-    handled: list[int] = field(default_factory=list)
-    acknowledged: int = 0
-    leaves: bool = False  # Whether `flush` will be called for this end.
-
-    def passed(self, record: int, value_bytes: int) -> None:
-        self.record = record
-        self.out.passed(record)
-        if value_bytes and self.data is not None:
-            self.data.passed(record)
 
 
 class SimTransport:
@@ -169,14 +65,12 @@ class SimTransport:
         self._network = env.settings.all_links
         self._traffic = Traffic(self._network, env.workers)
         chooser = env.chooser
-        # A chooser orders messages and acknowledgements one by one.
+        # A chooser orders messages one by one.
         self._bundles = not chooser.untimed
         self._faults = env.faults
         self._has_frame_faults = env.faults.on_frames
         is_sure = isinstance(chooser, StepChooser) and chooser.is_sure
         self._link = SureLink if is_sure and not self._has_frame_faults else Link
-        if isinstance(env.timeline, UntimedTimeline):
-            env.timeline.join = self.join
         self._settings = env.settings.link
         self._timeline = env.timeline
         self._chooser = env.chooser
@@ -249,6 +143,7 @@ class SimTransport:
         if end.unsent and end.opened != handled:
             self._close_bundle(end)
         end.opened = handled
+        end.messages += 1
         end.unsent.append((message, arrays, causes))
         if not end.leaves:
             self._leave(end)
@@ -265,86 +160,97 @@ class SimTransport:
                 self._close_bundle(end)
             if end.told != end.order.handled:
                 self._send(end, (), end.order.handled)
-        end.handled.clear()
+        if end.handled:
+            end.handled.clear()
 
     def _close_bundle(self, end: LinkEnd) -> None:
         unsent, end.unsent = end.unsent, []
         if self._bundles:
             self._send(end, unsent, end.opened)
             return
-        if end.told != end.opened:
-            self._send(end, (), end.opened)
         for message in unsent:
+            # The values of a message may arrive later than its frame's header.
+            if message[1] and end.told != end.opened:
+                self._send(end, (), end.opened)
             self._send(end, (message,), end.opened)
 
-    def _send(self, end: LinkEnd, unsent: Sequence[_Unsent], handled: int) -> None:
+    def _send(self, end: LinkEnd, unsent: Sequence[Unsent], handled: int) -> None:
         """Send a frame with these messages."""
-        recorder, timeline = self._recorder, self._timeline
-        sizes = [size(message, arrays) for message, arrays, _ in unsent]
-        value_bytes = sum([nbytes for nbytes, _ in sizes])
-        wire_bytes = FRAME_BYTES + sum([nbytes + MESSAGE_BYTES for _, nbytes in sizes])
+        value_bytes, wire_bytes, sizes = 0, FRAME_BYTES, []
+        for message, arrays, _ in unsent:
+            sizes.append(nbytes := size(message, arrays))
+            value_bytes += nbytes[0]
+            wire_bytes += nbytes[1] + MESSAGE_BYTES
         end.payload_bytes += value_bytes
         count, end.told = handled - end.told, handled
         if not end.open:
             for _, _, causes in unsent:
-                recorder.note("drop", end.worker, (end.peer, "lost"), causes)
+                self._recorder.note("drop", end.worker, (end.peer, "lost"), causes)
             return
-        link, lane, now_ns = end.link, end.out, timeline.now_ns
+        link, lane, now_ns = end.link, end.out, self._timeline.now_ns
         if end.data is not None:
             wire_bytes -= value_bytes
         arrival_ns = lane.transmit(wire_bytes, now_ns, self._chooser)
-        items: list[_Item] = []
-        first_bytes = FRAME_BYTES
-        for message, nbytes in zip(unsent, sizes, strict=True):
-            items.append(self._item(end, message, nbytes, first_bytes, arrival_ns))
-            first_bytes = 0
-        if items:
+        if unsent:
+            items = self._items(end, unsent, sizes, arrival_ns)
             fields, record = items[0].fields, items[0].record
         else:
-            fields = acknowledgement_fields(count)
+            items, fields = (), acknowledgement_fields(count)
             detail = (end.peer, *fields, 0, wire_bytes, ())
             before = dict.fromkeys((*end.handled, *lane.before(now_ns, end.record)))
-            record = recorder.note("send", end.worker, detail, tuple(before))
+            record = self._recorder.note("send", end.worker, detail, tuple(before))
             end.passed(record, 0)
-        bundle = _Bundle(handled, tuple(items), wire_bytes, fields, record)
+        bundle = Bundle(handled, items, wire_bytes, fields, record)
         frame = link.send(bundle, now_ns, arrival_ns - now_ns)
         if self._has_frame_faults:
             self._deliver(end, frame, arrival_ns)
         else:
-            timeline.push(arrival_ns, EVENT, (self.frame, end.twin, frame, record))
+            action = (self.frame, end.twin, frame, record)
+            self._timeline.push(arrival_ns, EVENT, action)
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _item(
+    def _items(
         self,
         end: LinkEnd,
-        unsent: _Unsent,
-        sizes: tuple[int, int],
-        first_bytes: int,
+        unsent: Sequence[Unsent],
+        sizes: Sequence[tuple[int, int]],
         arrival_ns: int,
-    ) -> _Item:
-        end.messages += 1
-        message, arrays, causes = unsent
-        (value_bytes, nbytes), lane, recorder = sizes, end.out, self._recorder
-        nbytes += MESSAGE_BYTES
-        apart_bytes = 0 if end.data is None else value_bytes
-        if apart_bytes or lane.start_ns > self._timeline.now_ns or lane.held:
-            arrival_ns, before = self._waits(end, apart_bytes, arrival_ns)
-            causes = (*causes, *before)
-        if recorder.trace is None:
-            return _Item(message, (), arrays, NO_CAUSE, apart_bytes, arrival_ns)
-        fields, prints = trace_fields(message), tuple(map(fingerprint, arrays))
-        detail = (end.peer, *fields, value_bytes, nbytes + first_bytes, prints)
-        record = recorder.note("send", end.worker, detail, causes)
-        end.passed(record, apart_bytes)
-        return _Item(message, fields, arrays, record, apart_bytes, arrival_ns)
+    ) -> tuple[Item, ...]:
+        """Record a frame's messages. Send their values on the data lane, if any."""
+        recorder, lane, data = self._recorder, end.out, end.data
+        is_traced = recorder.trace is not None
+        waits = lane.start_ns > self._timeline.now_ns or lane.held
+        items, overhead_bytes = [], FRAME_BYTES + MESSAGE_BYTES
+        for (message, arrays, origins), nbytes in zip(unsent, sizes, strict=True):
+            causes = origins
+            value_bytes, whole_ns = nbytes[0] if data is not None else 0, arrival_ns
+            if value_bytes or waits:
+                whole_ns, before = self._waits(end, value_bytes, arrival_ns)
+                causes += tuple(before)
+            fields: tuple[Any, ...] = ()
+            record = NO_CAUSE
+            if is_traced:
+                fields = trace_fields(message)
+                prints = tuple(map(fingerprint, arrays)) if arrays else ()
+                wire_bytes = nbytes[1] + overhead_bytes
+                detail = (end.peer, *fields, nbytes[0], wire_bytes, prints)
+                record = recorder.note("send", end.worker, detail, causes)
+                if data is not None and value_bytes:
+                    data.passed(record)
+            items.append(Item(message, fields, arrays, record, value_bytes, whole_ns))
+            overhead_bytes = MESSAGE_BYTES
+        end.record = lane.record = record
+        if lane.ports:
+            lane.passed(record)
+        return tuple(items)
 
     def frame(self, end: LinkEnd, frame: Frame, sent: int) -> None:
         link = end.link
         if not (end.host.alive and end.open):
             return
         before = link.duplicates
-        bundles: tuple[_Bundle, ...] = link.receive(frame, self._timeline.now_ns)
+        bundles: tuple[Bundle, ...] = link.receive(frame, self._timeline.now_ns)
         if frame.sequence:
             end.heard = sent
             if link.duplicates != before:
@@ -356,56 +262,37 @@ class SimTransport:
         if link.deadline_ns < end.timer_ns:
             self._arm(end)
 
-    def _receive(self, end: LinkEnd, bundle: _Bundle, sent: int) -> None:
-        if bundle.handled != end.acknowledged:
-            record = bundle.record
-            causes = (record,) if record == sent else (record, sent)
-            self._acknowledged(end, bundle.handled, causes)
+    def _receive(self, end: LinkEnd, bundle: Bundle, sent: int) -> None:
+        items = bundle.items
+        count, end.acknowledged = bundle.handled - end.acknowledged, bundle.handled
+        if count:
+            event = Acknowledged(end.peer, count)
+            items = (Item(event, (), (), bundle.record, 0, 0), *items)
         if end.data is None:
-            self._hand_on(end, bundle.items, sent)
+            self._hand_on(end, items, sent)
         else:
-            self._split(end, bundle.items, sent)
+            self._split(end, items, sent)
 
-    def _acknowledged(
-        self, end: LinkEnd, handled: int, causes: tuple[int, ...]
-    ) -> None:
-        count, end.acknowledged = handled - end.acknowledged, handled
-        if end.host.alive:
-            end.host.handle(Acknowledged(end.peer, count), causes)
-
-    def _hand_on(self, end: LinkEnd, items: Sequence[_Item], sent: int) -> None:
+    def _hand_on(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
         host = end.host
         for item in items:
             if not host.alive:
                 return  # The message before caused a crash.
             record, message = item.record, item.message
             causes = (record,) if record == sent else (record, sent)
+            if isinstance(message, Acknowledged):
+                host.handle(message, causes)
+                continue
+            if message.__class__ not in ACKNOWLEDGED:
+                host.arrived(end.peer, message, item.values, causes, item.fields)
+                continue
             end.order.handing(item)
             record = host.arrived(end.peer, message, item.values, causes, item.fields)
-            if message.__class__ in ACKNOWLEDGED:
-                end.handled.append(record)
-                if not end.leaves:
-                    self._leave(end)
+            end.handled.append(record)
+            if not end.leaves:
+                self._leave(end)
 
-    def join(self, actions: Sequence[tuple[Any, LinkEnd, Frame, int]]) -> None:
-        """Receive several acknowledgements as if they had been sent as one frame."""
-        bundles: list[_Bundle] = []
-        end = actions[0][1]
-        if not end.open:
-            return
-        for _, _, frame, end.heard in actions:
-            bundles += end.link.receive(frame, self._timeline.now_ns)
-        if any([bundle.items for bundle in bundles]):
-            # A frame filled a gap, so other messages became deliverable too.
-            for bundle in bundles:
-                self._receive(end, bundle, end.heard)
-        elif bundles:
-            causes = tuple([bundle.record for bundle in bundles])
-            self._acknowledged(end, bundles[-1].handled, causes)
-        if end.link.deadline_ns < end.timer_ns:
-            self._arm(end)
-
-    def _split(self, end: LinkEnd, items: Sequence[_Item], sent: int) -> None:
+    def _split(self, end: LinkEnd, items: Sequence[Item], sent: int) -> None:
         now_ns = self._timeline.now_ns
         for item in items:
             whole_ns = item.whole_ns
@@ -413,7 +300,7 @@ class SimTransport:
             if whole_ns > now_ns:
                 self._timeline.push(whole_ns, EVENT, (self.completed, end, item))
 
-    def completed(self, end: LinkEnd, item: _Item) -> None:
+    def completed(self, end: LinkEnd, item: Item) -> None:
         if end.host.alive and end.open:
             self._hand_on(end, end.order.completed(item), item.record)
 
@@ -452,7 +339,7 @@ class SimTransport:
         """Send a frame without a new message: a resend or an acknowledgement."""
         value_bytes = 0
         if frame.sequence:
-            bundle: _Bundle = frame.payload
+            bundle: Bundle = frame.payload
             wire_bytes = bundle.wire_bytes
             value_bytes = sum([item.value_bytes for item in bundle.items])
             kind, causes = "resend", [bundle.record]
@@ -493,7 +380,7 @@ class SimTransport:
 
 
 def _whole_at(frame: Frame, times: Sequence[int]) -> Frame:
-    bundle: _Bundle = frame.payload
+    bundle: Bundle = frame.payload
     pairs = zip(bundle.items, times, strict=True)
     items = tuple([replace(item, whole_ns=whole_ns) for item, whole_ns in pairs])
     return replace(frame, payload=replace(bundle, items=items))

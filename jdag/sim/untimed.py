@@ -2,15 +2,13 @@
 
 A step is an event that may happen next: the frame at the head of a link is delivered, a
 device computes a ready job, a program starts or resumes, a worker is notified of a
-loss, or a fault within the chooser's budget happens. Acknowledgements at the head of a
-link may also arrive as one message, which is named as the step of the last of them.
-Events that are invisible to engines are not steps: ends of jobs, acknowledgements of
-links, frames for a lost worker. Faults on frames are invisible too, but they are steps.
-Events of a later time, such as timers, wait until no step is left.
+loss, or a fault within the chooser's budget happens. Events that are invisible to
+engines are not steps: ends of jobs, acknowledgements of links, frames for a lost
+worker. Faults on frames are invisible too, but they are steps. Events of a later time,
+such as timers, wait until no step is left.
 
 Inputs:  the inputs of `jdag.sim.timeline`; `faults()`, which returns the crashes and
-         rejoins that may happen; `join(actions)`, which receives acknowledgements as
-         one message.
+         rejoins that may happen.
 Outputs: the execution of each picked step.
 
 Invariants: a link delivers in order, since another order is invisible to engines; a
@@ -84,7 +82,7 @@ _SOON = (EVENT, BEGIN)
 _ACKNOWLEDGE: tuple[str, tuple[int, ...]] = ("Acknowledge", ())
 Chain = tuple[str, ...]
 # (sequence, step, index, entry, chain). The sequence is unique. The index selects the
-# ready job to compute, or the last frame to deliver. The main program's entry is empty.
+# ready job to compute. The main program's entry is empty.
 _Due = tuple[int, PossibleStep, int, Entry, Chain]
 UntimedFault = tuple[PossibleStep, tuple[Any, ...]]
 
@@ -148,7 +146,7 @@ class StepChooser(Chooser):
 class UntimedTimeline(SimTimeline):
     """A timeline on which the chooser picks the next of all events that are due."""
 
-    __slots__ = ("_chains", "_heads", "_lost", "_main", "_wakes", "faults", "join")
+    __slots__ = ("_chains", "_heads", "_lost", "_main", "_wakes", "faults")
 
     def __init__(self, events_max: int, home: str) -> None:
         super().__init__(events_max)
@@ -160,7 +158,6 @@ class UntimedTimeline(SimTimeline):
         self._wakes: Counter[str] = Counter()  # Number of wakes by worker.
         self._lost: set[str] = set()  # Lost workers.
         self.faults: Callable[[], list[UntimedFault]] = list
-        self.join: Callable[[list[tuple[Any, ...]]], object] = list
 
     def push(self, time_ns: int, priority: int, action: tuple[Any, ...]) -> Entry:
         if time_ns > self.now_ns or priority not in _SOON:
@@ -241,10 +238,6 @@ class UntimedTimeline(SimTimeline):
             if not entry:
                 return
             chooser.job = number
-            if number and step.kind == "deliver":
-                frames = [self._take(chain) for _ in range(number + 1)]
-                self.join([frame[ACTION] for frame in frames])
-                continue
             self._take(chain)
             self._carry_out(entry)
 
@@ -263,21 +256,7 @@ class UntimedTimeline(SimTimeline):
                 enabled += self._jobs(due)
             else:
                 enabled.append(due)
-                if due[1].message is _ACKNOWLEDGE:
-                    enabled += self._joined(due)
         return enabled
-
-    def _joined(self, due: _Due) -> list[_Due]:
-        """Return steps that deliver several acknowledgements as one."""
-        sequence, last, _, entry, chain = due
-        joined: list[_Due] = []
-        for number, (_, step, _, _, _) in enumerate(self._chains[chain]):
-            if step.message is not _ACKNOWLEDGE:
-                break
-            if step != last:  # A duplicated frame is not another step.
-                joined.append((sequence, step, number, entry, chain))
-            last = step
-        return joined
 
     def _jobs(self, due: _Due) -> list[_Due]:
         sequence, step, _, entry, chain = due
@@ -329,7 +308,7 @@ class UntimedTimeline(SimTimeline):
 
     def clear(self) -> None:
         super().clear()
-        self.faults = self.join = list
+        self.faults = list
         self._chains.clear()
         self._heads.clear()
 

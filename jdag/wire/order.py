@@ -20,6 +20,7 @@ from typing import Any, get_args
 
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
+    Acknowledged,
     Assign,
     ContextId,
     Forget,
@@ -38,6 +39,7 @@ HELD_MAX = 1 << 20
 # Messages that share a lane are ordered. ALL is ordered with the messages of all lanes.
 Lanes = tuple[ContextId | str, ...]
 ALL: Lanes = ("all",)
+BEHIND: Lanes = ("behind",)  # After all earlier messages; no later message waits.
 
 
 def _all(_: Any) -> Lanes:
@@ -67,6 +69,9 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     StepFrame: lambda frame: ALL if frame.begins else (),
     Settle: _all,
     Stepped: lambda _: (),
+    # Not a message: the number of handled messages in a frame's header. If it overtook
+    # messages, engines would see orders that exploration does not try.
+    Acknowledged: lambda _: BEHIND,
 }
 
 
@@ -84,13 +89,18 @@ class _Pending:
 class Order:
     """The delivery order of one peer's messages. `len` counts the waiting items."""
 
-    __slots__ = ("_count", "_held_max", "_last", "_overtaken", "_partial", "handled")
+    __slots__ = (
+        *("_count", "_held_max", "_last", "_partial", "_unhandled", "_uncounted"),
+        "handled",
+    )
 
     def __init__(self, held_max: int = HELD_MAX) -> None:
         self.handled = 0
-        # The items of ACKNOWLEDGED since the first that waits, by `id`, with whether
-        # each has been handled. All earlier items are handled before these.
-        self._overtaken: dict[int, tuple[Any, bool]] = {}
+        # For each item of ACKNOWLEDGED since the first that waits, [whether it has been
+        # handled]; and those that have not, by the `id` of the item. Items that have
+        # been handled are not kept, since they may have large values.
+        self._uncounted: deque[list[bool]] = deque()
+        self._unhandled: dict[int, list[bool]] = {}
         self._held_max = held_max
         self._count = 0
         self._partial: dict[int, _Pending] = {}  # By the `id` of the item.
@@ -106,10 +116,11 @@ class Order:
             return (item,)
         message, last = item.message, self._last
         if message.__class__ in ACKNOWLEDGED:
-            self._overtaken[id(item)] = item, False
+            self._unhandled[id(item)] = is_handled = [False]
+            self._uncounted.append(is_handled)
         lanes = RULES[message.__class__](message)
         in_lanes = [last.get(lane) or last.get("all") for lane in lanes]
-        before = last.values() if lanes is ALL else in_lanes
+        before = last.values() if lanes in (ALL, BEHIND) else in_lanes
         predecessors = {id(each): each for each in before if each is not None}
         if whole and not predecessors:
             return (item,)
@@ -125,7 +136,8 @@ class Order:
             each.followers.append(pending)
         if lanes is ALL:
             last.clear()
-        last.update(dict.fromkeys(lanes, pending))
+        if lanes is not BEHIND:
+            last.update(dict.fromkeys(lanes, pending))
         if not whole:
             self._partial[id(item)] = pending
         return ()
@@ -134,13 +146,13 @@ class Order:
         """Count an item that is about to be handled."""
         if item.message.__class__ not in ACKNOWLEDGED:
             return
-        overtaken = self._overtaken
-        if id(item) not in overtaken:
+        is_handled = self._unhandled.pop(id(item), None)
+        if is_handled is None:
             self.handled += 1
             return
-        overtaken[id(item)] = item, True
-        while overtaken and overtaken[first := next(iter(overtaken))][1]:
-            del overtaken[first]
+        is_handled[0] = True
+        while self._uncounted and self._uncounted[0][0]:
+            self._uncounted.popleft()
             self.handled += 1
 
     def completed(self, item: Any) -> Sequence[Any]:

@@ -9,8 +9,7 @@ import pytest
 
 import jdag
 from jdag.engine import Engine
-from jdag.engine.program_frames import ProgramFrames
-from jdag.engine.protocol import Acknowledge, Computed
+from jdag.engine.protocol import Computed
 from jdag.lab.exploration import exploration, order_of, sound
 from jdag.lab.strategies import PCT, Exhaustive, RandomWalk
 from jdag.lab.subject import Subject
@@ -142,18 +141,6 @@ def test_devices_of_a_worker_compute_in_any_order():
     assert agrees(case, "ab", {}) == 80
     steps = Subject(case, [*"ab"], "abstract", {}).first().steps
     assert "compute Vjp 1:2 on a/cpu:1" in map(str, steps)
-
-
-def test_acknowledgements_may_come_as_one_message():
-    case = TWO_CALLS["fan-out there"]
-    with mock.patch.object(ProgramFrames, "acknowledged", first_alone):
-        options: Any = {"values": "abstract", "strategy": Exhaustive()}
-        failure = jdag.explore(case, [*"ab"], **options).failure
-    assert failure is not None and failure.explored.error is not None
-
-
-def first_alone(frames, sender, message, acknowledged=ProgramFrames.acknowledged):
-    acknowledged(frames, sender, Acknowledge(message.context, message.paths[:1]))
 
 
 def test_a_job_that_is_interrupted_ends_at_once():

@@ -16,8 +16,10 @@ import jdag
 from jdag import simulate
 from jdag.compute.avals import aval_of
 from jdag.compute.refs import RefData
+from jdag.engine.names import Record
 from jdag.engine.protocol import (
     Attach,
+    Call,
     ContextId,
     Ended,
     Failure,
@@ -25,11 +27,14 @@ from jdag.engine.protocol import (
     LeafId,
     LeafKey,
     Listing,
+    Mark,
     Message,
     Notice,
     ObjectId,
     Prepare,
+    Read,
     Reading,
+    Release,
     Return,
     Run,
     Tell,
@@ -228,16 +233,24 @@ def inner(items: bytes) -> bytes:
     return len(items).to_bytes(4, "little") + items
 
 
+def head(kind: type[Record], fields: int) -> bytes:
+    """The beginning of a message as an array: its length, and the tag."""
+    tag: Any = kind.__struct_config__.tag
+    return bytes([0x90 + 1 + fields, tag])
+
+
 HERE = b"\x93\0\0\0"
-CALL = b"\x9a\0" + HERE + b"\x90" + b"\xc4\0"  # Up to its inputs.
+CALL = head(Call, 9) + HERE + b"\x90" + b"\xc4\0"  # Up to its inputs.
 SIN = data(b"\x92\x08\xadjax.numpy:sin")
-RUN = b"\x96\4" + HERE + b"\x90" + SIN  # Up to its arguments.
+RUN = head(Run, 5) + HERE + b"\x90" + SIN  # Up to its arguments.
 KEY = b"\x94\2" + HERE + b"\x90\0"
+READING, READ, FORGET = head(Reading, 2) + b"\0", head(Read, 2) + b"\0", head(Forget, 1)
+RELEASE = head(Release, 3) + HERE
 N = 20_000
 HUGE = {
-    "failures of a Reading": b"\x93\7\0" + array(N) + b"\xc0" * N,
-    "keys of a Read": b"\x93\6\0" + array(N) + KEY * N,
-    "leaves of a Forget": b"\x92\x09" + array(N) + b"\x92\xa1a\1" * N,
+    "failures of a Reading": READING + array(N) + b"\xc0" * N,
+    "keys of a Read": READ + array(N) + KEY * N,
+    "leaves of a Forget": FORGET + array(N) + b"\x92\xa1a\1" * N,
     "slots of a Call": CALL + b"\x90\x90" + array(N) + b"\xc3" * N + b"\x90\xa0\x90",
     "receives of a Call": CALL
     + b"\x90\x90\x90"
@@ -246,7 +259,7 @@ HUGE = {
     + b"\xa0\x90",
     "items of a Run": RUN + data(b"\x92\3" + array(N) + b"\xc0" * N) + b"\xa0",
     "a text of a Run": RUN + data(b"\xdb" + N.to_bytes(4, "big") + b"x" * N) + b"\xa0",
-    "live contexts of a Release": b"\x94\x11" + HERE + array(N) + b"\1" * N + b"\xc2",
+    "live contexts of a Release": RELEASE + array(N) + b"\1" * N + b"\xc2",
 }
 
 
@@ -260,17 +273,10 @@ def test_reading_takes_memory_in_proportion_to_the_bytes(what: str):
 
 @pytest.mark.parametrize("number", [1 << 20, 1 << 28, (1 << 32) - 1])
 def test_what_is_announced_and_not_there_takes_no_memory(number: int):
-    for head in (
-        b"\x93\7\0",
-        b"\x93\6\0",
-        b"\x92\x09",
-        CALL + b"\x90\x90",
-        b"\x97\x13" + HERE + b"\0",
-        RUN,
-        b"\x94\x11" + HERE,
-    ):
-        used, said = taken(framed(head + array(number) + bytes(3)))
-        assert said and used < 20_000, (head, used)
+    mark = head(Mark, 6) + HERE + b"\0"
+    for begun in (READING, READ, FORGET, CALL + b"\x90\x90", mark, RUN, RELEASE):
+        used, said = taken(framed(begun + array(number) + bytes(3)))
+        assert said and used < 20_000, (begun, used)
     for items in (b"\x92\3" + array(number), b"\xdb" + number.to_bytes(4, "big")):
         used, said = taken(framed(RUN + data(items) + b"\xa0"))
         assert said and used < 20_000, (items, used)

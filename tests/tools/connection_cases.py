@@ -85,9 +85,9 @@ class Side:
                     self.messages.append((event.message, list(event.values)))
                     self.log.append(event.message)
                     self.react(event.message)
-                case ReceivedAcknowledgement(count, _):
-                    self.acknowledged += count
-                    self.log.append(count)
+                case ReceivedAcknowledgement(message, _):
+                    self.acknowledged += message.count
+                    self.log.append(message.count)
                 case ReceivedDefinition(digest, data):
                     self.functions.append((digest, data))
                 case Control({"joined": str(name), "incarnation": int(number)}):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from jdag.engine.protocol import (
+    Acknowledged,
     Alarm,
     Argument,
     Arrived,
@@ -100,10 +101,8 @@ class Net:
     def _carry_out(self, worker: str, place: Place, effect: Effect) -> None:
         match effect:
             case Send(to=to, message=message, values=values, given=given):
-                self.sent.append((worker, to, message))
                 carried = [*given, *[place.values[key] for key in values]]
-                if to not in self.dead and (worker, to) not in self.parted:
-                    self.links.send((worker, to), message, carried)
+                self._send(worker, to, message, carried)
             case Compute(job=job):
                 place.jobs.append(job)
             case Drop(keys=keys):
@@ -117,6 +116,11 @@ class Net:
                 assert waiter not in place.resumed, waiter
                 place.alarms.pop(waiter, None)
                 place.resumed[waiter] = taken(place.values, result)
+
+    def _send(self, worker: str, to: str, message: Any, carried: list[Any]) -> None:
+        self.sent.append((worker, to, message))
+        if to not in self.dead and (worker, to) not in self.parted:
+            self.links.send((worker, to), message, carried)
 
     def choices(self) -> list[tuple[str, str, Any]]:
         """Everything that can happen next: what, on which worker, which."""
@@ -159,6 +163,8 @@ class Net:
                 kind, worker, what = self.rng.choice(choices)
         place = self.places[worker]
         match kind:
+            case "message" if isinstance(self.queues[what][0][0], Acknowledged):
+                self.tell(worker, self.links.acknowledged(what, self._joins(*what)))
             case "message":
                 self._hear(what, self.links.take(what))
             case "rest":
@@ -178,10 +184,17 @@ class Net:
                 outages.hear(self, worker, what)
         return True
 
+    def _joins(self, sender: str, worker: str) -> Callable[[Any], bool]:
+        return lambda event: (
+            not self.holds(sender, worker, event) and self.rng.random() < 0.5
+        )
+
     def _hear(self, pair: Pair, parcels: Sequence[Parcel]) -> None:
         sender, worker = pair
         for parcel in parcels:
             message, values = parcel.message, parcel.carried
+            if handled := self.links.handing(pair, parcel):
+                self._send(worker, sender, Acknowledged(worker, handled), [])
             if not isinstance(message, StepFrame):
                 landed = zip(landing(message), values, strict=True)
                 self.places[worker].values.update(landed)

@@ -2,12 +2,22 @@
 
 import random
 from collections import deque
-from collections.abc import Container, Generator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
 from jdag.engine import Engine
-from jdag.engine.protocol import AnyKey, Event, Job, Key, LeafId, Message, Return, Spawn
+from jdag.engine.protocol import (
+    Acknowledged,
+    AnyKey,
+    Event,
+    Job,
+    Key,
+    LeafId,
+    Message,
+    Return,
+    Spawn,
+)
 from jdag.wire.order import Order
 
 Body = Generator[int, Any, Any]
@@ -65,7 +75,8 @@ class Parcel:
 class Links:
     """Queues by (from, to); of what came out of one values may still be to come.
 
-    `large` is how probable that is, of a message that has any.
+    `large` is how probable that is, of a message that has any. An `Acknowledged` among
+    the messages stands for the count in a frame's header.
     """
 
     def __init__(self, rng: random.Random, large: float) -> None:
@@ -79,6 +90,15 @@ class Links:
     def send(self, pair: Pair, message: Message, carried: list[Any]) -> None:
         self.queues.setdefault(pair, deque()).append((message, carried))
 
+    def acknowledged(self, pair: Pair, joins: Callable[[Any], bool]) -> Acknowledged:
+        """Take the first in the queue, and of those that follow it what `joins`."""
+        queue = self.queues[pair]
+        event, _ = queue.popleft()
+        while queue and isinstance(queue[0][0], Acknowledged) and joins(queue[0][0]):
+            count = event.count + queue.popleft()[0].count
+            event = Acknowledged(event.sender, count)
+        return event
+
     def take(self, pair: Pair) -> list[Parcel]:
         parcel = Parcel(*self.queues[pair].popleft())
         large = bool(parcel.carried) and self._rng.random() < self.large
@@ -86,6 +106,13 @@ class Links:
             self.partial.setdefault(pair, []).append(parcel)
         order = self._orders.setdefault(pair, Order())
         return list(order.arrived(parcel, whole=not large))
+
+    def handing(self, pair: Pair, parcel: Parcel) -> int:
+        """How many more messages of the sender are known to be handled with this."""
+        order = self._orders.setdefault(pair, Order())
+        before = order.handled
+        order.handing(parcel)
+        return order.handled - before
 
     def rests(self) -> list[tuple[str, str, Any]]:
         if self.stalls:
@@ -119,7 +146,14 @@ def leftovers(places: Mapping[str, Any], dropped: Container[LeafId]) -> list[str
             "requests": engine._reads._requests,
             "after": state.after,
             "held": engine._frames._waits,
-            "unacknowledged": state.assignments,
+            "unhandled": [to for to, sent in state.unhandled.items() if sent],
+            "unhandled of frames": [
+                frame.path
+                for part in state.contexts.values()
+                for frame in part.frames.values()
+                if frame.unhandled
+            ],
+            "assignments": state.assignments,
             "programs": place.running,
             "values": [
                 key for key in place.values if key.kind != "leaf" or key.name in dropped

@@ -136,7 +136,7 @@ class Connection:
         self.order = assembler.order
         self.bundles = Bundles(self.order, self.bulk, self._enqueue)
         self.reader = FrameReader(
-            self.numbers, assembler, buffers, self._pool, self._borrowed
+            self.worker, self.numbers, assembler, buffers, self._pool, self._borrowed
         )
         self._acknowledged = 0  # Number of the last acknowledged received frame.
         self._acknowledged_bytes = 0  # Bytes received up to that frame's end.

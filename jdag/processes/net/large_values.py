@@ -277,9 +277,13 @@ class Assembler:
         if offset != stop:
             surplus = stop - offset
             raise ProtocolError(f"a message has {surplus} bytes after its last value")
+        return self.in_order(delivery, not delivery.missing)
+
+    def in_order(self, item: Any, whole: bool = True) -> Sequence[Any]:
+        """Return the items that can now be passed on; all earlier ones are known."""
         if not self._incoming:  # All earlier deliveries are complete.
-            return (delivery,)
-        return self.order.arrived(delivery, not delivery.missing)
+            return (item,)
+        return self.order.arrived(item, whole)
 
     def _take_values(
         self,

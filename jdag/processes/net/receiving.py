@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jdag.compute.buffers import Buffers
+from jdag.engine.protocol import Acknowledged
 from jdag.errors import ProtocolError
 from jdag.processes.net.large_values import (
     FORGOTTEN,
@@ -48,13 +49,13 @@ class ReceivedDefinition(NamedTuple):
 
 
 class ReceivedAcknowledgement(NamedTuple):
-    """The peer has handled the next `handled` messages of `ACKNOWLEDGED`.
+    """What the header of a frame acknowledges.
 
-    `number` is that of the first message of the frame that told so. An empty bundle has
-    a negative number, the count of such bundles.
+    `number` is that of the first message of the frame. An empty bundle has a negative
+    number, the count of such bundles.
     """
 
-    handled: int
+    message: Acknowledged
     number: int
 
 
@@ -115,12 +116,14 @@ class FrameCounters:
 class FrameReader:
     def __init__(
         self,
+        worker: str,
         numbers: FrameCounters,
         assembler: Assembler,
         buffers: Buffers,
         pool: SharedMemoryPool,
         borrowed: BorrowedMemory,
     ) -> None:
+        self._worker = worker
         self.nbytes = 0  # Payload bytes of all numbered frames received.
         self.handled = 0  # Messages of `ACKNOWLEDGED` that the peer has handled.
         self._empty = 0  # Empty bundles received.
@@ -204,7 +207,7 @@ class FrameReader:
                 numbers.received = sequence
                 self.nbytes += length
                 if handled != self.handled:
-                    events.append(self._acknowledgement(handled, length))
+                    events += self._acknowledge(handled, length)
                 events += decode(bytes(buffer[body:start]))
                 continue
             header = unpack_header(buffer, start)
@@ -253,7 +256,7 @@ class FrameReader:
             numbers.received = sequence
             self.nbytes += length
         if handled != self.handled:
-            events.append(self._acknowledgement(handled, length))
+            events += self._acknowledge(handled, length)
         if kind in self._decoders:
             events += self._decoders[kind](bytes(payload))
         elif kind is FrameKind.CHUNK:
@@ -271,16 +274,18 @@ class FrameReader:
         elif bytes(payload) == PING:
             self.pinged = True
 
-    def _acknowledgement(self, handled: int, length: int) -> ReceivedAcknowledgement:
+    def _acknowledge(self, handled: int, length: int) -> Sequence[Any]:
         count, self.handled = handled - self.handled, handled
         if count < 0:
             raise ProtocolError(
                 f"the peer had handled {handled - count} messages, and now {handled}"
             )
-        if length:
-            return ReceivedAcknowledgement(count, self.assembler.messages + 1)
-        self._empty += 1
-        return ReceivedAcknowledgement(count, -self._empty)
+        number = self.assembler.messages + 1
+        if not length:
+            self._empty += 1
+            number = -self._empty
+        message = Acknowledged(self._worker, count)
+        return self.assembler.in_order(ReceivedAcknowledgement(message, number))
 
     def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
         kind, numbers = payload[:1], payload[1:]

@@ -103,6 +103,12 @@ def test_a_replacement_that_fails_leaves_all_as_it_was(tmp_path: Path):
     assert content(tmp_path / "old") == WHOLE
 
 
+def test_a_reader_is_refused_while_a_writer_commits(tmp_path: Path):
+    write(tmp_path, "x")
+    with fails_with(FolderError, "cli.folder_has_changed"), reading(tmp_path):
+        (tmp_path / ".jdag" / "commit.json").write_text("{}")  # No file has moved yet.
+
+
 @pytest.mark.parametrize("name", ["../precious", "..", "", ".jdag", 3])
 def test_a_commit_that_jdag_did_not_write_is_refused(tmp_path: Path, name):
     (tmp_path / "precious").write_text("mine")

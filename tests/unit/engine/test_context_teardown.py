@@ -7,7 +7,7 @@ import pytest
 
 from jdag.engine.credit import WHOLE
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Argument,
     Arrived,
     Call,
@@ -80,7 +80,7 @@ def test_leaving_with_calls_in_flight_waits_for_them_and_their_errors_are_told(
 def test_release_leaves_only_when_all_calls_are_acknowledged():
     net, scope, x = begun(3, "b")
     net.drain()
-    net.holds = holding(Acknowledge, sender="c")
+    net.holds = holding(Acknowledged, sender="c")
     scope.call("c", DOUBLE, x)
     scope.start_leaving()
     net.drain()

@@ -4,7 +4,7 @@ from collections.abc import Generator
 from typing import Any
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Argument,
     ConstantKey,
     Run,
@@ -38,7 +38,7 @@ def test_a_program_call_leaves_only_when_all_assignments_have_arrived():
         return made
 
     net = net_of(3)
-    net.holds = holding(Acknowledge, sender="c")
+    net.holds = holding(Acknowledged, sender="c")
     x = net.put("c", 3, "a")
     scope = net.open("a")
     waiter = scope.launch("b", adds, "c", x)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Call,
     Discard,
     Failure,
@@ -202,7 +202,7 @@ def test_a_value_that_comes_after_its_loss_was_told_is_not_kept(seed: int):
     net, scope, x = begun(3, "c", seed)
     (y,) = scope.call("c", DOUBLE, x)
     net.fetch("a", y)
-    net.holds = lambda a, b, m: a == "c" and type(m) in (Primal, Acknowledge)
+    net.holds = lambda a, b, m: a == "c" and type(m) in (Primal, Acknowledged)
     (z,) = scope.call("b", TRIPLE, y)
     scope.discard(y)
     net.drain()

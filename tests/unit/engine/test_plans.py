@@ -3,11 +3,13 @@
 import pytest
 
 from jdag.engine.protocol import (
+    Acknowledged,
     Arrived,
     ContextId,
     Failure,
     Outgoing,
     Prepare,
+    Run,
     RunSegment,
     Segment,
     Settle,
@@ -17,14 +19,15 @@ from jdag.engine.protocol import (
     Unplanned,
 )
 from jdag.errors import ProtocolError, WorkerLost
+from tests.tools.engine_cases import holding
 from tests.tools.plan_net import UNSENDABLE, PlanNet, chain
 
 SEEDS = range(20)
 PLAN = ContextId(0, 7, 0)
 
 
-def made(seed, *plans):
-    net = PlanNet(seed)
+def made(seed, *plans, workers="abc"):
+    net = PlanNet(seed, workers)
     w, v = net.put("b", 3), net.put("c", 4)
     for plan in plans or (PLAN,):
         net.plan(chain(plan, w, v), (5,), {4: 5})
@@ -56,6 +59,9 @@ def held(net):
                 (name, each.steps) for each in steps.tables.values() if each.steps
             ]
             actual += [(name, size) for size in net.places[name].steps.held if size]
+            state = net.engines[name]._state
+            actual += [(name, to) for to, sent in state.unhandled.items() if sent]
+            actual += [(name, count) for count in (state.assignments,) if count]
     return actual
 
 
@@ -84,6 +90,40 @@ def test_a_step_is_committed_with_the_next_message_and_not_before(seed):
     assert leaf.newest == 0
     assert net.fetch(w) == 3 + 6 + 2
     assert leaf.newest == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_acknowledgement_commits_no_step(seed):
+    net, *_ = made(seed, workers="abcd")
+    net.net.holds = holding(Acknowledged, sender="d")
+    net.put("d", 1)
+    net.step(PLAN, 2)
+    net.let_go()
+    net.drain()
+    assert net.engines["a"]._state.assignments == 0
+    (leaf,) = net.engines["b"]._state.leaves.values()
+    assert leaf.newest == 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_is_called_once_a_dropped_step_is_known_to_be_dropped(seed):
+    net, *_ = made(seed)
+    scope = net.open("a")
+    net.drain()
+    net.fails = lambda *_: True
+    net.net.holds = holding(Acknowledged, sender="c")
+    assert isinstance(net.step(PLAN, 2), Failure)
+    waiter = scope.launch("b", ends)
+    net.drain()
+    assert [m.commits for *_, m in net.sent if isinstance(m, Settle)] == [False] * 2
+    assert net.messages(Run) == []
+    net.let_go()
+    assert net.until("a", waiter) == ("over", None)
+
+
+def ends(scope):
+    yield scope.net.asked(scope.worker)
+    return "over"
 
 
 @pytest.mark.parametrize("seed", SEEDS)

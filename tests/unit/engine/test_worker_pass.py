@@ -7,7 +7,7 @@ import pytest
 
 from jdag.engine.credit import NOTHING, WHOLE, Credit, credit_sum
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Answer,
     Call,
     Cotangent,
@@ -42,7 +42,7 @@ MODES = pytest.mark.parametrize("mode", [Mode.SMART, Mode.FAST])
 
 
 @MODES
-@pytest.mark.parametrize("kind", [Call, Ship, Acknowledge])
+@pytest.mark.parametrize("kind", [Call, Ship, Acknowledged])
 def test_a_pass_begins_only_when_every_call_is_acknowledged(kind: type, mode: Mode):
     net, scope, x = begun(3, "b")
     net.drain()

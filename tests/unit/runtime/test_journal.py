@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from jdag.engine.protocol import (
-    Acknowledge,
+    Acknowledged,
     Arrived,
     Computed,
     ContextId,
@@ -53,11 +53,7 @@ def written(folder: Path, *, jobs: int = 3, ends: bool = True) -> None:
 @pytest.mark.parametrize(
     ("event", "causes", "line"),
     [
-        (
-            Arrived("b", Acknowledge(None, ((1,), (2,)))),
-            (7,),
-            "m b 7 Acknowledge - 0 (2,)",
-        ),
+        (Acknowledged("b", 2), (7,), "a b 2"),
         (Arrived("b", Release(CONTEXT, (), False)), (8,), "m b 8 Release 1.2 0 ()"),
         (Computed(4, None), (), "j 4 ok"),
         (
@@ -171,8 +167,10 @@ def other(text: str, now: str, path: Path) -> None:
         '["m","b",7,"Release",[0,1,0],0]',
         '["m","b",7,"Release",[0,1,0],0,3]',
         '["m","b",7,"Release",[0,1,0],0,["a"]]',
-        '["m","b",7,"Acknowledge",null,0,[0]]',
-        '["m","b",7,"Acknowledge",null,0,[]]',
+        '["a","b",0]',
+        '["a","b",-1]',
+        '["a","b"]',
+        '["a","b",2,1]',
         '["j",4]',
         '["j","x","ok"]',
         '["p","Left",[0,1,0],[]]',
@@ -197,8 +195,8 @@ def test_a_line_that_is_no_input_is_refused(tmp_path: Path, line: str):
             "b.journal has jdag = '0.0.9'; the replay needs",
         ),
         (
-            partial(other, '"format": 3', '"format": 1'),
-            "b.journal has format = 1; the replay needs 3",
+            partial(other, '"format": 4', '"format": 1'),
+            "b.journal has format = 1; the replay needs 4",
         ),
         (
             partial(other, '"workers": ["a"', '"workers": [3'),

@@ -1,12 +1,13 @@
 """What a recorder writes to a trace, and what it remembers until then."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 from jdag import simulate
+from jdag.engine.protocol import ACKNOWLEDGED
 from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.tools.face_cases import ONES, total
 
@@ -47,3 +48,27 @@ def test_every_record_names_causes_that_came_before_it():
         assert all(cause < record.index for cause in record.causes)
         began = record.kind in ("crash", "issue")
         assert began or record.causes, record
+
+
+def test_the_delivered_acknowledgements_count_all_that_is_acknowledged():
+    network = LinkModel(latency_ns=10)
+    with simulate(["a", "b", "c"], seed=0, network=network) as cluster:
+        w = cluster.put("b", ONES)
+        with cluster.context() as ctx:
+            y = ctx.call("b", jnp.sin, w)
+            ctx.on_cotangent(y, jnp.negative)
+            ctx.backward(ctx.call("c", total, y, w))
+        cluster.driver.settle()
+        assert cluster.trace is not None
+        records = list(cluster.trace)
+    names = {kind.__name__ for kind in ACKNOWLEDGED}
+    sent: Counter[Any] = Counter()
+    counted: Counter[Any] = Counter()
+    for record in records:
+        if record.kind in ("send", "deliver"):
+            peer, name, _, number, *_ = record.detail
+            if record.kind == "send" and name in names:
+                sent[record.worker, peer] += 1
+            if record.kind == "deliver" and name == "Acknowledge":
+                counted[record.worker, peer] += number
+    assert counted == sent == {("a", "b"): 4, ("a", "c"): 1}

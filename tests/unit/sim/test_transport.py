@@ -31,11 +31,11 @@ from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.scenario import Case
 from jdag.sim.devices import DeviceModel
 from jdag.sim.faults import Delay, Drop, Duplicate, Partition
+from jdag.sim.link_end import LinkEnd, link_settings
 from jdag.sim.network import LinkModel, Network
 from jdag.sim.outages import OUT_OF_REACH
 from jdag.sim.reliable_link import LinkSettings
 from jdag.sim.simulation import Simulation
-from jdag.sim.transport import LinkEnd, link_settings
 from jdag.wire.frames import FRAME_BYTES
 from tests.tools.sim_cases import (
     Work,

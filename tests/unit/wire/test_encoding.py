@@ -11,7 +11,6 @@ from jdag.engine.protocol import (
     Call,
     ContextId,
     Cotangent,
-    Discard,
     Ended,
     Fail,
     Failure,
@@ -23,6 +22,7 @@ from jdag.engine.protocol import (
     Read,
     Reading,
     ReceivedKey,
+    Release,
     Released,
     Return,
     Ship,
@@ -87,8 +87,9 @@ def test_an_exception_of_whatever_class_stays():
 
 
 def test_a_context_is_of_a_worker_that_there_is():
-    data = CODEC.encode(Discard(ContextId(2, 1, 0), ()))
-    assert read_message(CODEC, data) == Discard(ContextId(2, 1, 0), ())
+    release = Release(ContextId(2, 1, 0), (), abort=False)
+    data = CODEC.encode(release)
+    assert read_message(CODEC, data) == release
     for codec in (Codec(WORKERS[:2]), joined(WORKERS[:2])):
         with fails_with(ProtocolError, "wire.unknown_context_owner"):
             read_message(codec, data)

@@ -169,7 +169,8 @@ def test_an_end_to_which_a_part_of_a_message_is_to_come_is_not_idle(
     sides.run(lambda: sides.b.connection.idle)
 
 
-def test_the_messages_of_a_turn_leave_in_one_frame(sides: Sides) -> None:
+def test_the_messages_of_a_turn_leave_in_one_frame(make: Callable[..., Sides]) -> None:
+    sides = make(deadline_s=600.0)
     connection = sides.a.connection
     sides.run(lambda: connection.idle)
     bytes_sent = connection.sent.bytes
@@ -226,6 +227,24 @@ def test_messages_and_what_was_handled_arrive_in_the_order_in_which_they_happene
     answered = [primal(number, slots=0) for number in range(1, 7)]
     assert sides.a.log == [1, *answered[:2], 1, *answered[2:4], 1, *answered[4:], 1]
     assert sides.b.connection.numbers.sent == 4
+
+
+def test_a_frame_that_is_sent_again_tells_what_was_handled_before_it(
+    make: Callable[..., Sides],
+) -> None:
+    sides = make(connects=False)
+    end = sides.b.connection
+    sink: Any = Sink()
+    end.adopt(sink, 0)
+    for number in (1, 2, 3):
+        end.order.handled += 1
+        end.send(primal(number, slots=0), [])
+        end.flush()
+    assert end.numbers.sent == 3
+    sides.connect()
+    sides.run(lambda: len(sides.a.messages) == 3)
+    sent = [primal(number, slots=0) for number in (1, 2, 3)]
+    assert sides.a.log == [1, sent[0], 1, sent[1], 1, sent[2]]
 
 
 def test_what_goes_in_order_stays_between_the_messages_of_a_turn(sides: Sides) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jdag.compute.buffers import Buffers, parts
-from jdag.engine.protocol import ContextId, StepFrame
+from jdag.engine.protocol import Acknowledged, ContextId, StepFrame
 from jdag.errors import ProtocolError
 from jdag.processes.net.large_values import Assembler, Delivery, Parcel
 from jdag.processes.net.receiving import (
@@ -41,7 +41,11 @@ def made() -> tuple[FrameReader, list[Any]]:
     pool = SharedMemoryPool("b", lambda: None)
     buffers = Buffers()
     assembler = Assembler(CODEC, buffers, borrowed, 1 << 30)
-    return FrameReader(FrameCounters(), assembler, buffers, pool, borrowed), []
+    return FrameReader("b", FrameCounters(), assembler, buffers, pool, borrowed), []
+
+
+def acknowledged(count: int, number: int) -> ReceivedAcknowledgement:
+    return ReceivedAcknowledgement(Acknowledged("b", count), number)
 
 
 def bundle(sequence: int, *messages: bytes, handled: int = 0) -> bytes:
@@ -195,9 +199,20 @@ def test_what_was_handled_comes_before_the_messages_of_its_frame():
     assert [
         event.message if isinstance(event, Delivery) else event for event in events
     ] == [
-        *(primal(1), primal(2), ReceivedAcknowledgement(2, 3), primal(3)),
-        *(ReceivedAcknowledgement(3, -1), primal(4), ReceivedAcknowledgement(1, -2)),
+        *(primal(1), primal(2), acknowledged(2, 3), primal(3)),
+        *(acknowledged(3, -1), primal(4), acknowledged(1, -2)),
     ]
+
+
+def test_what_was_handled_does_not_overtake_a_message_whose_value_is_on_its_way():
+    reader, events = made()
+    before, last = sent(4_000)
+    read_in(reader, events, before, bundle(3, handled=1))
+    assert events == []
+    rest = last[FRAME_BYTES:]
+    read_in(reader, events, pack_header(4, 0, len(rest), FrameKind.CHUNK, 1) + rest)
+    delivery, acknowledgement = events
+    assert (delivery.message, acknowledgement) == (primal(1), acknowledged(1, -1))
 
 
 @pytest.mark.parametrize("kind", [FrameKind.PURE, FrameKind.MESSAGE])
