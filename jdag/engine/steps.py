@@ -338,7 +338,6 @@ class Steps(Struct, eq=False):
         table = step.table
         del table.steps[step.number]
         table.last_over = max(table.last_over, step.number)
-        step.ready.clear()
         if table.actions and step.undone:  # Some actions will not run.
             context = table.prepare.context
             self._state.out.append(Skip(context, None, "", step.number))
