@@ -14,6 +14,7 @@ from jdag.api.oracle import pullback
 from jdag.errors import RemoteError
 from tests.tools import random_plans, random_runs
 from tests.tools.error_texts import fails_with
+from tests.tools.face_cases import raises_at_run_time
 from tests.tools.plan_cases import (
     batch,
     bits,
@@ -205,3 +206,18 @@ def test_a_segment_that_raises_names_its_calls_and_changes_no_other_step(
     wanted = broken(seed, when, exact, breaks_at=-1)
     for number in range(3):
         assert broken(seed, when, exact, breaks_at=number) == wanted
+
+
+def unused(ctx, worker, x):
+    ctx.call(worker, raises_at_run_time, ctx.call(worker, jnp.sin, x))
+    return ctx.call("c", jnp.sum, x)
+
+
+@pytest.mark.parametrize("worker", ["a", "b"])
+def test_a_step_waits_for_a_call_that_nobody_needs_and_fails_with_it(worker: str):
+    """Otherwise time would decide whether the step fails."""
+    for seed in range(sized(5, 20)):
+        with simulate(WORKERS, **random_runs.settings(seed, WORKERS)) as cluster:
+            step = jdag.compile(unused, cluster)
+            with fails_with(RemoteError, "properties.only_at_run_time"):
+                step(worker, np.ones(3))
