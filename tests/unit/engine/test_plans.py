@@ -21,7 +21,7 @@ from jdag.engine.protocol import (
     Unplanned,
 )
 from jdag.errors import ProtocolError, WorkerLost
-from tests.tools.plan_net import UNSENDABLE, PlanNet, chain
+from tests.tools.plan_net import UNSENDABLE, PlanNet, chain, held
 
 SEEDS = range(20)
 PLAN = ContextId(0, 7, 0)
@@ -39,28 +39,6 @@ def expected(w: int, v: int, x: int):
     y = w * x
     z = v * y + 5
     return z, w + y + x, v + z
-
-
-def held(net):
-    actual = []
-    for name, values in net.values.items():
-        stored = {
-            version.stored
-            for leaf in net.engines[name]._state.leaves.values()
-            for version in leaf.versions.values()
-        }
-        actual += [
-            (name, key)
-            for key in values
-            if key not in stored and not (key.kind == "slot" and key.name == 0)
-        ]
-        if name not in net.dead:
-            steps = net.engines[name]._steps
-            actual += [
-                (name, each.steps) for each in steps.tables.values() if each.steps
-            ]
-            actual += [(name, size) for size in net.places[name].steps.held if size]
-    return actual
 
 
 @pytest.mark.parametrize("seed", SEEDS)
