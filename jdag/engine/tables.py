@@ -188,7 +188,7 @@ def table_of(
         rows.append(row)
     kept = frozenset(at([*constants, *read]))
     uses, readers = _uses(rows, prepare.updates, len(places), at(staged), kept)
-    passed = [place for row in rows if not row.runs for place in row.inputs]
+    passed = {place for row in rows if not row.runs for place in row.inputs}
     values: list[Any] = [None] * len(places)
     for slot, value in constants.items():
         values[places[slot]] = value

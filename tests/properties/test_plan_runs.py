@@ -35,9 +35,9 @@ from tests.tools.tiers import sized
 WORKERS = ("a", "b", "c", "d")
 ROUGH = random_runs.settings(1, WORKERS)  # A network that jitters and loses.
 CHUNKS = 10  # For tests to run side by side.
-PROGRAMS = sized(10, 100)
+PROGRAMS = sized(10, 300)
 FUSED = sized(1, 4)  # Of so many of them one, since each is compiled.
-SEEDS = sized(1, 20)
+SEEDS = sized(1, 7)
 CRASHED = sized(10, 300)
 CRASHES = sized(3, 8)  # Of each program.
 
