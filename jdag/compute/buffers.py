@@ -177,7 +177,9 @@ def _copied(value: Any) -> Any:
 def _place(shape: tuple[int, ...], dtype: Any, context: Any) -> tuple[Any, ...]:
     """Return the type and the place of what `_identity` makes of an array.
 
-    With these, JAX takes half the time of `_identity`.
+    With these, `batched_device_put` makes an array. No public function of JAX 0.10.2
+    and 0.12.0 is as fast: `_identity` takes 1.1 times as long, from 200 KB on 1.6; all
+    others take 2 to 7 times as long.
     """
     array = _identity(np.zeros(shape, dtype))
     return array.aval, array.sharding, list(array.devices()), array.committed

@@ -71,6 +71,9 @@ class StepDriver(Protocol):
 
     def nbytes(self, value: Any) -> int: ...
 
+    def refusal(self, step: StepState) -> Failure | None:
+        """Return why a leaf cannot be passed on, if so."""
+
     def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
         """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
 
@@ -188,7 +191,10 @@ class Steps(Struct, eq=False):
         if table.steps.get(step.number) is not step:
             return  # The step was dropped.
         if versions:
-            if (failure := first_failure(versions)) is not None:
+            failure = first_failure(versions)
+            if failure is None and table.passed_on:
+                failure = self.driver.refusal(step)
+            if failure is not None:
                 self._failed(step, failure)
                 return
             places = [table.places[read.slot] for read in table.prepare.reads]
@@ -252,7 +258,9 @@ class Steps(Struct, eq=False):
         if table.is_owner:
             step.count_down()
         elif not step.undone:
-            self._done(step)
+            self.complete(step)
+            if table.prepare.reports:
+                self.send(table.report, step.number, 0, ())
 
     def _learn_sizes(self, table: Table, row: TableRow) -> None:
         leaves = [table.places[read.slot] for read in table.prepare.reads]
@@ -284,14 +292,6 @@ class Steps(Struct, eq=False):
         ):
             frame = replace(hop.frame, number=number, base=base)
             out.append(Send(hop.to, frame, given=tuple(values)))
-
-    def _done(self, step: StepState) -> None:
-        """Report to the owner that all rows have run."""
-        table = step.table
-        if table.steps.get(step.number) is step:
-            self.complete(step)
-            if table.prepare.reports:
-                self.send(table.report, step.number, 0, ())
 
     def complete(self, step: StepState) -> None:
         """End a step whose rows have run, unless it waits for its commit."""
@@ -334,19 +334,14 @@ class Steps(Struct, eq=False):
         table = step.table
         del table.steps[step.number]
         table.last_over = max(table.last_over, step.number)
-        step.ready.clear()
         if table.actions and step.undone:  # Some actions will not run.
             context = table.prepare.context
             self._state.out.append(Skip(context, None, "", step.number))
         self._free_all(step)
 
     def _free_all(self, step: StepState) -> None:
-        kept = step.table.kept
-        places = [
-            place
-            for place, value in enumerate(step.values)
-            if value is not None and place not in kept
-        ]
+        kept, held = step.table.kept, enumerate(step.values)
+        places = [at for at, value in held if value is not None and at not in kept]
         self._free(step, places)
         self._state.release(step.versions.values())
 

@@ -3,8 +3,8 @@
 A table is computed once, when a plan is prepared. Its rows are the worker's segments,
 in program order. A step has one list of values; a row names its inputs and outputs by
 their places in this list. A row is ready when its inputs are stored, so running a step
-is counting down. On the owner, a last row returns the results: it also waits for all
-other rows, and for the workers that report.
+is counting down. On the owner, a last row returns the results: it also waits for other
+rows and workers that report, as a call that nobody needs may still fail the step.
 
 Invariants: a row runs once in a step; of several ready rows, the earliest in program
 order runs first; a value is freed when the last row that uses it starts.
@@ -107,6 +107,7 @@ class Table(Struct, eq=False):
     ready: list[int]  # Rows that need no input but constants.
     sizes: list[Sizes]  # By place; UNSIZED until the first step that has it.
     kept: frozenset[int]  # Places of constants and leaves, which no step owns.
+    passed_on: tuple[LeafId, ...]  # Leaves that rows send or return as they are.
     reporters: Sequence[Worker]  # On the owner, the workers that report each step.
     waits: bool  # Whether a step begins only with the owner's frame.
     actions: tuple[Any, ...]  # The worker's actions in a schedule.
@@ -151,10 +152,9 @@ def table_of(
     results: tuple[int, ...] | None = None,
     reporters: Sequence[Worker] = (),
 ) -> Table:
-    """Return the table of a worker's part of a plan.
+    """Return the table of a worker's part of a plan. `constants` are values by slot.
 
-    `constants` are values by slot. Only the owner has `results`, the slots that a step
-    returns; it also awaits a report of each of the `reporters`.
+    Only the owner has `results`, the slots that a step returns, and `reporters`.
     """
     segments, context = prepare.segments, prepare.context
     read = [each.slot for each in prepare.reads]
@@ -188,6 +188,7 @@ def table_of(
         rows.append(row)
     kept = frozenset(at([*constants, *read]))
     uses, readers = _uses(rows, prepare.updates, len(places), at(staged), kept)
+    passed = {place for row in rows if not row.runs for place in row.inputs}
     values: list[Any] = [None] * len(places)
     for slot, value in constants.items():
         values[places[slot]] = value
@@ -207,6 +208,7 @@ def table_of(
         [index for index, count in enumerate(left) if not count],
         [UNSIZED] * len(places),
         kept,
+        tuple([each.leaf for each in prepare.reads if places[each.slot] in passed]),
         reporters,
         begins_with_owner(prepare),
         tuple([(each.action, each.tag) for each in segments if each.tag]),

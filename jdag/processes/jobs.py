@@ -247,8 +247,7 @@ class Jobs:
         outcome = self._computed(partial(function.run, inputs), function)
         outputs = outcome.result
         if outcome.error is not None:
-            error, path = outcome.error, (row.index,)
-            outputs = failure_of(error, self._worker, path, function.name)
+            outputs = failure_of(outcome.error, self._worker, (), function.name)
         self._ran(step, row, outputs)
 
     def close(self) -> None:

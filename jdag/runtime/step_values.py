@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdag.compute.machine import Machine, segment_sizes
+from jdag.compute.avals import is_deleted
+from jdag.compute.machine import Machine, deleted_failure, segment_sizes
 from jdag.compute.values import nbytes_of
+from jdag.engine.protocol import Failure, LeafKey
 from jdag.engine.tables import Hop, StepState, TableRow
 
 
@@ -18,6 +20,13 @@ class StepValues:
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
         self.run: Callable[[StepState, TableRow, list[Any]], bool] = lambda *_: False
+
+    def refusal(self, step: StepState) -> Failure | None:
+        for leaf in step.table.passed_on:
+            value = self.get(step.versions[leaf].stored)
+            if is_deleted(value):
+                return deleted_failure(value, LeafKey(None, leaf, 0), leaf.worker)
+        return None
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         return False

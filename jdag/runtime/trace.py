@@ -150,8 +150,11 @@ class Trace:
 
     def _pack(self) -> None:
         while len(self._rows) >= _PACK:
-            self._packs.append(encoded(tuple(self._rows[:_PACK])))
-            del self._rows[:_PACK]
+            pack = encoded(tuple(self._rows[:_PACK]))
+            try:
+                self._packs.append(pack)
+            finally:  # Also if Ctrl-C comes here.
+                del self._rows[:_PACK]
 
     def _read(self, number: int) -> Sequence[_Row]:
         """Return the rows of a pack. The last may be incomplete."""

@@ -3,6 +3,7 @@
 import socket
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 import jdag
 from jdag.errors import JdagError, WorkerLost
-from jdag.processes import peers
+from jdag.processes import jobs, peers
 from jdag.processes.net.streams import SocketStream
 from tests.tools import plan_cases
 from tests.tools.rpc_breaking import CUT, KILL, Breaking, Killed, breaking
@@ -80,7 +81,9 @@ def program(cluster: Any) -> list[bytes]:
             cluster.drop(one)
 
 
+@patch.multiple(jobs, _RUNS=1, SHORT_NS=1 << 60)
 def planned(cluster: Any) -> list[bytes]:
+    """Rows are jobs in the first step, and run without jobs in the second."""
     params = plan_cases.put(cluster, "bc")
     held: list[Any] = [params]
     try:

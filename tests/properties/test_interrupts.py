@@ -23,8 +23,9 @@ LONG_S = 60.0
 
 
 @pytest.mark.second
-def test_after_a_hundred_interrupts_the_cluster_is_as_it_was() -> None:
-    run = "from tests.tools.interrupt_cases import main; main(0, 100)"
+@pytest.mark.parametrize(("what", "count"), [("whole", 100), ("steps", 200)])
+def test_after_many_interrupts_the_cluster_is_as_it_was(what: str, count: int) -> None:
+    run = f"from tests.tools.interrupt_cases import main; main(0, {count}, {what!r})"
     ran = subprocess.run(
         [sys.executable, "-c", run],
         cwd=ROOT,
@@ -34,7 +35,7 @@ def test_after_a_hundred_interrupts_the_cluster_is_as_it_was() -> None:
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.endswith("interrupted 100\n"), (ran.stdout, ran.stderr)
+    assert ran.stdout.endswith(f"interrupted {count}\n"), (ran.stdout, ran.stderr)
 
 
 WAITS, MAY_GO_ON = threading.Event(), threading.Event()

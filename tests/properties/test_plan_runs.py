@@ -1,5 +1,6 @@
 """Whole plans in virtual time: random programs, optimizers, and what runs beside."""
 
+from random import Random
 from typing import Any
 
 import jax
@@ -11,9 +12,11 @@ import pytest
 import jdag
 from jdag import simulate
 from jdag.api.oracle import pullback
-from jdag.errors import RemoteError
+from jdag.errors import RemoteError, WorkerLost
+from jdag.sim import Crash
 from tests.tools import random_plans, random_runs
 from tests.tools.error_texts import fails_with
+from tests.tools.face_cases import raises_at_run_time
 from tests.tools.plan_cases import (
     batch,
     bits,
@@ -32,9 +35,11 @@ from tests.tools.tiers import sized
 WORKERS = ("a", "b", "c", "d")
 ROUGH = random_runs.settings(1, WORKERS)  # A network that jitters and loses.
 CHUNKS = 10  # For tests to run side by side.
-PROGRAMS = sized(10, 100)
+PROGRAMS = sized(10, 300)
 FUSED = sized(1, 4)  # Of so many of them one, since each is compiled.
-SEEDS = sized(1, 20)
+SEEDS = sized(1, 7)
+CRASHED = sized(10, 300)
+CRASHES = sized(3, 8)  # Of each program.
 
 
 def as_plan(number: int, exact: bool | None, **options: Any) -> Any:
@@ -76,6 +81,42 @@ def test_random_programs_that_are_fused_are_the_oracles(chunk: int):
         close(values, as_plan(number, None, seed=number)[0])
         options = random_runs.settings(number, plan.workers)
         assert bits(as_plan(number, False, **options)) == bits((values, found)), number
+
+
+def with_crash(number: int, exact: bool, *crash: Any) -> tuple[Any, int]:
+    """Two steps, or None if a worker was lost; and the number of records."""
+    plan, found = numbered(number), None
+    program = random_plans.loss_of(plan, source_of(plan))
+    options = random_runs.settings(number, plan.workers)
+    options["faults"] += crash
+    with simulate(plan.workers, home=plan.home, **options) as cluster:
+        params = random_plans.put(cluster, plan)
+        step = jdag.compile(program, cluster, exact=exact)
+        try:
+            found = [bits(step.value_and_grad(params)) for _ in range(2)]
+        except WorkerLost as error:
+            assert f"'{crash[0].worker}'" in str(error), number
+        records = len(cluster.trace)
+        del step
+        with cluster.context():
+            pass  # The plan goes with the next use.
+        cluster.driver.settle()
+        for worker, held in cluster.info().items():
+            mine = sum(leaf.worker == worker for leaf in params)
+            left = held["live_contexts"], held["values_held"]
+            assert held["lost"] or left == (0, mine), (number, crash, worker)
+        return found, records
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_programs_whose_workers_crash_are_right_or_say_who_was_lost(chunk: int):
+    for number in range(chunk, CRASHED, CHUNKS):
+        plan, rng, exact = numbered(number), Random(number), bool(number // CHUNKS % 4)
+        wanted, records = with_crash(number, exact)
+        for _ in range(CRASHES if len(plan.workers) > 1 else 0):
+            victim = rng.choice([each for each in plan.workers if each != plan.home])
+            crash = Crash(victim, 2_000, at_index=rng.randrange(records))
+            assert with_crash(number, exact, crash)[0] in (wanted, None), crash
 
 
 TX = {"sgd": optax.sgd(0.1, momentum=0.5), "adam": optax.adam(0.05)}
@@ -205,3 +246,18 @@ def test_a_segment_that_raises_names_its_calls_and_changes_no_other_step(
     wanted = broken(seed, when, exact, breaks_at=-1)
     for number in range(3):
         assert broken(seed, when, exact, breaks_at=number) == wanted
+
+
+def unused(ctx, worker, x):
+    ctx.call(worker, raises_at_run_time, ctx.call(worker, jnp.sin, x))
+    return ctx.call("c", jnp.sum, x)
+
+
+@pytest.mark.parametrize("worker", ["a", "b"])
+def test_a_step_waits_for_a_call_that_nobody_needs_and_fails_with_it(worker: str):
+    """Otherwise time would decide whether the step fails."""
+    for seed in range(sized(5, 20)):
+        with simulate(WORKERS, **random_runs.settings(seed, WORKERS)) as cluster:
+            step = jdag.compile(unused, cluster)
+            with fails_with(RemoteError, "properties.only_at_run_time"):
+                step(worker, np.ones(3))

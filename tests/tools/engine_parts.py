@@ -40,6 +40,9 @@ class PlaceValues:
         outputs = get_args(get_type_hints(function)["return"])
         return [(1, place) for place, _ in enumerate(outputs)]
 
+    def refusal(self, step: Any) -> None:
+        return None
+
     def account(self, nbytes: int, activation: int) -> None:
         self.held = [self.held[0] + nbytes, self.held[1] + activation]
 

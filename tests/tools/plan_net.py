@@ -179,7 +179,7 @@ class PlanNet:
         constants: dict[int, int],
         to: str = "b",
     ) -> None:
-        """Prepare a plan whose only input, slot 0, goes to the worker `to`.
+        """Prepare a plan whose only input, slot 0, goes to the workers `to`.
 
         Its owner is that of its context.
         """
@@ -187,7 +187,8 @@ class PlanNet:
         home = "abc"[context.number]
         for slot, value in constants.items():
             self.values[home][SlotKey(context, 0, slot)] = value
-        planned = Planned(context, tuple(parts), tuple(results), (0,), ((to, (0,)),))
+        inputs = tuple((worker, (0,)) for worker in to)
+        planned = Planned(context, tuple(parts), tuple(results), (0,), inputs)
         self.net.tell(home, planned)
         segments = sum(len(part.segments) for _, part in parts)
         seen = 0
@@ -249,3 +250,29 @@ def chain(
         True,
     )
     return [("b", b), ("c", c)]
+
+
+def held(net: PlanNet) -> list[Any]:
+    """What steps hold, by worker: values, steps, and bytes."""
+    actual: list[Any] = []
+    for name, values in net.values.items():
+        stored = {
+            version.stored
+            for leaf in net.engines[name]._state.leaves.values()
+            for version in leaf.versions.values()
+        }
+        actual += [
+            (name, key)
+            for key in values
+            if key not in stored and not (key.kind == "slot" and key.name == 0)
+        ]
+        if name not in net.dead:
+            steps = net.engines[name]._steps
+            actual += [
+                (name, each.steps) for each in steps.tables.values() if each.steps
+            ]
+            actual += [(name, size) for size in net.places[name].steps.held if size]
+            state = net.engines[name]._state
+            actual += [(name, to) for to, sent in state.unhandled.items() if sent]
+            actual += [(name, count) for count in (state.assignments,) if count]
+    return actual

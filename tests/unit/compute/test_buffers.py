@@ -1,6 +1,8 @@
 """Values as bytes in memory and back: types, bits, memory that is used again."""
 
 import gc
+import importlib
+import inspect
 import threading
 from typing import Any
 
@@ -87,6 +89,14 @@ def test_an_array_of_64_bits_comes_as_jit_would_have_it(kind: str):
             array = jax.jit(lambda x: x)(value)
             assert bits(delivered(value)) == bits(array)
             assert delivered(value).committed is array.committed
+
+
+def test_jax_has_the_private_function_by_which_small_arrays_are_copied():
+    """If it has gone, `_identity` can make them: see `_place`."""
+    pxla = importlib.import_module("jax._src.interpreters.pxla")
+    assert hasattr(pxla, "batched_device_put"), jax.__version__
+    given = [*inspect.signature(pxla.batched_device_put).parameters][:5]
+    assert given == ["aval", "sharding", "xs", "devices", "committed"], jax.__version__
 
 
 @pytest.mark.parametrize("value", [np.ones(3), 2.5, np.ones(DELIVERED_MIN_BYTES)])

@@ -1,12 +1,16 @@
 """Plans in the engine: steps in any order of events, commits, failures, losses."""
 
 import pytest
+from msgspec.structs import replace
 
 from jdag.engine.protocol import (
     Acknowledged,
     Arrived,
+    Assign,
+    Assignment,
     ContextId,
     Failure,
+    NewestKey,
     Outgoing,
     Prepare,
     Run,
@@ -20,7 +24,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import ProtocolError, WorkerLost
 from tests.tools.engine_cases import holding
-from tests.tools.plan_net import UNSENDABLE, PlanNet, chain
+from tests.tools.plan_net import UNSENDABLE, PlanNet, chain, held
 
 SEEDS = range(20)
 PLAN = ContextId(0, 7, 0)
@@ -38,31 +42,6 @@ def expected(w: int, v: int, x: int):
     y = w * x
     z = v * y + 5
     return z, w + y + x, v + z
-
-
-def held(net):
-    actual = []
-    for name, values in net.values.items():
-        stored = {
-            version.stored
-            for leaf in net.engines[name]._state.leaves.values()
-            for version in leaf.versions.values()
-        }
-        actual += [
-            (name, key)
-            for key in values
-            if key not in stored and not (key.kind == "slot" and key.name == 0)
-        ]
-        if name not in net.dead:
-            steps = net.engines[name]._steps
-            actual += [
-                (name, each.steps) for each in steps.tables.values() if each.steps
-            ]
-            actual += [(name, size) for size in net.places[name].steps.held if size]
-            state = net.engines[name]._state
-            actual += [(name, to) for to, sent in state.unhandled.items() if sent]
-            actual += [(name, count) for count in (state.assignments,) if count]
-    return actual
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -127,6 +106,19 @@ def ends(scope):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_a_version_is_held_by_its_step_or_by_its_leaf_and_never_by_both(seed):
+    net, *_ = made(seed)
+    net.step(PLAN, 2)
+    net.drain()
+    steps, at_commit = net.places["b"].steps, []
+    assert steps.held == [3, 1]  # The new version, y, and what b keeps of its row.
+    steps.put = lambda key, value: at_commit.append(steps.held)
+    net.fetch(net.put("c", 1))
+    net.drain()
+    assert at_commit == [[2, 1]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("where", ["b", "c"])
 def test_a_failure_anywhere_commits_nowhere_and_the_next_step_is_right(seed, where):
     net, w, v = made(seed)
@@ -184,6 +176,34 @@ def test_a_step_that_nobody_waits_for_is_over_with_the_next(turns):
     assert net.fetch(leaf) == after[z == after[1][0]][1]
     net.drain()
     assert held(net) == []
+
+
+def test_a_step_that_is_dropped_while_it_waits_for_a_leaf_runs_no_row():
+    net, w, _ = made(0)
+    key = NewestKey(None, w, 0)
+    wait = Assignment((9, 0), lambda w: (w,), (key,), (key,), (1,), "")
+    net.tell("b", Arrived("a", Assign((9,), (wait,))))
+    net.tell("b", Arrived("a", StepFrame(PLAN, 1, (0,), 0, True), (2,)))
+    net.tell("b", Arrived("a", Settle(PLAN, 1, False, False)))
+    net.drain()
+    assert held(net) == [] and net.engines["b"]._state.leaves[w].newest == 1
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_step_that_updates_no_leaf_keeps_no_version(seed):
+    net, w, v = made(seed)
+    plan = ContextId(0, 8, 0)
+    parts = [
+        (name, replace(part, segments=part.segments[:1], stages=(), updates=()))
+        for name, part in chain(plan, w, v)
+    ]
+    net.plan(parts, (5,), {4: 5})
+    for x in (2, 1):
+        net.step(plan, x)
+        net.update(w, lambda w: (w + 1,))
+    net.drain()
+    (leaf,) = net.engines["b"]._state.leaves.values()
+    assert [*leaf.versions] == [2] and held(net) == []
 
 
 def test_a_value_of_a_step_that_is_over_is_dropped():

@@ -4,12 +4,19 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import jax.numpy as jnp
+import optax
 import pytest
 
+import jdag
 from jdag import simulate
 from jdag.engine.protocol import ACKNOWLEDGED
 from jdag.sim import Crash, DeviceModel, LinkModel
 from tests.tools.face_cases import ONES, total
+
+
+def beside(ctx, w, x):
+    ctx.call("c", jnp.cos, x)  # Nobody uses it.
+    return ctx.call("c", total, ctx.call("b", jnp.multiply, w, x), x)
 
 
 @pytest.mark.parametrize("trace", [True, False])
@@ -21,14 +28,42 @@ def test_nothing_is_remembered_of_what_is_over(trace: bool):
             ctx.backward(out)
             (gradient,) = ctx.gradient([w])
             gradient.fetch()
+        optimizer = jdag.Optimizer(optax.sgd(0.1), [w])
+        step = jdag.compile(beside, cluster, optimizer=optimizer)
+        for _ in range(3):
+            step(w, ONES)
         cluster.drop([w])
-        del w, out, gradient
+        del w, out, gradient, step
+        with cluster.context():
+            pass  # The plan goes with the next use.
         cluster.driver.settle()
         recorder: Any = cluster.driver._env.recorder
         remembered = {name: of for name, of in vars(recorder).items() if name[0] == "_"}
         assert bool(remembered) == trace  # Else there is nothing to remember it in.
         for held in remembered.values():
             assert not any(held.values() if isinstance(held, defaultdict) else held)
+
+
+def test_a_row_of_a_step_is_caused_by_what_made_the_leaves_that_it_reads():
+    with simulate(["a", "b"], seed=0) as cluster:
+        w = cluster.put("b", ONES)
+        optimizer = jdag.Optimizer(optax.sgd(0.1), [w])
+        step = jdag.compile(lambda ctx, w: ctx.call("b", total, w), cluster, optimizer)
+        step(w)
+        cluster.update(jnp.sin, w)
+        step(w)
+        step(w)
+    assert cluster.trace is not None
+    jobs = {
+        record.index: record.named["job"] for record in cluster.trace.of_kind("finish")
+    }
+    causes = [
+        [jobs[cause] for cause in record.causes if cause in jobs]
+        for record in cluster.trace.of_kind("start")
+        if record.named["job"] == "runsegment"
+    ]
+    row, sin = "runsegment", "forward"  # Each step has a gradient and an update.
+    assert causes == [[], [row], [sin], [row, sin], [row], [row, row]]
 
 
 def test_every_record_names_causes_that_came_before_it():

@@ -1,5 +1,6 @@
 """The trace: what was added comes back, and the digest stands for every bit of it."""
 
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,20 @@ def test_the_records_of_a_long_run_come_back_in_order_and_by_index():
     for records in (list(trace), [trace[index] for index in range(len(trace))]):
         assert [record.index for record in records] == [*range(300)]
         assert [record.detail for record in records] == [(str(n),) for n in range(300)]
+
+
+def test_ctrl_c_while_records_are_packed_repeats_none_and_loses_none():
+    class Packs(list[bytes]):
+        def append(self, pack: bytes) -> None:
+            super().append(pack)
+            raise KeyboardInterrupt
+
+    trace = Trace()
+    trace._packs = Packs()
+    for index in range(200):
+        with suppress(KeyboardInterrupt):
+            trace.add(0, "crash", "a", (str(index),), ())
+    assert [record.detail for record in trace] == [(str(n),) for n in range(200)]
 
 
 def test_records_are_found_by_kind_and_their_detail_by_name():

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from typer.testing import CliRunner
 
@@ -58,6 +59,18 @@ def failing(c: Any) -> str:
     return str(caught.value).partition("\n")[0]
 
 
+def stepped(c: Any) -> list[bytes]:
+    """Steps until their rows are known to be short."""
+    w = c.put("b", W)
+
+    def loss(ctx: Any, w: Any) -> Any:
+        return ctx.call("c", total, ctx.call("b", hidden, w, X))
+
+    step = jdag.compile(loss, c, jdag.Optimizer(optax.sgd(0.1), [w]))
+    losses = [step(w) for _ in range(5)]
+    return [np.asarray(one).tobytes() for one in (*losses, w.fetch())]
+
+
 GO_ON = Event()
 
 
@@ -78,10 +91,11 @@ def early(c: Any) -> list[bytes]:
     return [np.asarray(one).tobytes() for one in (between, found)]
 
 
-@pytest.mark.parametrize("run", [thrice, large, failing, early])
+@pytest.mark.parametrize("run", [thrice, large, failing, early, stepped])
 def test_a_run_is_repeated_with_its_results_in_the_order_of_its_journals(
-    tmp_path: Path, run: Any
+    tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)
     wanted = recorded(tmp_path, run)
     journals = read_journals(tmp_path, WORKERS, NAME)
     found, inputs = replayed(journals, run)
