@@ -464,6 +464,7 @@ class Steps(Struct, eq=False):
             segment.tag,
             segment.action,
             self._kept_keys(step, row) if self.driver.has_keys else (),
+            row.sent,
         )
 
     def _kept_keys(self, step: StepState, row: TableRow) -> tuple[Key, ...]:

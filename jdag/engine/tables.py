@@ -38,6 +38,7 @@ class TableRow(Struct, eq=False):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...] = ()
     hops: tuple[Hop, ...] = ()
+    sent: tuple[int, ...] = ()  # The indices of the outputs that hops send.
     runs: bool = False  # Otherwise the row forwards values, or returns the results.
     frees: tuple[int, ...] = ()  # Inputs that no other row uses.
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
@@ -177,6 +178,7 @@ def table_of(
             at(segment.needs),
             at(segment.makes),
             tuple([hop(out.to, out.slots) for out in segment.hops]),
+            _sent(segment),
             bool(segment.makes or not segment.hops),
         )
         for index, segment in enumerate(segments)
@@ -212,6 +214,11 @@ def table_of(
         tuple([(each.action, each.tag) for each in segments if each.tag]),
         hop(owner, ()),
     )
+
+
+def _sent(segment: Segment) -> tuple[int, ...]:
+    sent = {slot for hop in segment.hops for slot in hop.slots}
+    return tuple([n for n, slot in enumerate(segment.makes) if slot in sent])
 
 
 def _uses(
