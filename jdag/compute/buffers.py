@@ -101,11 +101,10 @@ def _on_host(value: Any) -> Any:
 
 @lru_cache(maxsize=256)
 def _pinned(sharding: Any) -> Any:
-    """Return the sharding in page-locked memory, or None if its device has none."""
-    if len(sharding.device_set) > 1:
-        return None
-    (device,) = sharding.device_set
-    kinds = [memory.kind for memory in device.addressable_memories()]
+    """Return the sharding in page-locked memory. None if its devices have none."""
+    kinds = [
+        each.kind for d in sharding.device_set for each in d.addressable_memories()
+    ]
     return sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else None
 
 
