@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import truediv
 from typing import Any, NamedTuple
 
 import jax
@@ -230,9 +231,10 @@ def seconds(work: Callable[[], Any]) -> float:
 def in_turn(
     ways: dict[str, Callable[[], Any]], failed: dict[str, str], repeats: int
 ) -> Iterator[dict[str, dict[str, float]]]:
-    """Yield median seconds and ratios to the first way after each round but one.
+    """Yield medians of seconds and of ratios to the first way, after each round.
 
-    A way that raises is dropped from `ways`, and its error is added to `failed`.
+    The first round is discarded. A way that raises is dropped from `ways`, and its
+    error is added to `failed`.
     """
     times: dict[str, list[float]] = {name: [] for name in ways}
     first = next(iter(ways))
@@ -245,8 +247,11 @@ def in_turn(
                 failed[name] = repr(error)
         if number:
             medians = {name: statistics.median(t[1:]) for name, t in times.items()}
-            others = {name: taken for name, taken in medians.items() if name != first}
-            ratios = {name: taken / medians[first] for name, taken in others.items()}
+            ratios = {
+                name: statistics.median(map(truediv, taken[1:], times[first][1:]))
+                for name, taken in times.items()
+                if name != first
+            }
             yield {"seconds": medians, "ratios": ratios}
 
 

@@ -102,9 +102,7 @@ def _on_host(value: Any) -> Any:
 @lru_cache(maxsize=256)
 def _pinned(sharding: Any) -> Any:
     """Return the sharding in page-locked memory. None if its devices have none."""
-    kinds = [
-        each.kind for d in sharding.device_set for each in d.addressable_memories()
-    ]
+    kinds = [m.kind for d in sharding.device_set for m in d.addressable_memories()]
     return sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else None
 
 

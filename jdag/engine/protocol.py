@@ -103,8 +103,7 @@ class RunSegment(PassJob, frozen=True):
 
     The driver appends the outputs to `results`. `freed` has the sizes of the inputs in
     the slots `last`, which no other job reads. `kept` has the keys of constants and
-    leaves among the inputs, for a trace. `sent` are the indices of the outputs that
-    leave the worker.
+    leaves among the inputs, for a trace. `sent` has the indices of outputs for others.
     """
 
     function: Any

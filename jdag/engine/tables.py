@@ -160,9 +160,8 @@ def table_of(
     segments, context = prepare.segments, prepare.context
     read = [each.slot for each in prepare.reads]
     staged = [each.slot for each in prepare.stages]
-    slots = dict.fromkeys([*constants, *read, *(results or ()), *staged])
-    for segment in segments:
-        slots.update(dict.fromkeys([*segment.needs, *segment.makes]))
+    used = [slot for each in segments for slot in (*each.needs, *each.makes)]
+    slots = dict.fromkeys([*constants, *read, *(results or ()), *staged, *used])
     places = {slot: place for place, slot in enumerate(slots)}
 
     def at(some: Iterable[int]) -> tuple[int, ...]:
@@ -171,6 +170,7 @@ def table_of(
     def hop(to: Worker, sent: tuple[int, ...]) -> Hop:
         return Hop(to, at(sent), StepFrame(context, 0, sent, 0, False))
 
+    sent = [{slot for out in each.hops for slot in out.slots} for each in segments]
     rows = [
         TableRow(
             index,
@@ -178,7 +178,7 @@ def table_of(
             at(segment.needs),
             at(segment.makes),
             tuple([hop(out.to, out.slots) for out in segment.hops]),
-            _sent(segment),
+            tuple([n for n, slot in enumerate(segment.makes) if slot in sent[index]]),
             bool(segment.makes or not segment.hops),
         )
         for index, segment in enumerate(segments)
@@ -214,11 +214,6 @@ def table_of(
         tuple([(each.action, each.tag) for each in segments if each.tag]),
         hop(owner, ()),
     )
-
-
-def _sent(segment: Segment) -> tuple[int, ...]:
-    sent = {slot for hop in segment.hops for slot in hop.slots}
-    return tuple([n for n, slot in enumerate(segment.makes) if slot in sent])
 
 
 def _uses(

@@ -110,7 +110,7 @@ class RecentDurations:
         ]
 
 
-_Call = Callable[[], object]
+_Call = Callable[[], Any]
 
 
 class _Item(NamedTuple):
@@ -263,7 +263,7 @@ class Jobs:
             self._changed.notify()
 
     def _computed(
-        self, compute: Callable[[], Any], kind: Any, sent: Sequence[int] = ()
+        self, compute: _Call, kind: Any, sent: Sequence[int] = ()
     ) -> _Outcome:
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
