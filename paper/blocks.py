@@ -1,10 +1,12 @@
-"""Compares the time of transformer blocks on two workers with one jax.jit.
+"""Compares transformer blocks and small layers on workers with one jax.jit.
 
-    python -m paper.blocks measure|bits --device gpu:0 [--tiny]
+    python -m paper.blocks measure|layers|bits --device gpu:0 [--tiny]
 
-`paper/gpu.py` starts these processes, which print one line of JSON. `measure` times a
-gradient in one process (simulate), in two processes (launch), as a plan in one process,
-and by one `jax.jit(jax.value_and_grad)`. These methods alternate in the same run.
+`paper/gpu.py` starts these processes. `measure` times a gradient of the blocks in one
+process (simulate) and in two (launch), by calls and as a plan, and by one
+`jax.jit(jax.value_and_grad)`. `layers` times 64 small layers as a plan in one process.
+All ways alternate in the same run, and each waits for what it computes. Each line of
+JSON has all that was measured so far; a way that fails is left out, with its error.
 `bits` prints only hashes of the gradients. Parameters and values are bfloat16.
 """
 
@@ -13,21 +15,28 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
+from operator import truediv
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import jdag
 from jdag import Cluster
 
 WORKERS = ("first", "second")
-PLAN = "one process, as a plan"
-TARGETS = {PLAN: 1.02}  # The maximum of (time / time of one jit).
+ONE, TWO = "one process", "two processes"
+PLAN, TWO_PLAN = f"{ONE}, as a plan", f"{TWO}, as a plan"
+TARGETS = {PLAN: 1.05, TWO_PLAN: 1.8}  # The maximum of (time / time of one jit).
+LAYERS_TARGETS = {"cpu": 1.05, "gpu": 1.5}
 REPEATS = 7
+LAYERS, WIDTH, ROWS = 64, 256, 8
+LAYERS_REPEATS = 40
 
 
 class Shape(NamedTuple):
@@ -131,39 +140,62 @@ class Stack:
         """Return (loss, gradients), computed by one jitted function."""
         return jax.block_until_ready(self._jitted(self.params, self.x, self.y))
 
-    def put(self, cluster: Cluster) -> list[Any]:
-        return [
-            cluster.put(self.owner(number), one)
-            for number, one in enumerate(self.params)
-        ]
+    def put(self, cluster: Cluster) -> tuple[list[Any], Any, Any]:
+        """Put parameters and data where they are used. Returns refs: params, x, y."""
+        x = cluster.put(WORKERS[0], self.x, tracked=False)
+        y = cluster.put(WORKERS[-1], self.y, tracked=False)
+        owned = enumerate(self.params)
+        return [cluster.put(self.owner(number), one) for number, one in owned], x, y
 
     def loss_of(self, ctx: Any, refs: Sequence[Any], value: Any, y: Any) -> Any:
-        """Compute the loss by calls. `by_plan` uses this program as a plan."""
+        """Compute the loss by calls. Plans use this program too."""
         for number, one in enumerate(refs):
             value = ctx.call(self.owner(number), block, one, value)
         return ctx.call(WORKERS[-1], mean_square, value, y)
 
-    def by_plan(self, step: Any, refs: Sequence[Any], read: Callable) -> Any:
-        """Return (loss, gradients), computed by the plan `step`. Ignores `read`."""
-        del read
-        loss, found = step.value_and_grad(refs, self.x, self.y)
-        return jax.block_until_ready((loss, jax.tree.leaves(found)))
-
-    def by_workers(self, cluster: Cluster, refs: Sequence[Any], read: Callable) -> Any:
+    def by_workers(self, cluster: Cluster, put: Any, read: Callable) -> Any:
         """Compute in a new context. Returns (loss, `read(ctx, gradients)`)."""
         with cluster.context() as ctx:
-            loss = self.loss_of(ctx, refs, self.x, self.y)
+            loss = self.loss_of(ctx, *put)
             ctx.backward(loss)
-            return loss.fetch(), read(ctx, ctx.gradient(list(refs)))
+            found = loss.fetch(), read(ctx, ctx.gradient(list(put[0])))
+            return jax.block_until_ready(found)  # In one process they may be computing.
 
     def ready(self, ctx: Any, gradients: Sequence[Any]) -> Any:
-        """Wait until the gradients are computed, without fetching them."""
+        """Compute a number of each worker's gradients, without fetching them."""
         parts = [
             [one for number, one in enumerate(gradients) if self.owner(number) == name]
             for name in WORKERS
         ]
         calls = zip(WORKERS, parts, strict=True)
         return jdag.fetch([ctx.call(name, corner, part) for name, part in calls])
+
+
+class Way(NamedTuple):
+    """A way to compute gradients. `run` waits for them; `gradients` fetches them."""
+
+    run: Callable[[], Any]
+    gradients: Callable[[], Any] | None = None
+
+
+def by_calls(stack: Stack, cluster: Cluster) -> Way:
+    work = partial(stack.by_workers, cluster, stack.put(cluster))
+    return Way(partial(work, stack.ready), partial(work, fetched))
+
+
+def by_plan(stack: Stack, cluster: Cluster) -> Way:
+    """Return a plan of the gradients, which are arrays of this process."""
+    work = partial(
+        jdag.compile(stack.loss_of, cluster).value_and_grad, *stack.put(cluster)
+    )
+    return Way(work, work)
+
+
+def by_training_plan(stack: Stack, cluster: Cluster) -> Way:
+    """Return a plan whose gradients update leaves on their workers, by nothing."""
+    refs, x, y = stack.put(cluster)
+    optimizer = jdag.Optimizer(optax.sgd(0.0), refs)
+    return Way(partial(jdag.compile(stack.loss_of, cluster, optimizer), refs, x, y))
 
 
 def fetched(_: Any, gradients: Any) -> Any:
@@ -190,46 +222,130 @@ def apart(found: Any, truth: Any) -> float:
 
 
 def seconds(work: Callable[[], Any]) -> float:
+    """Return the seconds until the arrays of the result are ready."""
     start = time.perf_counter()
-    work()
+    jax.block_until_ready(work())
     return time.perf_counter() - start
 
 
-def measure(shape: Shape, device: str) -> dict[str, Any]:
-    """Time all methods alternately, and compare gradients with those of one jit."""
+def in_turn(
+    ways: dict[str, Callable[[], Any]], failed: dict[str, str], repeats: int
+) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield medians of seconds and of ratios to the first way, after each round.
+
+    The first round is discarded. A way that raises is dropped from `ways`, and its
+    error is added to `failed`.
+    """
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    first = next(iter(ways))
+    for number in range(1 + repeats):
+        for name, work in [*ways.items()]:
+            try:
+                times[name].append(seconds(work))
+            except Exception as error:
+                del ways[name], times[name]
+                failed[name] = repr(error)
+        if number:
+            medians = {name: statistics.median(t[1:]) for name, t in times.items()}
+            ratios = {
+                name: statistics.median(map(truediv, taken[1:], times[first][1:]))
+                for name, taken in times.items()
+                if name != first
+            }
+            yield {"seconds": medians, "ratios": ratios}
+
+
+def measure(shape: Shape, device: str) -> Iterator[dict[str, Any]]:
+    """Time all ways alternately, and compare gradients with those of one jit."""
     stack = Stack(shape)
-    simulated, planned = (jdag.simulate(WORKERS, seed=0, trace=False) for _ in range(2))
-    launched = jdag.launch(WORKERS, device=device, allow=["paper"])
-    with simulated, planned, launched:
-        ways: dict[str, Callable[[Callable], Any]] = {}
-        for name, cluster in (("one process", simulated), ("two processes", launched)):
-            refs = stack.put(cluster)
-            ways[name] = partial(stack.by_workers, cluster, refs)
-        step = jdag.compile(stack.loss_of, planned)
-        ways[PLAN] = partial(stack.by_plan, step, stack.put(planned))
-        loss, truth = stack.by_jit()
-        found = {name: way(fetched) for name, way in ways.items()}
-        times: dict[str, list[float]] = {name: [] for name in ("one jit", *ways)}
-        for _ in range(1 + REPEATS):  # The first round is discarded.
-            times["one jit"].append(seconds(stack.by_jit))
-            for name, way in ways.items():
-                times[name].append(seconds(partial(way, stack.ready)))
-    medians = {name: statistics.median(each[1:]) for name, each in times.items()}
-    return {
+    loss, truth = stack.by_jit()
+    found: dict[str, Any] = {
         "shape": shape._asdict(),
         "parameters": stack.numbers,
         "device": jax.devices()[0].device_kind,
-        "seconds": medians,
-        "ratios": {name: medians[name] / medians["one jit"] for name in ways},
         "targets": TARGETS,
         "loss": float(loss),
-        "losses": {name: float(one) for name, (one, _) in found.items()},
-        "gradient_difference": {
-            name: apart(g, truth) for name, (_, g) in found.items()
-        },
-        "same_bits_in_one_process_and_two": digest(found["one process"][1])
-        == digest(found["two processes"][1]),
+        "losses": {},
+        "gradient_difference": {},
+        "failed": {},
     }
+    with ExitStack() as clusters:
+        simulated, planned = [
+            clusters.enter_context(jdag.simulate(WORKERS, seed=0, trace=False))
+            for _ in range(2)
+        ]
+        launched = jdag.launch(WORKERS, device=device, allow=["paper"])
+        clusters.enter_context(launched)
+        builds: dict[str, Callable[[], Way]] = {
+            ONE: partial(by_calls, stack, simulated),
+            PLAN: partial(by_plan, stack, planned),
+            TWO: partial(by_calls, stack, launched),
+            TWO_PLAN: partial(by_training_plan, stack, launched),
+        }
+        ways: dict[str, Callable[[], Any]] = {"one jit": stack.by_jit}
+        digests: dict[str, str] = {}
+        for name, build in builds.items():
+            try:
+                way = build()
+                if way.gradients is None:
+                    found["losses"][name] = float(way.run())
+                else:
+                    value, gradients = way.gradients()
+                    found["losses"][name] = float(value)
+                    found["gradient_difference"][name] = apart(gradients, truth)
+                    digests[name] = digest(gradients)
+            except Exception as error:
+                found["failed"][name] = repr(error)
+            else:
+                ways[name] = way.run
+            yield found
+        if {ONE, TWO} <= set(digests):
+            same = digests[ONE] == digests[TWO]
+            found["same_bits_in_one_process_and_two"] = same
+        for figures in in_turn(ways, found["failed"], REPEATS):
+            yield found | figures
+
+
+def layer(w: Any, x: Any) -> Any:
+    return jnp.tanh(x @ w)
+
+
+def layers(count: int, width: int, repeats: int) -> Iterator[dict[str, Any]]:
+    """Time small layers as a plan in one process, on one worker and on two."""
+    keys = jax.random.split(jax.random.key(0), count)
+    ws = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys]
+    x = jax.random.normal(jax.random.key(1), (ROWS, width))
+
+    def loss(params: Sequence[Any], value: Any) -> Any:
+        for w in params:
+            value = layer(w, value)
+        return mean_square(value, 0 * value)
+
+    def program(owners: Sequence[str], ctx: Any, refs: Sequence[Any], h: Any) -> Any:
+        for owner, ref in zip(owners, refs, strict=True):
+            h = ctx.call(owner, layer, ref, h)
+        return ctx.call(owners[-1], mean_square, h, 0.0)
+
+    jitted = partial(jax.jit(jax.value_and_grad(loss)), ws, x)
+    ways: dict[str, Callable[[], Any]] = {"one jit": jitted}
+    found: dict[str, Any] = {
+        "layers": count,
+        "width": width,
+        "device": jax.devices()[0].device_kind,
+        "target": LAYERS_TARGETS.get(jax.default_backend()),
+        "failed": {},
+    }
+    with ExitStack() as clusters:
+        for workers in (1, 2):
+            names = [f"w{number}" for number in range(workers)]
+            simulated = jdag.simulate(names, seed=0, trace=False)
+            cluster = clusters.enter_context(simulated)
+            owners = [names[number * workers // count] for number in range(count)]
+            refs = [cluster.put(o, w) for o, w in zip(owners, ws, strict=True)]
+            step = jdag.compile(partial(program, owners), cluster).value_and_grad
+            ways[f"a plan, workers: {workers}"] = partial(step, refs, x)
+        for figures in in_turn(ways, found["failed"], repeats):
+            yield found | figures
 
 
 def bits(shape: Shape) -> dict[str, str]:
@@ -241,17 +357,23 @@ def bits(shape: Shape) -> dict[str, str]:
 
 
 def main() -> None:
-    """Run the command, and print one line of JSON."""
+    """Run the command, and print lines of JSON."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["measure", "bits"])
+    parser.add_argument("what", choices=["measure", "layers", "bits"])
     parser.add_argument("--device", required=True)
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
+    found: Iterator[Any]
     if asked.what == "measure":
-        found: Any = measure(TINY if asked.tiny else FULL, asked.device)
+        found = measure(TINY if asked.tiny else FULL, asked.device)
+    elif asked.what == "layers":
+        found = (
+            layers(8, 16, 3) if asked.tiny else layers(LAYERS, WIDTH, LAYERS_REPEATS)
+        )
     else:
-        found = bits(TINY if asked.tiny else SHALLOW)
-    print(json.dumps(found))
+        found = iter([bits(TINY if asked.tiny else SHALLOW)])
+    for each in found:
+        print(json.dumps(each), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
 """Conversion of values to bytes and back: views of arrays, and arrays over buffers.
 
 `parts` returns the elements of a value as bytes. Arrays are copied only if they are not
-contiguous or not on the CPU. Received bytes are written into a buffer from
-`Buffers.aligned`, which `array_over` turns into a value in place: JAX uses aligned
-memory without a copy. Values below 4 MiB become read-only numpy arrays and weak scalars
-become Python numbers. Compiled functions accept these as fast as JAX arrays, but
-creating a JAX array takes longer (0.3 ms for 512 KiB in an idle worker). `delivered`
-converts values to JAX arrays for user code.
+contiguous or not on the CPU. `start_copies` starts to copy those of an accelerator when
+they are dispatched, large ones to page-locked memory: a copy to other memory passes
+through such memory first. JAX cannot page-lock memory that is not its own, such as a
+shared segment. Received bytes are written into a buffer from `Buffers.aligned`, which
+`array_over` turns into a value in place: JAX uses aligned memory without a copy. Values
+below 4 MiB become read-only numpy arrays and weak scalars become Python numbers.
+Compiled functions accept these as fast as JAX arrays, but creating a JAX array takes
+longer (0.3 ms for 512 KiB in an idle worker). `delivered` converts values to JAX arrays
+for user code.
 
 Invariants: a buffer is reused only when no view of it and no array over it exists; a
 buffer passed to `array_over` is not written again.
@@ -15,7 +18,7 @@ buffer passed to `array_over` is not written again.
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -65,9 +68,42 @@ def parts(value: Any) -> tuple[memoryview, ...]:
         return (memoryview(value).cast("B").toreadonly(),)
     # The array is empty, strided, on a GPU, or of dtype bfloat16.
     except (TypeError, ValueError, BufferError):
-        pass
+        if is_array_type(kind) and value.platform() != "cpu":
+            started = _copies.pop(id(value), None)
+            value = _on_host(value) if started is None else started
     elements: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return (memoryview(elements).toreadonly(),)
+
+
+# Page-locked copies of arrays that `start_copies` has started, by the array's id. An
+# entry ends when `parts` uses it, or with its array.
+_copies: dict[int, Any] = {}
+
+
+def start_copies(values: Iterable[Any]) -> None:
+    """Start to copy arrays of an accelerator to the host, for `parts`. Do not wait."""
+    for value in values:
+        if is_array_type(value.__class__) and isinstance(value.aval.dtype, np.dtype):
+            copy = value if value.platform() == "cpu" else _on_host(value)
+            if copy is not value:
+                _copies[id(value)] = copy
+                weakref.finalize(value, _copies.pop, id(value), None).atexit = False
+
+
+def _on_host(value: Any) -> Any:
+    """Return a page-locked copy of a large array. Of others, JAX keeps the copy."""
+    pinned = _pinned(value.sharding) if value.nbytes >= ALIASED_MIN_BYTES else None
+    if pinned is not None:
+        return jax.device_put(value, pinned)
+    value.copy_to_host_async()
+    return value
+
+
+@lru_cache(maxsize=256)
+def _pinned(sharding: Any) -> Any:
+    """Return the sharding in page-locked memory. None if its devices have none."""
+    kinds = [m.kind for d in sharding.device_set for m in d.addressable_memories()]
+    return sharding.with_memory_kind("pinned_host") if "pinned_host" in kinds else None
 
 
 def array_over(kind: ArrayType, view: memoryview) -> Any:

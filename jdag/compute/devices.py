@@ -8,7 +8,7 @@ its devices `ps0/cpu:1`.
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import jax
@@ -31,6 +31,11 @@ def available() -> tuple[str, ...]:
         for platform in platforms
         for index in range(len(jax.local_devices(backend=platform)))
     )
+
+
+@cache
+def has_accelerator() -> bool:
+    return jax.default_backend() != "cpu"
 
 
 def check_device(device: str, worker: str, location: str) -> None:

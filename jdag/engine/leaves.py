@@ -205,10 +205,16 @@ class Leaves(Struct, eq=False):
         self._state.settle(version, before.failure)
 
     def version(self, key: Key) -> Version | None:
+        if key.kind == "newest":
+            return self.newest(key.name)
         leaf = self._state.leaves.get(key.name)
+        return leaf.versions.get(key.index) if leaf and not leaf.forgotten else None
+
+    def newest(self, leaf_id: LeafId) -> Version | None:
+        leaf = self._state.leaves.get(leaf_id)
         if leaf is None or leaf.forgotten:
             return None
-        return leaf.versions.get(leaf.newest if key.kind == "newest" else key.index)
+        return leaf.versions.get(leaf.newest)
 
     def missing(self, key: Key) -> Value:
         if key.kind == "leaf":

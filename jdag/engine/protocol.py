@@ -103,7 +103,7 @@ class RunSegment(PassJob, frozen=True):
 
     The driver appends the outputs to `results`. `freed` has the sizes of the inputs in
     the slots `last`, which no other job reads. `kept` has the keys of constants and
-    leaves among the inputs, for a trace.
+    leaves among the inputs, for a trace. `sent` has the indices of outputs for others.
     """
 
     function: Any
@@ -115,6 +115,7 @@ class RunSegment(PassJob, frozen=True):
     tag: Tag | None = None
     action: str = ""
     kept: tuple[Key, ...] = ()
+    sent: tuple[int, ...] = ()
     results: list[Any] = []
 
     def keys(self, slots: Slots) -> tuple[Key, ...]:

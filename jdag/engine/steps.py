@@ -177,11 +177,10 @@ class Steps(Struct, eq=False):
             return
         versions: list[Value] = []
         for read in table.prepare.reads:
-            newest = NewestKey(None, read.leaf, 0)
-            version = self._leaves.version(newest)
+            version = self._leaves.newest(read.leaf)
             if version is not None:
                 step.versions[read.leaf] = version
-            value = version or self._leaves.missing(newest)
+            value = version or self._leaves.missing(NewestKey(None, read.leaf, 0))
             value.users += 1
             versions.append(value)
         self._state.when_settled(versions, self._begin, step, versions)
@@ -358,7 +357,7 @@ class Steps(Struct, eq=False):
         leaves, stages = self._leaves, table.prepare.stages
         newest: dict[LeafId, Version] = {}
         for stage in stages:
-            version = leaves.version(NewestKey(None, stage.leaf, 0))
+            version = leaves.newest(stage.leaf)
             if version is not None:  # The leaf was not dropped.
                 newest[stage.leaf] = version
         new = {
@@ -455,6 +454,7 @@ class Steps(Struct, eq=False):
             segment.tag,
             segment.action,
             self._kept_keys(step, row) if self.driver.has_keys else (),
+            row.sent,
         )
 
     def _kept_keys(self, step: StepState, row: TableRow) -> tuple[Key, ...]:

@@ -38,6 +38,7 @@ class TableRow(Struct, eq=False):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...] = ()
     hops: tuple[Hop, ...] = ()
+    sent: tuple[int, ...] = ()  # The indices of the outputs that hops send.
     runs: bool = False  # Otherwise the row forwards values, or returns the results.
     frees: tuple[int, ...] = ()  # Inputs that no other row uses.
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
@@ -159,9 +160,8 @@ def table_of(
     segments, context = prepare.segments, prepare.context
     read = [each.slot for each in prepare.reads]
     staged = [each.slot for each in prepare.stages]
-    slots = dict.fromkeys([*constants, *read, *(results or ()), *staged])
-    for segment in segments:
-        slots.update(dict.fromkeys([*segment.needs, *segment.makes]))
+    used = [slot for each in segments for slot in (*each.needs, *each.makes)]
+    slots = dict.fromkeys([*constants, *read, *(results or ()), *staged, *used])
     places = {slot: place for place, slot in enumerate(slots)}
 
     def at(some: Iterable[int]) -> tuple[int, ...]:
@@ -170,6 +170,7 @@ def table_of(
     def hop(to: Worker, sent: tuple[int, ...]) -> Hop:
         return Hop(to, at(sent), StepFrame(context, 0, sent, 0, False))
 
+    sent = [{slot for out in each.hops for slot in out.slots} for each in segments]
     rows = [
         TableRow(
             index,
@@ -177,6 +178,7 @@ def table_of(
             at(segment.needs),
             at(segment.makes),
             tuple([hop(out.to, out.slots) for out in segment.hops]),
+            tuple([n for n, slot in enumerate(segment.makes) if slot in sent[index]]),
             bool(segment.makes or not segment.hops),
         )
         for index, segment in enumerate(segments)

@@ -376,7 +376,8 @@ class Plan:
         sent = [value_of(inputs[index]) for _, index in self._sent]
         waiter = port.waiter()
         port.tell(Stepping(waiter, id, number, sent))
-        values = list(map(user_value, _checked(port.wait(waiter))))
+        results = _checked(port.wait(waiter))
+        values = [v if is_array_type(v.__class__) else user_value(v) for v in results]
         leaves: list[Any] = []
         for kind, item in self._results:
             source = values if kind == "value" else inputs

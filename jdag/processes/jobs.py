@@ -21,7 +21,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from jdag.compute.buffers import start_copies
 from jdag.compute.configuration import with_local_settings
+from jdag.compute.devices import has_accelerator
 from jdag.compute.duals import is_array_type
 from jdag.compute.machine import Work, blamed_name
 from jdag.compute.pairs import typed_name
@@ -108,7 +110,7 @@ class RecentDurations:
         ]
 
 
-_Call = Callable[[], object]
+_Call = Callable[[], Any]
 
 
 class _Item(NamedTuple):
@@ -227,7 +229,8 @@ class Jobs:
         self._finish(item, self._outcome(item), False)
 
     def _outcome(self, item: _Item) -> _Outcome:
-        outcome = self._computed(item.work.compute, item.kind)
+        sent = item.job.sent if item.job.__class__ is RunSegment else ()
+        outcome = self._computed(item.work.compute, item.kind, sent)
         self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
         return outcome
 
@@ -244,7 +247,7 @@ class Jobs:
     def _run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
         assert row.segment is not None
         function = row.segment.function
-        outcome = self._computed(partial(function.run, inputs), function)
+        outcome = self._computed(partial(function.run, inputs), function, row.sent)
         outputs = outcome.result
         if outcome.error is not None:
             outputs = failure_of(outcome.error, self._worker, (), function.name)
@@ -258,12 +261,16 @@ class Jobs:
             self._long.clear()
             self._changed.notify()
 
-    def _computed(self, compute: Callable[[], Any], kind: Any) -> _Outcome:
+    def _computed(
+        self, compute: _Call, kind: Any, sent: Sequence[int] = ()
+    ) -> _Outcome:
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         result = error = None
         try:
             result = compute()
+            if sent and has_accelerator():
+                start_copies([result[index] for index in sent])
             _await(result)
         except BaseException as raised:
             # Any error in a user's function becomes the job's result, even SystemExit.

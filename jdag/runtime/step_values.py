@@ -13,10 +13,8 @@ from jdag.engine.tables import Hop, StepState, TableRow
 class StepValues:
     """A `StepDriver` that leaves rows and frames to the effects of the engine."""
 
-    has_keys = True
-
-    def __init__(self, machine: Machine) -> None:
-        values = machine.values
+    def __init__(self, machine: Machine, has_keys: bool = True) -> None:
+        self.has_keys, values = has_keys, machine.values
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
         self.run: Callable[[StepState, TableRow, list[Any]], bool] = lambda *_: False

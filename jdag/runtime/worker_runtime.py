@@ -231,7 +231,8 @@ class WorkerRuntime:
                     message, sent = effect.message, effect.values
                     values = effect.given
                     if values:
-                        sent = tuple(LANDING[StepFrame](message))
+                        if recorder is not None:
+                            sent = tuple(LANDING[StepFrame](message))
                         values = self.machine.leave(values)
                     elif sent:
                         message, sent, values = self.machine.load(

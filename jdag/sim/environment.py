@@ -47,7 +47,7 @@ class Environment:
     def start(self, name: str, incarnation: int, machine: Machine) -> None:
         worker = incarnated(name, incarnation)
         engine = Engine(name, self.workers, incarnation)
-        engine.drive(StepValues(machine))
+        engine.drive(StepValues(machine, self.settings.trace))
         if isinstance(self.chooser, StepChooser):
             self.chooser.watch(engine)
         self.lost[worker] = {}

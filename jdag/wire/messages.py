@@ -173,7 +173,7 @@ _OVERHEAD_BYTES = COUNT_BYTES + 2
 def size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     """Return the bytes of the values, and the bytes of message, headers and values."""
     if isinstance(message, StepFrame):
-        elements, nbytes = _size(blank(message), values)
+        elements, nbytes = _step_size(blank(message), tuple(map(type_of, values)))
         return elements, STEP.size + nbytes
     return _size(message, values)
 
@@ -202,6 +202,9 @@ def _size(message: Message, values: Sequence[Any]) -> tuple[int, int]:
     head = len(_sealed(measured, message, kinds)) + trees
     elements = sum([kind.nbytes for kind in kinds])
     return elements, head + elements
+
+
+_step_size = lru_cache(4096)(_size)  # Of a frame that is the same in each step.
 
 
 @lru_cache(4096)

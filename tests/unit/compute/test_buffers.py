@@ -17,9 +17,11 @@ from jdag.compute.buffers import (
     DELIVERED_MIN_BYTES,
     JAX_MIN_BYTES,
     Buffers,
+    _copies,
     array_over,
     delivered,
     parts,
+    start_copies,
 )
 from jdag.compute.duals import Dual
 from jdag.compute.hooks import hooked
@@ -214,6 +216,71 @@ def test_what_leaves_is_not_copied_and_lives_as_long_as_its_views():
     assert bytes(view) == wanted and len(others) == 4
     mine = np.arange(7.0)
     assert address(parts(mine)[0]) == mine.ctypes.data
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let arrays of the CPU pass for those of a GPU. Returns a log of their copies."""
+    log: list[str] = []
+    array_class, put = type(jnp.ones(1)), jax.device_put
+    to_host = array_class.copy_to_host_async
+
+    def logged_put(value: Any, sharding: Any) -> Any:
+        log.append(sharding.memory_kind)
+        return put(value, sharding)
+
+    def logged_to_host(array: Any) -> None:
+        log.append("to JAX's copy")
+        to_host(array)
+
+    monkeypatch.setattr(array_class, "platform", lambda array: "gpu")
+    monkeypatch.setattr(array_class, "copy_to_host_async", logged_to_host)
+    monkeypatch.setattr(jax, "device_put", logged_put)
+    return log
+
+
+# Python's buffer protocol refuses arrays of a GPU, and arrays of bfloat16 anywhere.
+def large_array() -> Any:
+    return jnp.arange(LARGE, dtype=jnp.bfloat16)
+
+
+def test_an_array_of_an_accelerator_is_copied_once_to_page_locked_memory(accelerator):
+    array = large_array()
+    start_copies([array])
+    assert accelerator == ["pinned_host"]
+    copy = _copies[id(array)]
+    (view,) = parts(array)
+    assert accelerator == ["pinned_host"] and not _copies
+    assert address(view) == copy.unsafe_buffer_pointer()
+    assert bytes(view) == np.asarray(array).tobytes()
+    (again,) = parts(array)  # The started copy was used up.
+    assert accelerator == ["pinned_host"] * 2 and bytes(again) == bytes(view)
+
+
+def test_a_copy_that_was_started_for_nothing_ends_with_its_array(accelerator):
+    array = large_array()
+    start_copies([array])
+    assert len(_copies) == 1
+    del array
+    assert not _copies
+
+
+def test_jax_keeps_the_copy_of_a_small_array_or_without_page_locked_memory(
+    accelerator, monkeypatch: pytest.MonkeyPatch
+):
+    small = jnp.arange(3, dtype=jnp.bfloat16)
+    start_copies([small, 2.5, np.ones(3), jax.random.key(0)])
+    monkeypatch.setattr("jdag.compute.buffers._pinned", lambda sharding: None)
+    start_copies([large_array()])
+    assert accelerator == ["to JAX's copy"] * 2 and not _copies
+    assert bytes(parts(small)[0]) == np.asarray(small).tobytes()
+
+
+def test_nothing_is_started_for_an_array_of_the_cpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delattr(jax, "device_put")
+    array = large_array()
+    start_copies([array])
+    assert not _copies and bytes(parts(array)[0]) == np.asarray(array).tobytes()
 
 
 def test_views_of_what_leaves_cannot_be_written():

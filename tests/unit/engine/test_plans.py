@@ -22,6 +22,7 @@ from jdag.engine.protocol import (
     Stepping,
     Unplanned,
 )
+from jdag.engine.tables import table_of
 from jdag.errors import ProtocolError, WorkerLost
 from tests.tools.engine_cases import holding
 from tests.tools.plan_net import UNSENDABLE, PlanNet, chain, held
@@ -161,6 +162,14 @@ def test_a_leaf_that_was_updated_in_between_is_read_as_it_is_then(seed):
     (z,) = net.step(PLAN, 1)
     assert z == (4 + 29) * 1100 + 5
     assert net.fetch(w) == 1100 + 1100 + 1
+
+
+def test_a_row_knows_which_outputs_leave_the_worker():
+    sent = Segment("f", (0,), (4, 5, 6), (Outgoing("c", (6,)), Outgoing("d", (4, 0))))
+    kept = Segment("g", (5,), (7,))
+    prepare = Prepare(PLAN, 0, (sent, kept), (), (), (), (), False)
+    table = table_of(prepare, "a", {})
+    assert [row.sent for row in table.rows] == [(0, 2), ()]
 
 
 @pytest.mark.parametrize("turns", SEEDS)

@@ -15,6 +15,7 @@ from jdag.api.value_and_grad import value_and_grad
 from jdag.context.refs import fetch
 from jdag.errors import ContextError, JdagError, RootError, WorkerLost
 from jdag.plans.compiling import compile
+from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.schedules import one_f_one_b
 from jdag.sim import Crash, LinkModel
 from jdag.training.optimizer import Optimizer
@@ -255,3 +256,49 @@ def test_a_lost_worker_is_named_with_the_steps_that_were_made():
         with pytest.raises(WorkerLost, match=said):
             for _ in range(50):
                 step(w)
+
+
+def scaled_layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def test_a_step_in_one_process_waits_for_no_array_and_copies_none(monkeypatch):
+    names = ["a", "b", "c", "d"]
+    array_class, log = type(X), []
+    arrays = [jnp.eye(4) * scale for scale in (0.5, 0.25, 2, 1)]
+
+    def program(ctx, refs, x):
+        for name, ref in zip(names, refs, strict=True):
+            x = ctx.call(name, scaled_layer, ref, x)
+        return ctx.call("a", mse, x, 0.5)
+
+    with simulate(names, seed=0, trace=False) as cluster:
+        refs = [cluster.put(*each) for each in zip(names, arrays, strict=True)]
+        step = compile(program, cluster)
+        expected = step.value_and_grad(refs, X)
+        for owner, name in (
+            *((array_class, name) for name in ("block_until_ready", "__array__")),
+            *((array_class, name) for name in ("copy_to_host_async", "item")),
+            *((jax, name) for name in ("block_until_ready", "device_put")),
+        ):
+            monkeypatch.setattr(owner, name, lambda *_, name=name: log.append(name))
+        found = step.value_and_grad(refs, X)
+        monkeypatch.undo()
+    assert log == []
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def called_on_b(ctx, x):
+    return ctx.call("a", jnp.cos, ctx.call("b", jnp.sin, x))
+
+
+@pytest.mark.parametrize("trace", [True, False])
+def test_a_step_has_keys_for_its_values_only_for_a_trace(monkeypatch, trace: bool):
+    dropped: list[Any] = []
+    with simulate(["a", "b"], seed=0, trace=trace) as cluster:
+        step = compile(called_on_b, cluster)
+        step(X)
+        monkeypatch.setattr(WorkerRuntime, "drop", lambda _, keys: dropped.extend(keys))
+        step(X)
+        monkeypatch.undo()
+    assert bool(dropped) == trace

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,11 +23,13 @@ from jdag.engine.protocol import (
     Forward,
     Key,
     OutputKey,
+    RunSegment,
     ScratchKey,
     Skip,
     Sum,
     Tag,
 )
+from jdag.engine.tables import TableRow
 from jdag.processes.jobs import KNOWN_MAX, SHORT_NS, AverageDurations, Jobs
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.schedules import Action
@@ -223,6 +225,40 @@ def test_a_sum_and_a_fill_are_computed_too(bench: Bench) -> None:
     bench.wait(2)
     np.testing.assert_array_equal(bench.machine.values.get(total), np.full(3, 6.0))
     np.testing.assert_array_equal(bench.machine.values.get(ones), np.ones(3))
+
+
+@pytest.mark.parametrize("as_job", [True, False])
+def test_copies_of_what_a_row_sends_start_before_its_results_are_awaited(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, as_job: bool
+) -> None:
+    log: list[Any] = []
+    outputs = (np.zeros(1), np.ones(1), np.full(1, 2.0))
+
+    class Function:
+        name, may_raise = "f", False
+
+        def run(self, inputs: Any) -> Any:
+            return outputs
+
+    function = Function()
+    row = TableRow(0, cast(Any, SimpleNamespace(function=function)), (), sent=(2, 1))
+    monkeypatch.setattr("jdag.processes.jobs.start_copies", log.append)
+    monkeypatch.setattr("jdag.processes.jobs._await", lambda made: log.append("wait"))
+    for has_accelerator in (True, False):
+        monkeypatch.setattr(
+            "jdag.processes.jobs.has_accelerator", lambda has=has_accelerator: has
+        )
+        if as_job:
+            job = RunSegment(
+                *(1, CONTEXT, 1, (0,), function, [], (), (5, 6, 7), (), (0, 0)),
+                sent=row.sent,
+            )
+            bench.jobs.add(job)
+            bench.wait(1)
+            bench.over.clear()
+        else:
+            bench.jobs._run_row(cast(Any, None), row, [])
+    assert log == [[outputs[2], outputs[1]], "wait", "wait"]
 
 
 def test_times_are_believed_from_the_third_run_on_and_forget_the_first() -> None:

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from jdag.compute.buffers import array_over
+from jdag.engine.arrays import ArrayType
 from jdag.processes.net import shared_memory
 from jdag.processes.net.shared_memory import (
     IDLE_NS_MAX,
@@ -133,6 +135,31 @@ def test_an_array_of_jax_keeps_its_segment_until_the_last_use(pair: Pair):
     del array
     assert pair.words.empty() and np.array_equal(part, data[5:9])
     del part
+    gc.collect()
+    assert pair.words.get_nowait() == segment.number
+
+
+def test_a_device_copies_from_the_segment_which_is_free_after_that(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    copying: list[np.ndarray] = []  # What a GPU reads until its copy is complete.
+
+    def put(array: np.ndarray) -> str:
+        copying.append(array)
+        return "an array of the GPU"
+
+    monkeypatch.setattr(jax, "device_put", put)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    segment = pair.ready()
+    view = pair.carry(segment, np.arange(LARGE // 4, dtype=np.float32).tobytes())
+    start = np.frombuffer(view, np.uint8).ctypes.data
+    value = array_over(ArrayType((LARGE // 4,), "float32", False), view)
+    assert value == "an array of the GPU"
+    assert copying[0].ctypes.data == start  # Not a copy of the segment.
+    del view
+    gc.collect()
+    assert pair.words.empty()
+    copying.clear()
     gc.collect()
     assert pair.words.get_nowait() == segment.number
 
