@@ -27,7 +27,7 @@ from jdag.scenario.case import Case
 from jdag.settings.validation import COUNT, PATH, converted
 from jdag.sim.untimed import PossibleStep
 
-FORMAT = 4
+FORMAT = 5
 _SHOWN_MAX = 4
 OTHER_BITS = (
     "the steps equal the saved ones, but the digest differs: values or messages in the "

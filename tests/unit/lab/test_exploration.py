@@ -417,7 +417,7 @@ def saved(folder):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda held: held.update(format=0), "format = 0: expected 4"),
+        (lambda held: held.update(format=0), "format = 0: expected 5"),
         (lambda held: held.pop("choices"), "choices = None: expected a list"),
         (lambda held: held.update(digest=0), "digest = 0: expected a string"),
         (lambda held: held["steps"].reverse(), "pick 0 is '.*', not '"),
