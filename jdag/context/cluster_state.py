@@ -62,8 +62,8 @@ class ClusterState:
     configuration of JAX, as the code that made the object.
     """
 
-    # A `Simulation`, `Node` or `Replaying`, which has: the `port` of the main program,
-    # the `current` port, `now_ns`, `trace`, `incarnations`, `info()`, `graph(context)`.
+    # A `Simulation` or `Node`, which has: the `port` of the main program, the `current`
+    # port, `now_ns`, `trace`, `incarnations`, `info()`, `graph(context)`.
     driver: Any
     # Closes the driver and the processes started with it; None: `driver.close`.
     close: Callable[[], object] | None = None

@@ -42,9 +42,9 @@ class Environment:
         self.incarnations: dict[str, int] = {}
         self.driver = driver
         for name in self.workers:
-            self._start(name, 0, Machine(settings.values))
+            self.start(name, 0, Machine(settings.values))
 
-    def _start(self, name: str, incarnation: int, machine: Machine) -> None:
+    def start(self, name: str, incarnation: int, machine: Machine) -> None:
         worker = incarnated(name, incarnation)
         engine = Engine(name, self.workers, incarnation)
         engine.drive(StepValues(machine))
@@ -65,7 +65,7 @@ class Environment:
         """Start a worker's next incarnation, which keeps its machine and counters."""
         machine = self.newest(name).machine
         self.incarnations[name] = incarnation = self.incarnations.get(name, 0) + 1
-        self._start(name, incarnation, machine)
+        self.start(name, incarnation, machine)
         return self.newest(name)
 
     def newest(self, name: str) -> WorkerRuntime:

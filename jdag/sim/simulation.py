@@ -81,7 +81,7 @@ class CycleCollector:
 
 COLLECTOR = CycleCollector()
 
-_NO_WAITER = -1
+NO_WAITER = -1
 
 
 class Simulation:
@@ -152,7 +152,7 @@ class Simulation:
     def settle(self) -> None:
         """Run all remaining events, so that all acknowledgements have arrived."""
         _ = self.current  # Raises on another thread.
-        self._loop(_NO_WAITER, self._results)
+        self._loop(NO_WAITER, self._results)
 
     def graph(self, context: ContextId) -> dict[str, GraphSnapshot]:
         engines = {worker: host.engine for worker, host in self._env.hosts.items()}
@@ -222,7 +222,7 @@ class Simulation:
         due_ns = self.now_ns + within_ns
         entry = self._timeline.push(due_ns, EVENT, (_pass, self.port.host))
         if not holds():
-            self._loop(_NO_WAITER, _When(lambda: holds() or self.now_ns >= due_ns))
+            self._loop(NO_WAITER, _When(lambda: holds() or self.now_ns >= due_ns))
         self._timeline.cancel(entry)
         return holds()
 
@@ -236,7 +236,7 @@ class Simulation:
             self._timeline.run(self._env.chooser, results, waiter)
         finally:
             self._programs.hub = None
-        if waiter not in results and waiter != _NO_WAITER:
+        if waiter not in results and waiter != NO_WAITER:
             waits = self._env.waiters.waiting(self._programs.frame)
             why = stuck_wait_text(waits, self._jobs.stalled)
             raise JdagError(f"at {self.now_ns} ns no event is left, and {why}")

@@ -46,7 +46,7 @@ from jdag.runtime.stats import Sent
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.digest import fingerprint
 from jdag.sim.environment import Environment
-from jdag.sim.link_end import SimBundle, SimItem, LinkEnd, Unsent, link_settings
+from jdag.sim.link_end import LinkEnd, SimBundle, SimItem, Unsent, link_settings
 from jdag.sim.network import Lane, Traffic
 from jdag.sim.reliable_link import NEVER, Frame, Link, SureLink
 from jdag.sim.timeline import EVENT, TIMER

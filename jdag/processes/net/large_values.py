@@ -183,7 +183,7 @@ class _Incoming(Struct):
     view: memoryview | None = None
 
 
-Data = bytes | memoryview
+Payload = bytes | memoryview
 _Head = tuple[StepFrame, tuple[Any, ...], ArrayLayout | None]
 
 
@@ -257,7 +257,7 @@ class Assembler:
         return (Delivery(message, arrays_at(layout, payload, end), self.messages),)
 
     def _deliver(
-        self, message: Any, kinds: Sequence[Any], offset: int, payload: Data
+        self, message: Any, kinds: Sequence[Any], offset: int, payload: Payload
     ) -> Sequence[Delivery]:
         if isinstance(message, StepFrame):
             expected = len(message.slots)
@@ -281,7 +281,7 @@ class Assembler:
         return self.order.arrived(delivery, not delivery.missing)
 
     def _take_values(
-        self, delivery: Delivery, kinds: Sequence[Any], payload: Data, offset: int
+        self, delivery: Delivery, kinds: Sequence[Any], payload: Payload, offset: int
     ) -> int:
         view, first, values = memoryview(payload), offset, delivery.values
         for slot, kind in enumerate(kinds):

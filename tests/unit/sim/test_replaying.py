@@ -3,10 +3,8 @@
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from threading import Event
-from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,18 +13,14 @@ import pytest
 from typer.testing import CliRunner
 
 import jdag
-from jdag.api.cluster import Cluster
 from jdag.cli.commands import app
-from jdag.context.cluster_state import ClusterState
-from jdag.context.program_runner import run_program
 from jdag.errors import JdagError, JournalsEnd, ReplayError, ScenarioError, WorkerLost
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Assembler
 from jdag.runtime.journal import Entries, read_journals
-from jdag.settings.session_settings import RunSettings
-from jdag.sim.replaying import Replaying, _Worker
 from jdag.training.recovery import Recovery
 from tests.tools.error_texts import fails_with
+from tests.tools.journal_cases import replayed
 from tests.tools.pipeline_cases import step
 from tests.tools.rpc_nodes import cluster, connect, made, whereabouts
 from tests.unit.processes.test_node import W, X, gradient, hidden, total
@@ -39,18 +33,6 @@ def recorded(folder: Path, run: Any, bytes_max: int = 1 << 20, **settings: Any) 
     journal: Any = {"journal": str(folder), "journal_bytes": bytes_max}
     with cluster(WORKERS, **journal, program=NAME, **settings) as c:
         return run(c)
-
-
-def replayed(
-    journals: dict[str, Entries], run: Any, schedule: Any = None
-) -> tuple[Any, int]:
-    state = ClusterState(RunSettings(WORKERS, schedule=schedule), False)
-    found: list[int] = []
-    program = partial(run_program, state)
-    state.driver = Replaying(WORKERS, journals, program, found.append)
-    with Cluster(state, state.driver.port) as c:
-        result = run(c)
-    return result, found[0]
 
 
 def thrice(c: Any) -> list[bytes]:
@@ -271,18 +253,6 @@ def test_a_journal_without_its_last_lines_is_named(journals: Any):
     lines = journals["b"].lines[:9]
     with fails_with(ReplayError, "sim.of_worker_b_has_no"):
         replayed({**journals, "b": Entries("b", lines, "")}, thrice)
-
-
-def test_a_message_that_overtook_another_one_keeps_its_place_on_the_link():
-    said = "Primal 0.1 0 (1,)"
-    ack = "Acknowledge 0.1 0 (1,)"
-    lines = [f"m a 4 {said}", f"m a 1 {ack}", f"m a 2 {said}", f"m a 3 {ack}"]
-    host: Any = SimpleNamespace(worker="b")
-    ranks = {2: range(1), 4: range(1, 2)}
-    assert _Worker(host, Entries("b", lines, "end")).ranks == {"a": ranks}
-    # Message 3 never came whole: it may have been of either kind.
-    ranks = {2: range(1), 4: range(1, 3)}
-    assert _Worker(host, Entries("b", lines[:3], "")).ranks == {"a": ranks}
 
 
 def test_a_journal_without_its_end_is_refused_though_others_saw_that_worker_leave(
