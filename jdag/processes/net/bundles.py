@@ -42,7 +42,7 @@ class Bundles:
         fits = bundle is not None and bundle.nbytes + nbytes <= BUNDLE_BYTES
         if bundle is None or not fits or bundle.handled != handled:
             if bundle is not None:
-                self.close()
+                self._put(bundle)
             self._views = []
             self.open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
             self.told = handled

@@ -177,6 +177,19 @@ def test_a_bundle_that_is_cut_within_a_message_is_refused_and_so_is_its_rest():
             assert events == []
 
 
+@pytest.mark.parametrize("surplus", [1, 2, 255])
+def test_a_length_beyond_the_frame_is_refused_though_the_message_is_whole(surplus: int):
+    reader, events = made()
+    (body,) = primals(1)
+    frame = bytearray(bundle(1, body))
+    length = len(body) + surplus
+    frame[FRAME_BYTES : FRAME_BYTES + 4] = length.to_bytes(4, "little")
+    wanted = f"only {len(body) + 4} bytes left for a message of {length + 4} bytes"
+    with pytest.raises(ProtocolError, match=wanted):
+        read_in(reader, events, bytes(frame))
+    assert events == []
+
+
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_message_has_all_bytes_of_its_length_in_a_bundle(at: int):
     bodies = primals(1, 2)
