@@ -37,8 +37,6 @@ maximum_signature_line_length = 78
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-# How-to guides and explanations are listed by pattern.
-suppress_warnings = ["toc.empty_glob"]
 
 html_theme = "furo"
 html_title = f"jdag {release}"
