@@ -155,6 +155,7 @@ def test_what_readme_links_to_exists():
             assert (ROOT / target).exists(), f"{page.name}: {target}"
 
 
-def test_readme_is_short():
+def test_what_is_read_first_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 120
     assert len(documents()) > 30
