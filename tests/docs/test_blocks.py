@@ -12,6 +12,7 @@ import pytest
 from tests import ROOT
 from tests.tools.documents import Block, Ran, blocks_of, difference, documents, runnable
 
+WIDTH_MAX = 90  # Of code; furo shows 84 columns.
 PAGES = [path for path in documents() if runnable(path)]
 
 
@@ -45,6 +46,13 @@ def test_its_toml_can_be_read(page: Path):
     for each in blocks_of(page):
         if each.language == "toml":
             tomllib.loads(each.text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_its_code_fits_the_page(page: Path):
+    for each in runnable(page):
+        wide = [line for line in each.text.splitlines() if len(line) > WIDTH_MAX]
+        assert not wide, f"{each}: more than {WIDTH_MAX} columns: {wide[0]}"
 
 
 @pytest.mark.parametrize("page", documents(), ids=name_of)
