@@ -37,6 +37,7 @@ maximum_signature_line_length = 78
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = f"jdag {release}"

@@ -62,16 +62,110 @@ TABLES: tuple[tuple[str, str | None, Any], ...] = (
         )
     ),
 )
+_FRAMES = {
+    "probability": "of each frame",
+    "source": "worker that sends; left out: all",
+    "destination": "worker that receives; left out: all",
+    "from_ns": "when the fault begins",
+    "until_ns": "when it ends; left out: never",
+}
+_LINK = {
+    "latency_ns": "time from a frame's departure to its arrival",
+    "bandwidth_bytes_per_s": "frames occupy the link for size / bandwidth",
+    "jitter_ns": "largest random delay that is added to a frame",
+}
+# What keys mean whose classes describe them elsewhere, by the table's class.
+MEANINGS: dict[str, dict[str, str]] = {
+    "ScenarioTable": {
+        "name": "of the scenario, and of its folder in `runs/`",
+        "program": "the function that returns the program",
+        "workers": "the workers",
+        "expect": "the expected figures, see below",
+        "costs": "a file of `jdag calibrate`, with `[network]` and `[devices]`",
+        "home": "the worker that runs the main program; left out: the first",
+        "seed": "of all random choices",
+        "seeds": "number of runs, with as many seeds from `seed` on",
+        "x64": "whether JAX uses 64 bits",
+        "compile": "whether passes run by `jdag.compile`",
+        "host_devices": "number of CPU devices",
+        "values": "whether JAX computes, or only shapes and dtypes",
+        "policy": "the order of ready jobs",
+        "events_max": "limit of events of a run",
+        "nesting_max": "how deep programs may call each other",
+        "settings": "keyword arguments of the program",
+        "placement": "the worker of a parameter, in place of the program's",
+        "network": "links, see below",
+        "link": "timeouts of links, see below",
+        "devices": "durations of jobs, see below",
+        "schedule": "the order of a pipeline's work, see below",
+        "faults": "faults, each a table, see below",
+    },
+    "LinkModel": _LINK,
+    "LogGP": {
+        **_LINK,
+        "overhead_ns": "o: time at the sender and again at the receiver",
+        "gap_ns": "g: the least time between two messages",
+    },
+    "_TopologyTable": {
+        "kind": "in place of `dimensions`",
+        "workers": "left out: all",
+        "dimensions": "each with `kind`, `size`, `arity` and the keys of its links",
+        "cut_through": "whether a node forwards a message before all of it is there",
+        "arity": "of a tree",
+        "shape": "of a torus: a list of sizes",
+        **_LINK,
+    },
+    "DeviceModel": {
+        "functions": "durations: `{ layer = [1_000, 1_500, 500] }` has F, I "
+        "and W in ns, two numbers are F and B. `jdag run FILE --functions` prints the "
+        'names. A name may have its module and the types of its inputs, `"shapes:layer('
+        'float32[8,4])"`; an entry with types takes precedence',
+    },
+    "Roofline": {
+        "flops_per_s": "operations per second",
+        "bytes_per_s": "bytes of memory per second",
+    },
+    "_ScheduleTable": {
+        "kind": "a builder of `jdag.schedules`, in place of `lists`",
+        "stages": "number of stages",
+        "micro_batches": "number of micro-batches",
+        "chunks": "stages of each worker, of `interleaved`",
+        "workers": "left out: all",
+        "lists": 'the actions of each worker, such as `"0F0 0F1 0B0 0B1"`',
+    },
+    "Drop": _FRAMES,
+    "Delay": {**_FRAMES, "delay_min_ns": "least delay", "delay_max_ns": "most"},
+    "Duplicate": {**_FRAMES, "delay_max_ns": "largest delay of the second copy"},
+    "Partition": {
+        "groups": "lists of workers that cannot reach each other",
+        "from_ns": _FRAMES["from_ns"],
+        "until_ns": _FRAMES["until_ns"],
+    },
+    "Crash": {
+        "at_ns": "when it happens; or `at_index`",
+        "at_index": "number of trace records at which it happens",
+    },
+    "Slow": {
+        "worker": "whose jobs take longer",
+        "factor": "of the durations",
+        "from_ns": _FRAMES["from_ns"],
+        "until_ns": _FRAMES["until_ns"],
+    },
+}
 # Further keys of tables whose fields do not name them.
 MORE_KEYS = {
     "`[network]`": (
-        ("model", '`"alpha_beta"` (default) or `"loggp"`'),
-        ("control_lane", "true, or a table of a link: a lane for all but values"),
-        ("port_bandwidth_bytes_per_s", "of each worker, over all of its links"),
-        ("topology", "a table, see below"),
-        ("links", "a list of tables, each with `source`, `destination` and a link"),
+        ("model", "the class of the link", "one of alpha_beta (default), loggp"),
+        ("control_lane", "a lane for all but values", "true, or a table of a link"),
+        (
+            "port_bandwidth_bytes_per_s",
+            "of a worker, over all links",
+            "an integer >= 1",
+        ),
+        ("topology", "physical links, see below", "a table"),
+        ("links", "each with `source`, `destination` and a link", "a list of tables"),
     ),
-    "`[devices]`": (("workers", "tables of devices by the name of a worker"),),
+    "`[devices]`": (("workers", "devices by the name of a worker", "tables"),),
 }
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
@@ -134,17 +228,19 @@ def scenario_keys() -> Iterator[str]:
         documentation = inspect.getdoc(kind) or ""
         summary = documentation.partition("\n\n")[0] if meaning is None else meaning
         yield from (" ".join(summary.split()), "")
-        yield from ("| key | value | default |", "| --- | --- | --- |")
-        described = _attributes(documentation)
+        yield from ("| key | meaning | values | default |", "| --- " * 4 + "|")
+        described = {**_attributes(documentation), **MEANINGS.get(kind.__name__, {})}
         for field in fields(kind):
-            value = _cell(described.get(field.name, "") or _allowed(field.type))
-            yield f"| `{field.encode_name}` | {value} | {_default(field)} |"
-        for key, value in MORE_KEYS.get(heading, ()):
-            yield f"| `{key}` | {_cell(value)} | |"
+            text = described.pop(field.name, "").replace("None:", "Left out:")
+            row = _cell(text.rstrip(".")), _cell(_allowed(field.type)), _default(field)
+            yield f"| `{field.encode_name}` | {' | '.join(row)} |"
+        assert not described, f"{kind.__name__} has no keys {', '.join(described)}"
+        for key, text, values in MORE_KEYS.get(heading, ()):
+            yield f"| `{key}` | {_cell(text)} | {values} | |"
         yield ""
 
 
-def _attributes(documentation: str) -> Mapping[str, str]:
+def _attributes(documentation: str) -> dict[str, str]:
     """Return the descriptions in a docstring's section of attributes, by name."""
     section = documentation.partition("Attributes:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^ {4}([\w, ]+): ((?:.|\n {8})*)", section, re.MULTILINE)
@@ -161,7 +257,8 @@ def _allowed(kind: Any) -> str:
         inner, *metadata = get_args(kind)
         for meta in metadata:
             if isinstance(meta, Meta) and meta.description:
-                return meta.description.replace(", or None for", "; left out:")
+                text = meta.description.replace(" and < 2^63", "").partition(", {")[0]
+                return text.replace(", or None for", "; left out:")
         bounds = [_bounds(meta) for meta in metadata if isinstance(meta, Meta)]
         return " ".join(filter(None, [_allowed(inner), *bounds]))
     if kind in _NOUNS:
@@ -174,8 +271,8 @@ def _allowed(kind: Any) -> str:
     if origin is tuple:
         return "a list"
     if isinstance(kind, type) and hasattr(kind, "__struct_fields__"):
-        return "a table, see below"
-    return "see the class of this name in `jdag.sim`" if arguments else "a value"
+        return "a table"
+    return ""
 
 
 def _bounds(meta: Meta) -> str:
