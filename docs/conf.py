@@ -51,5 +51,5 @@ pygments_dark_style = "github-dark"
 
 def setup(app: Any) -> None:
     """Write the generated pages, and read docstrings as they are written in jdag."""
-    generate.write(HERE / "_generated")
+    generate.write(HERE)
     docstrings.connect(app)

@@ -1,6 +1,7 @@
-"""The pages that are generated from code: the command line and the keys of scenarios.
+"""The pages that are generated: the command line, the keys of scenarios, results.
 
-`write(folder)` writes them as Markdown; pages of docs/reference include them.
+Pages of docs/reference include those of docs/_generated; results of paper/ are copied
+to docs/validation/results.
 """
 
 import inspect
@@ -167,12 +168,19 @@ MORE_KEYS = {
     ),
     "`[devices]`": (("workers", "devices by the name of a worker", "tables"),),
 }
+# Of results that begin with their table.
+TITLES = {
+    "cold": "Cold starts",
+    "hops": "Calls of Python in a hop",
+    "modes": "What SMART costs",
+    "replicas": "Copies and sums over simulated workers",
+    "replicas_rpc": "Copies and sums over processes",
+}
 _NOUNS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
-def write(folder: Path) -> None:
-    """Write all generated pages into a folder, replacing those that differ."""
-    folder.mkdir(exist_ok=True)
+def write(docs: Path) -> None:
+    """Write all generated pages below docs/, replacing those that differ."""
     pages = {
         "command-line.md": command_line(),
         "scenario-keys.md": scenario_keys(),
@@ -180,10 +188,20 @@ def write(folder: Path) -> None:
         "trace-kinds.md": trace_kinds(),
     }
     for name, lines in pages.items():
-        text = "\n".join(lines) + "\n"
-        path = folder / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            path.write_text(text, encoding="utf-8")
+        _write(docs / "_generated" / name, ("\n".join(lines) + "\n").encode())
+    for path in sorted((docs.parent / "paper" / "results").iterdir()):
+        if path.suffix in (".md", ".png"):
+            content = path.read_bytes()
+            if path.suffix == ".md" and not content.startswith(b"# "):
+                title = TITLES[path.stem]
+                content = f"# {title}\n\n".encode() + content
+            _write(docs / "validation" / "results" / path.name, content)
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_bytes() != content:
+        path.write_bytes(content)
 
 
 def command_line() -> Iterator[str]:

@@ -65,7 +65,11 @@ class Ran:
 def documents(root: Path = ROOT) -> list[Path]:
     """Return README.md and all pages of docs/ that are not generated."""
     pages = sorted((root / "docs").rglob("*.md"))
-    return [root / "README.md", *[p for p in pages if "_generated" not in p.parts]]
+    generated = ("_generated", "results")
+    return [
+        root / "README.md",
+        *[page for page in pages if page.parent.name not in generated],
+    ]
 
 
 def blocks_of(path: Path, root: Path = ROOT) -> list[Block]:
