@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := jdag tests $(wildcard docs/*.py paper/*.py paper/*/*.py scenarios/*.py)
+SOURCES := jdag tests $(wildcard docs/*.py docs/*/*.py paper/*.py paper/*/*.py scenarios/*.py)
 # The command says which tier, not the environment.
 unexport JDAG_TIER
 # Which make runs lint beside the tests.
