@@ -96,3 +96,32 @@ def test_each_page_is_in_the_index():
     assert len(pages) > 15
     for page in pages:
         assert page.relative_to(docs).with_suffix("").as_posix() in index, page
+
+
+# Methods that jdag itself calls.
+INTERNAL = {
+    "Cluster": "assign context_entered context_left leave_all object_frame",
+    "Context": "",
+    "Optimizer": "check_state counted planned refused resumed",
+    "Ref": "data described key located owner refusal",
+    "Task": "called collect",
+    "Hosted": "",
+    "CompiledStep": "",
+}
+
+
+@pytest.mark.parametrize("name", INTERNAL)
+def test_each_public_method_of_a_class_has_an_entry(name: str):
+    page = "\n".join(p.read_text(encoding="utf-8") for p in REFERENCE.glob("*.md"))
+    (options,) = re.findall(
+        rf"autoclass:: jdag\.{name}(?:\(\))?\n   :members: ((?:.|\n      )+)", page
+    )
+    listed = options.replace("\n", " ").replace(",", " ").split()
+    listed += re.findall(rf"automethod:: jdag\.{name}\.(\w+)", page)
+    public = [
+        method
+        for method, value in vars(getattr(jdag, name)).items()
+        if not method.startswith("_") and method not in INTERNAL[name].split()
+        if inspect.isfunction(value) or isinstance(value, property)
+    ]
+    assert [method for method in public if method not in listed] == []
