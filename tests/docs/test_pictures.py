@@ -1,22 +1,13 @@
 """Each picture of docs/_static is what its script draws."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests import ROOT
+from tests.docs import script
 
 STATIC = ROOT / "docs" / "_static"
-
-
-def script(path: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_timeline_shows_simulated_steps():
