@@ -1,4 +1,4 @@
-# One command does its own set-up: `make demo`, `make test`, `make bench`.
+# One command does its own set-up: `make demo`, `make test`, `make docs`.
 #
 #   PYTHON   which Python makes the environment (3.11 or newer)
 #   VENV     where that environment lives
@@ -19,15 +19,15 @@ export PYTHONDONTWRITEBYTECODE =
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
-SOURCES := jdag tests $(wildcard paper/*.py paper/*/*.py scenarios/*.py)
+SOURCES := jdag tests $(wildcard docs/*.py docs/*/*.py paper/*.py paper/*/*.py scenarios/*.py)
 # The command says which tier, not the environment.
 unexport JDAG_TIER
 # Which make runs lint beside the tests.
 SUITE := MAKE="$(MAKE)" $(BIN)/python -m tests.tools.suite
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test test-all test-for test-long versions lint mutants bench chaos
-.PHONY: install install-test clean
+.PHONY: demo test test-all test-for test-long versions lint mutants bench chaos docs
+.PHONY: install install-test install-docs clean
 
 demo: install
 	$(BIN)/jdag run scenarios/digits.toml
@@ -70,12 +70,18 @@ bench: install
 	$(BIN)/python -m paper.prediction
 	$(BIN)/python -m paper.cold
 
+# The documents as pages in build/docs/; a warning is an error.
+docs: install-docs
+	$(BIN)/python -m sphinx -E -W -n -q -b html docs build/docs
+	@echo "open build/docs/index.html"
+
 # Workers hurt in every way, by seed; on loopback.
 chaos: install-test
 	$(BIN)/python -W ignore -m paper.chaos --minutes $(MINUTES)
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test
+install-docs: $(VENV)/.installed-docs
 
 # The stamps live inside the environment: they go when it goes, and a newer
 # pyproject.toml makes them stale.
@@ -87,6 +93,11 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/pip
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/pip
 	@echo "installing jdag and its tests' tools into $(VENV) (once, a minute or two)"
 	@$(PIP) install -e '.[test]'
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-docs: pyproject.toml | $(BIN)/pip
+	@echo "installing jdag and what builds its documents into $(VENV) (once, a minute or two)"
+	@$(PIP) install -e '.[docs]'
 	@touch $@ $(VENV)/.installed
 
 # pip, not python: a venv that was interrupted has the one and not the other.

@@ -5,6 +5,7 @@ are
 
     named       every test_network.py under tests/; a test file stands for itself
     imports it  the test files that import the module, other than through a helper
+    document    for a page of docs/ and README.md, the tests of documents
     mutants     what the faults of this file in tests/tools/mutants.toml must make fail
 
 Files are named by path, from the root of the tree or absolute, or as in an import. With
@@ -25,6 +26,7 @@ from tests.tools import mutants
 from tests.tools.mutants import Mutant
 from tests.unit.test_parallel import PARTS
 
+DOCUMENTS = ("blocks", "commands", "reference")  # Tests of tests/docs/.
 PARALLEL = Path(
     "tests", "unit", "parallel"
 )  # Run by test_parallel.py, with eight devices.
@@ -96,6 +98,12 @@ def faults_of(tree: Path, files: Sequence[Path]) -> list[Mutant]:
     return [each for each in listed if each.file in names and not each.retired]
 
 
+def documents_of(file: Path) -> list[str]:
+    """Return the tests of a page; [] for other files."""
+    is_page = file.suffix == ".md" and file.parts[0] in ("docs", "README.md")
+    return [f"tests/docs/test_{name}.py" for name in DOCUMENTS if is_page]
+
+
 def chosen(tree: Path, files: Sequence[Path]) -> Tests:
     """Return the tests of the files; ValueError for a file that has none."""
     paths = sorted((tree / "tests").rglob("test_*.py"))
@@ -110,13 +118,15 @@ def chosen(tree: Path, files: Sequence[Path]) -> Tests:
         if file in test_files:
             named, importing = [file], []
         faults = [test for each in faults_of(tree, [file]) for test in each.tests]
-        if not (named or importing or faults):
+        pages = documents_of(file)
+        if not (named or importing or faults or pages):
             raise ValueError(
                 f"no test of {file}: there is no test_{stem}.py, no test file imports "
                 "it and no mutant is in it; name its test files, or run make test-all"
             )
         found = [("named", argument_of(test)) for test in named]
         found += [("imports it", argument_of(test)) for test in importing]
+        found += [("document", test) for test in pages]
         for reason, test in found + [("mutants", test) for test in faults]:
             if reason not in reasons.setdefault(test, []):
                 reasons[test].append(reason)

@@ -2,11 +2,11 @@
 
     python -m tests.tools.same_bits OTHER_CHECKOUT [--quick]
 
-All scenarios, the README's examples and 100 random programs (in both modes) run with
+All scenarios, the documents' examples and 100 random programs (in both modes) run with
 the jdag of each checkout, on both drivers, on this machine under the same settings.
 Every value that the main program fetches is compared bit by bit; sizes, times and trace
 digests are not. Both sides use the random programs and the runner of this checkout
-(`tests.tools.same_bits_child`) and the README of the other one. Exit codes: 0 no
+(`tests.tools.same_bits_child`) and the documents of the other one. Exit codes: 0 no
 difference; 1 a value differs, or a program fails on one side only.
 """
 
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests import ROOT
+from tests.tools.documents import documents
 
 DRIVERS = ("sim", "rpc")
 PROGRAMS = 100
@@ -49,7 +50,9 @@ def jobs(other: Path, quick: bool) -> Iterator[Job]:
         for name in sorted(files):
             if not quick or Path(name).stem in QUICK:
                 yield Job("scenario", driver, (f"scenarios/{name}",))
-        yield Job("readme", driver, (str(other / "README.md"),))
+        for page in documents(other):
+            if "```python\n" in page.read_text(encoding="utf-8"):
+                yield Job("document", driver, (str(page),))
         for first in range(0, programs, CHUNK):
             end = min(first + CHUNK, programs)
             yield Job("random", driver, (str(first), str(end)))

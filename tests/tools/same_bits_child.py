@@ -5,7 +5,7 @@ It uses only the public face of jdag, so that it runs with earlier and later ver
     python -m tests.tools.same_bits_child KIND DRIVER OUT ARGUMENT...
 
     scenario DRIVER OUT FILE         a scenario
-    readme   DRIVER OUT README       the Python blocks of a README, in order
+    document DRIVER OUT FILE         the Python blocks of a document, in order
     random   DRIVER OUT FIRST END    random programs, in both modes
 """
 
@@ -34,6 +34,7 @@ import numpy as np
 
 import jdag
 from tests.tools import same_bits_plan as plans
+from tests.tools.documents import blocks_of
 from tests.tools.random_hooks import numbered
 from tests.tools.random_source import source_of
 
@@ -162,26 +163,28 @@ def _is_of_arrays(value: Any) -> bool:
     return bool(leaves) and all(isinstance(leaf, ARRAYS) for leaf in leaves)
 
 
-def readme(driver: str, recorder: Recorder, file: str) -> dict[str, Any]:
-    """Run the blocks of a README, on processes in place of simulated workers."""
+def document(driver: str, recorder: Recorder, file: str) -> dict[str, Any]:
+    """Run the blocks of a document, on processes in place of simulated workers."""
     found: dict[str, Any] = {}
-    blocks = re.findall(r"```python\n(.*?)```", Path(file).read_text(), re.DOTALL)
+    page = Path(file)
+    runnable = [each for each in blocks_of(page, page.parent) if each.not_run is None]
+    blocks = [each.text for each in runnable if each.language == "python"]
     space: dict[str, Any] = {}
     for number, block in enumerate(blocks, 1):
-        name = f"readme{number}"
-        _write_definitions(name, block, f"readme{number - 1}" if number > 1 else "")
+        name = f"block{number}"
+        _write_definitions(name, block, f"block{number - 1}" if number > 1 else "")
         module = sys.modules[name] = ModuleType(name)
         space = vars(module) | {**space, "__name__": name}
         vars(module).update(space)
-        allow = [f"readme{n}" for n in range(1, number + 1)]
+        allow = [f"block{n}" for n in range(1, number + 1)]
         launch = functools.partial(jdag.launch, allow=allow)
         if driver == "rpc":
             vars(jdag)["simulate"] = lambda workers, launch=launch, **_: launch(workers)
         before, said = dict(space), io.StringIO()
-        title = f"README {number}: {block.strip().partition(chr(10))[0]}"
+        title = f"{page.name} {number}: {block.strip().partition(chr(10))[0]}"
         with tempfile.TemporaryDirectory() as folder, noted(found, title, recorder):
             with contextlib.chdir(folder), contextlib.redirect_stdout(said):
-                exec(compile(block, "README.md", "exec"), vars(module))
+                exec(compile(block, page.name, "exec"), vars(module))
             space = dict(vars(module))
             for name, value in space.items():
                 if value is not before.get(name) and _is_of_arrays(value):
@@ -226,7 +229,7 @@ def random(driver: str, recorder: Recorder, first: str, end: str) -> dict[str, A
 
 PLAYS: dict[str, Callable[..., dict[str, Any]]] = {
     "scenario": scenario,
-    "readme": readme,
+    "document": document,
     "random": random,
 }
 

@@ -37,6 +37,7 @@ LONGEST = (
     "random programs",
     REAL,
     "tests/properties/test_engine_random.py",
+    "tests/docs/test_blocks.py",
     "tests/unit/paper/test_gpu.py",
     "tests/processes/test_failing_workers.py",
     "tests/unit/processes/launch/test_main_session.py",

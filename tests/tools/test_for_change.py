@@ -11,6 +11,7 @@ FILES = {
     "net/__init__.py": "",
     "net/wire.py": "SIZE = 4\n",
     "net/page.css": "",
+    "docs/howto/ray.md": "",
     "scenarios/shapes.py": "",
     "tests/helper.py": "from net.wire import SIZE\n",
     "tests/test_wire.py": "from net.wire import *\ndef test_a(): assert SIZE == 4\n",
@@ -130,3 +131,9 @@ def test_in_this_tree_files_for_eight_devices_run_through_one_test(capsys):
     assert for_change.main(["--list", "tests/unit/parallel/test_movement.py"]) == 0
     (test,) = lines_of(capsys)
     assert test.startswith("tests/unit/test_parallel.py::test_with_eight_devices[")
+
+
+def test_a_page_has_the_tests_of_documents(tree, capsys):
+    assert for_change.main(["--list", "docs/howto/ray.md"], tree) == 0
+    found = lines_of(capsys)
+    assert found["tests/docs/test_blocks.py"] == "document" and len(found) == 3

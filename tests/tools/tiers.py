@@ -14,11 +14,11 @@ FIRST = TIER != "all"
 
 # What another Python or JAX can change: arrays, traces and compiled functions, their
 # bits and their bytes; pytrees and modules; names and bytecode of functions; greenlets,
-# TLS and shared memory; what the README prints. The protocol, orders of events, figures
-# and our own text are the same there.
+# TLS and shared memory; what the documents print. The protocol, orders of events,
+# figures and our own text are the same there.
 _FILES = {
-    "properties": "compute modules plan_runs readme stateful_modules types untracked "
-    "zeros",
+    "docs": "blocks",
+    "properties": "compute modules plan_runs stateful_modules types untracked zeros",
     "unit": "init parallel",
     "unit/api": "hvp oracle value_and_grad",
     "unit/collectives": "oracle_replicas",

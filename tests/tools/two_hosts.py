@@ -68,7 +68,7 @@ class Hosts:
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
-    """Two hosts that reach each other at the addresses that the README prints.
+    """Two hosts that reach each other at the addresses that the documents show.
 
     Where network namespaces are forbidden, both are this host, at loopback.
     """

@@ -19,7 +19,7 @@ from jdag.scenario import Case
 from jdag.testing import checks, plugin
 from jdag.testing.checks import Violation
 from jdag.testing.drawn import DrawnCall, Program, program_of
-from tests.properties.test_readme import block
+from tests.tools.documents import block
 from tests.tools.error_texts import fails_with
 from tests.tools.pipeline_cases import batches, layer, square, weights
 
@@ -154,10 +154,12 @@ settings.load_profile("quick")
 
 
 @pytest.mark.second
-def test_the_readmes_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_path):
+def test_the_tutorials_test_finds_the_bug_and_the_plugins_command_repeats_it(tmp_path):
     here = tmp_path / "tests"  # Not the root, to which pytest's names are relative.
     here.mkdir()
-    (here / "test_mine.py").write_text(block("python", "came.append"))
+    (here / "test_mine.py").write_text(
+        block("docs/tutorials/every-order.md", "python", "def test_")
+    )
     (here / "conftest.py").write_text(QUICK)
 
     def pytest_of(*words):

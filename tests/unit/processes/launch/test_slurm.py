@@ -13,9 +13,9 @@ from jdag.errors import ScenarioError
 from jdag.processes.launch.main_session import Session
 from jdag.processes.launch.slurm import hosts_of, write_cluster_file
 from jdag.processes.session.cluster_file import load_cluster_file
-from tests.properties.test_readme import block
 from tests.tools.certificates import Issuer
 from tests.tools.command_cases import command as jdag
+from tests.tools.documents import block
 from tests.tools.error_texts import fails_with
 from tests.tools.rpc_cases import TOKEN, plain, plan_of
 from tests.unit.cli.test_hosting import running, until
@@ -190,8 +190,8 @@ def test_tasks_of_srun_are_workers_that_a_program_joins(tmp_path: Path, monkeypa
 
 
 @pytest.mark.second
-def test_the_batch_script_of_the_readme_certifies_all_hosts_of_the_job(tmp_path: Path):
-    text = block("bash", "#SBATCH").partition("\nsrun")[0]
+def test_the_batch_script_of_the_guide_certifies_all_hosts_of_the_job(tmp_path: Path):
+    text = block("docs/howto/slurm.md", "bash", "#SBATCH").partition("\nsrun")[0]
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho node08\necho node09\n")
     (tmp_path / "scontrol").chmod(0o700)
     path = f"{tmp_path}:{os.environ['PATH']}"
