@@ -33,7 +33,7 @@ X = jnp.linspace(0.0, 2.0, 12).reshape(3, 4)
 
 @pytest.fixture(scope="module")
 def recorded() -> list[Recorded]:
-    with breaking() as nodes, recording() as kept:
+    with recording() as kept, breaking() as nodes:
         program(nodes.cluster)
         nodes.cluster.info()
     assert len(kept) > 60
