@@ -9,7 +9,6 @@ without references is dropped at the next use of the cluster.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ from jdag.api.cluster import Cluster
 from jdag.api.value_and_grad import check_leaf, check_program, gradient_or_zeros
 from jdag.compute.avals import Aval, aval_of
 from jdag.compute.cutting import CutPlan, cut_graph
-from jdag.compute.duals import is_array_type
+from jdag.compute.duals import JaxArray, is_array_type
 from jdag.compute.pairs import ANEW_MAX
 from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
@@ -138,6 +137,8 @@ class CompiledStep:
         self._what = f"a step of {name_of(program)}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._by_types: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
+        self._last_key: Any = None  # The key of the last call in `_by_types`.
+        self._last_places: tuple[int, ...] = ()
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -210,13 +211,22 @@ class CompiledStep:
         recoveries = state.recovery and state.recovery.count
         epoch = (*state.driver.incarnations.items(), recoveries)
         flat, treedef = jax.tree.flatten(args)
-        types = list(map(_type_of, flat, repeat(state)))
+        types = [
+            value.aval
+            if value.__class__ is JaxArray and not value.is_deleted()
+            else _type_of(value, state)
+            for value in flat
+        ]
         # Fast path: for arrays, floats and leaves, the types select the plan.
         fast_key = (treedef, *types, epoch, differentiated, allow_int)
-        cached = None if None in types else self._by_types.get(fast_key)
+        if fast_key == self._last_key and self._last is not None:
+            return self._last, list(map(flat.__getitem__, self._last_places))
+        has_types = all([kind is not None for kind in types])
+        cached = self._by_types.get(fast_key) if has_types else None
         if cached is not None:
-            self._last, places = cached
-            return self._last, list(map(flat.__getitem__, places))
+            self._last_key = fast_key
+            self._last, self._last_places = cached
+            return self._last, list(map(flat.__getitem__, self._last_places))
         first = self._leaves(args, allow_int) if differentiated else ([], None)
         parts = split(args, {}, state.is_named)
         inputs, leaves = dict(parts.constants), []
@@ -238,11 +248,11 @@ class CompiledStep:
             plan.prepare()
             plan.leaves = first
             self._plans[key] = plan
-        if None not in types and parts.size == len(flat):
+        self._last, self._last_key = plan, None
+        if has_types and parts.size == len(flat):
             if len(self._by_types) >= _BY_TYPES_MAX:
                 self._by_types.clear()
             self._by_types[fast_key] = plan, tuple(inputs)
-        self._last = plan
         return plan, list(inputs.values())
 
     def _recorded(
@@ -371,11 +381,14 @@ class Plan:
                 bar.show(done)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
-        port, id, value_of = self._port, self._id, self._state.value
+        port, state = self._port, self._state
         self._number = number = self._number + 1
-        sent = [value_of(inputs[index]) for _, index in self._sent]
+        sent = [inputs[index] for _, index in self._sent]
+        plain = [v.__class__ is JaxArray and not v.committed for v in sent]
+        if state.abstract or not all(plain):
+            sent = list(map(state.value, sent))
         waiter = port.waiter()
-        port.tell(Stepping(waiter, id, number, sent))
+        port.tell(Stepping(waiter, self._id, number, sent))
         values = list(map(user_value, _checked(port.wait(waiter))))
         leaves: list[Any] = []
         for kind, item in self._results:
