@@ -94,7 +94,7 @@ def array_over(kind: ArrayType, view: memoryview) -> Any:
 
 
 def layout_of(kinds: Sequence[ArrayType]) -> ArrayLayout | None:
-    """Return where `arrays_at` finds values; None if some need `array_over`."""
+    """Return where a message has values; None if some need `array_over`."""
     layout, stop = [], 0
     for kind in kinds:
         dtype, start = _PLAIN.get(kind.dtype), stop
@@ -103,15 +103,6 @@ def layout_of(kinds: Sequence[ArrayType]) -> ArrayLayout | None:
             return None
         layout.append((kind.shape, dtype, start, stop))
     return layout
-
-
-def arrays_at(layout: ArrayLayout, data: bytes, offset: int) -> list[Any]:
-    """Return the values whose elements follow each other in `data` from `offset`."""
-    ndarray = np.ndarray
-    return [
-        ndarray(shape, dtype, data[offset + start : offset + stop])
-        for shape, dtype, start, stop in layout
-    ]
 
 
 def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:

@@ -128,9 +128,10 @@ class Engine:
         self, sender: Worker, frame: StepFrame, values: Sequence[Any]
     ) -> list[protocol.Effect]:
         """Process a step frame, as `handle` does."""
-        if sender not in self._state.lost:
+        state = self._state
+        if sender not in state.lost:
             self._steps.arrived(sender, frame, values)
-        return self._effects()
+        return self._effects() if state.out or state.callbacks else []
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.

@@ -79,11 +79,17 @@ class StepDriver(Protocol):
     def account(self, nbytes: int, activation: int) -> None:
         """Count values that a step stores or, if negative, frees."""
 
-    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
-        """Run a row and then report `Engine.ran`. False: the row must be a job."""
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
+        """Run a row. Return a tuple of its outputs, or a Failure.
+
+        False: the row must be a job. True: the driver reports `Engine.ran` later.
+        """
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         """Send a frame now. False: sending must be an effect."""
+
+    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+        """Resume the program of a step. False: resuming must be an effect."""
 
 
 class Steps(Struct, eq=False):
@@ -151,18 +157,19 @@ class Steps(Struct, eq=False):
             self._advance(step)
 
     def store(
-        self, step: StepState, slots: Sequence[int], values: Sequence[Any]
+        self, step: StepState, slots: tuple[int, ...], values: Sequence[Any]
     ) -> None:
         table = step.table
-        places = list(map(table.places.__getitem__, slots))
-        for place, value in zip(places, values, strict=True):
-            if step.values[place] is not None:
-                slot = table.slots[place]
-                raise ProtocolError(f"slot {slot} of step {step.number} came twice")
-            if table.sizes[place] is UNSIZED:
-                table.sizes[place] = self.driver.nbytes(value), 0
+        arrival = table.arrivals.get(slots)
+        if arrival is None:
+            places = tuple(map(table.places.__getitem__, slots))
+            for place, value in zip(places, values, strict=True):
+                if table.sizes[place] is UNSIZED:
+                    table.sizes[place] = self.driver.nbytes(value), 0
+            arrival = table.arrivals[slots] = places, table.size(places)
+        places, size = arrival
         step.store(places, values)
-        self.driver.account(*table.size(places))
+        self.driver.account(*size)
 
     def open(self, step: StepState, base: int) -> None:
         """Begin a step as its owner says: `base` is the last committed step."""
@@ -206,23 +213,31 @@ class Steps(Struct, eq=False):
     # -------------------------------------------------------------------------- rows
 
     def _advance(self, step: StepState) -> None:
-        ready, table, driver = step.ready, step.table, self.driver
+        ready, table, values = step.ready, step.table, step.values
         while ready:
             row = table.rows[heappop(ready)]
             if row.hops and not row.runs:
                 self._send(step, row)
-            inputs, freed = step.use(row)
-            if row.runs and not driver.run(step, row, inputs):
+            inputs = [values[place] for place in row.inputs]
+            freed = step.use(row) if row.shared else row.frees
+            for place in freed:
+                values[place] = None
+            outputs = self.driver.run(step, row, inputs) if row.runs else ()
+            if outputs is False:
                 job = self._job(step, row, inputs, freed)
                 done = partial(self._computed, step, row)
                 self._state.compute(job, done, None)
-                continue  # The driver frees the inputs when the job begins.
-            if freed:
-                self._free(step, freed)
-            if row.segment is None:
-                self.finished(step, inputs)
-            elif not row.runs:
-                self._ran(step, row, ())
+            elif row.outputs and outputs.__class__ is tuple:
+                self._ran(step, row, outputs, freed)
+            else:
+                if freed:
+                    self._free(step, freed)
+                if row.segment is None:
+                    self.finished(step, inputs)
+                elif isinstance(outputs, Failure):
+                    self._failed(step, outputs)
+                elif outputs is not True:
+                    self._ran(step, row, ())
 
     def _computed(
         self, step: StepState, row: TableRow, failure: Failure | None, job: Any
@@ -240,21 +255,28 @@ class Steps(Struct, eq=False):
             self._ran(step, row, outputs)
             self._advance(step)
 
-    def _ran(self, step: StepState, row: TableRow, outputs: Sequence[Any]) -> None:
+    def _ran(
+        self, step: StepState, row: TableRow, outputs: Any, freed: Sequence[int] = ()
+    ) -> None:
+        """Store and send outputs. Count `freed` inputs as freed now."""
         table = step.table
-        if row.outputs:
-            if not row.is_sized:
+        if outputs:
+            if row.gain is None:
                 self._learn_sizes(table, row)
             step.store(row.outputs, outputs)
-            self._send(step, row)
-            self.driver.account(*table.size(row.outputs))
+            if row.hops:
+                self._send(step, row)
+            gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
+            self.driver.account(*gain)
             if row.unused:
                 self._free(step, row.unused)
         step.undone -= 1
         if table.is_owner:
             step.count_down()
-        elif not step.undone:
-            self._done(step)
+        elif not step.undone and table.steps.get(step.number) is step:
+            self.complete(step)
+            if table.prepare.reports:
+                self.send(table.report, step.number, 0, ())
 
     def _learn_sizes(self, table: Table, row: TableRow) -> None:
         leaves = [table.places[read.slot] for read in table.prepare.reads]
@@ -263,7 +285,7 @@ class Steps(Struct, eq=False):
         sizes = self.driver.sizes(row.segment.function, is_leaf)
         for place, size in zip(row.outputs, sizes, strict=True):
             table.sizes[place] = size
-        row.is_sized = True
+        row.gain = table.size(row.outputs, row.frees)
 
     def _free(self, step: StepState, places: Sequence[int]) -> None:
         nbytes, activation = step.table.size(places)
@@ -286,14 +308,6 @@ class Steps(Struct, eq=False):
         ):
             frame = replace(hop.frame, number=number, base=base)
             out.append(Send(hop.to, frame, given=tuple(values)))
-
-    def _done(self, step: StepState) -> None:
-        """Report to the owner that all rows have run."""
-        table = step.table
-        if table.steps.get(step.number) is step:
-            self.complete(step)
-            if table.prepare.reports:
-                self.send(table.report, step.number, 0, ())
 
     def complete(self, step: StepState) -> None:
         """End a step whose rows have run, unless it waits for its commit."""

@@ -18,6 +18,7 @@ from msgspec import Struct
 
 from jdag.engine.messages import Prepare, Segment, StepFrame
 from jdag.engine.names import Key, LeafId, SlotKey, Worker
+from jdag.errors import ProtocolError
 
 Sizes = tuple[int, int]  # Bytes of a value, and bytes that it keeps for a backward.
 UNSIZED: Sizes = (0, 0)  # As one object: the size of a value that is not known yet.
@@ -42,7 +43,7 @@ class TableRow(Struct, eq=False):
     frees: tuple[int, ...] = ()  # Inputs that no other row uses.
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
     unused: tuple[int, ...] = ()  # Outputs that no row here uses.
-    is_sized: bool = False  # Whether the sizes of its outputs are known.
+    gain: Any = None  # `Sizes` of its outputs less those of `frees`, once known.
 
 
 class StepState(Struct, eq=False):
@@ -62,6 +63,9 @@ class StepState(Struct, eq=False):
     def store(self, places: Sequence[int], values: Sequence[Any]) -> None:
         stored, left, readers = self.values, self.left, self.table.readers
         for place, value in zip(places, values, strict=True):
+            if stored[place] is not None:
+                slot = self.table.slots[place]
+                raise ProtocolError(f"slot {slot} of step {self.number} came twice")
             stored[place] = value
             for row in readers[place]:
                 left[row] -= 1
@@ -75,18 +79,14 @@ class StepState(Struct, eq=False):
         if not left[-1]:
             heappush(self.ready, len(left) - 1)
 
-    def use(self, row: TableRow) -> tuple[list[Any], Sequence[int]]:
-        """Return the inputs of a row that starts, and the places that it frees."""
-        values, uses = self.values, self.uses
-        inputs = [values[place] for place in row.inputs]
-        freed: Sequence[int] = row.frees
+    def use(self, row: TableRow) -> tuple[int, ...]:
+        """Count the uses of a row that starts. Return the places that it frees."""
+        uses, freed = self.uses, row.frees
         for place in row.shared:
             uses[place] -= 1
             if not uses[place]:
                 freed = *freed, place
-        for place in freed:
-            values[place] = None
-        return inputs, freed
+        return freed
 
     def keys(self, places: Iterable[int]) -> tuple[Key, ...]:
         context, slots = self.table.prepare.context, self.table.slots
@@ -111,6 +111,8 @@ class Table(Struct, eq=False):
     waits: bool  # Whether a step begins only with the owner's frame.
     actions: tuple[Any, ...]  # The worker's actions in a schedule.
     report: Hop
+    # By the slots of a frame that has come, their places and total size.
+    arrivals: dict[tuple[int, ...], tuple[tuple[int, ...], Sizes]] = {}
     steps: dict[int, StepState] = {}  # Steps in progress, by number.
     last_over: int = 0  # The number of the last finished or dropped step.
 
@@ -127,13 +129,14 @@ class Table(Struct, eq=False):
         )
         return step
 
-    def size(self, places: Sequence[int]) -> Sizes:
-        nbytes = activation = 0
-        for place in places:
-            size = self.sizes[place]
-            nbytes += size[0]
-            activation += size[1]
-        return nbytes, activation
+    def size(self, places: Sequence[int], freed: Sequence[int] = ()) -> Sizes:
+        """Return the sizes of the values at `places`, less those at `freed`."""
+        sizes, kept = self.sizes, [self.sizes[place] for place in places]
+        less = [sizes[place] for place in freed]
+        return (
+            sum([size[0] for size in kept]) - sum([size[0] for size in less]),
+            sum([size[1] for size in kept]) - sum([size[1] for size in less]),
+        )
 
 
 def begins_with_owner(prepare: Prepare) -> bool:

@@ -227,29 +227,34 @@ class Jobs:
         self._finish(item, self._outcome(item), False)
 
     def _outcome(self, item: _Item) -> _Outcome:
-        outcome = self._computed(item.work.compute, item.kind)
+        outcome = self._computed(item.work.compute, (), item.kind)
         self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
         return outcome
 
-    def add_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
-        """Begin a short row of a plan. Return False if the row must be a job."""
+    def run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
+        """Run a short row of a plan, as `StepDriver.run`.
+
+        If output waits, the row runs after the output has been sent.
+        """
         assert row.segment is not None
-        function = row.segment.function
+        function, loop = row.segment.function, self._loop
         if self.rows_are_jobs or not self._times.is_short(function):
             return False
-        self.due.append(partial(self._run_row, step, row, inputs))
-        self._loop.dirty = True
+        if not (self.due or loop.unflushed):
+            return self._outputs(row, function, inputs)
+        self.due.append(partial(self._run_later, step, row, inputs))
+        loop.dirty = True
         return True
 
-    def _run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
+    def _outputs(self, row: TableRow, function: Any, inputs: list[Any]) -> Any:
+        result, error, _, _ = self._computed(function.run, (inputs,), function)
+        if error is None:
+            return result
+        return failure_of(error, self._worker, (row.index,), function.name)
+
+    def _run_later(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
         assert row.segment is not None
-        function = row.segment.function
-        outcome = self._computed(partial(function.run, inputs), function)
-        outputs = outcome.result
-        if outcome.error is not None:
-            error, path = outcome.error, (row.index,)
-            outputs = failure_of(error, self._worker, path, function.name)
-        self._ran(step, row, outputs)
+        self._ran(step, row, self._outputs(row, row.segment.function, inputs))
 
     def close(self) -> None:
         """Start no more jobs, and drop the results of running jobs."""
@@ -259,12 +264,12 @@ class Jobs:
             self._long.clear()
             self._changed.notify()
 
-    def _computed(self, compute: Callable[[], Any], kind: Any) -> _Outcome:
+    def _computed(self, compute: Callable[..., Any], args: Any, kind: Any) -> _Outcome:
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         result = error = None
         try:
-            result = compute()
+            result = compute(*args)
             _await(result)
         except BaseException as raised:
             # Any error in a user's function becomes the job's result, even SystemExit.

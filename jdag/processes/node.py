@@ -131,7 +131,7 @@ class Node:
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
         self._jobs = Jobs(host, self._loop, session.steps, recording)
-        host.engine.drive(StepRunner(host.machine, self._jobs, peers))
+        host.engine.drive(StepRunner(host, self._jobs, peers))
         queries = NodeQueries(host, peers, self._jobs, self._check_open, recording)
         self._queries = queries
         self.graph, self.settle = queries.graph, queries.settle

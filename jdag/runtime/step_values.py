@@ -17,7 +17,10 @@ class StepValues:
         values = machine.values
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
-        self.run: Callable[[StepState, TableRow, list[Any]], bool] = lambda *_: False
+        self.run: Callable[[StepState, TableRow, list[Any]], Any] = lambda *_: False
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+        return False
+
+    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
         return False

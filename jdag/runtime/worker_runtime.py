@@ -253,7 +253,7 @@ class WorkerRuntime:
         self, effect: Resume | Alarm | Skip | Listed | Spawn, cause: int
     ) -> None:
         if isinstance(effect, Resume):
-            self._resume(effect, cause)
+            self.resume(effect.waiter, effect.result, cause)
         elif isinstance(effect, Alarm):
             alarm = self.driver.alarm(self, effect, cause)
             self.waiters.alarms[effect.waiter] = alarm
@@ -263,8 +263,8 @@ class WorkerRuntime:
             assert isinstance(effect, Spawn), effect
             self.driver.spawn(self, effect, cause)
 
-    def _resume(self, resume: Resume, cause: int) -> None:
-        waiter, result, waiters = resume.waiter, resume.result, self.waiters
+    def resume(self, waiter: int, result: Any, cause: int = NO_CAUSE) -> None:
+        waiters = self.waiters
         if waiters.alarms:
             waiters.silence(waiter)
         origin = waiters.events.get(waiter)

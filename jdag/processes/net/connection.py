@@ -226,24 +226,22 @@ class Connection:
             self._write(message, (), causes)
 
     def step(
-        self, frame: StepFrame, number: int, base: int, values: Sequence[Any], head: Any
-    ) -> Any:
-        """Send a step frame. Return its encoded head, for the next step's frame.
+        self, data: bytes, sizes: Sequence[int], values: Sequence[Any], nbytes: int
+    ) -> None:
+        """Send a step frame: numbers and head, then values of these sizes.
 
-        The head has the types of the values. Those of inputs may differ in width, since
-        a plan takes 64-bit values of numpy for the 32-bit ones of JAX.
+        If there are no sizes, `data` has the values already; they have `nbytes` bytes.
         """
         if self.lost:
-            return head
+            return
         if self._acknowledgements:
             self._send_acknowledgements()
-        kinds = list(map(type_of, values))
-        if head is None or head[0] != kinds:
-            data = self._codec.encode(frame, kinds)
-            head = kinds, data, [kind.nbytes for kind in kinds]
-        _, data, sizes = head
-        self._frame(FrameKind.STEP, STEP.pack(number, base) + data, sizes, values)
-        return head
+        if sizes:
+            self._frame(FrameKind.STEP, data, sizes, values)
+        else:
+            self.sent.payload_bytes += nbytes
+            self.sent.messages += 1
+            self._add(FrameKind.STEP, (data,), len(data))
 
     def _write(
         self, message: Message, values: Sequence[Any], causes: tuple[int, ...]

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,7 @@ from jdag.engine.protocol import (
     Sum,
     Tag,
 )
+from jdag.engine.tables import TableRow
 from jdag.processes.jobs import KNOWN_MAX, SHORT_NS, AverageDurations, Jobs
 from jdag.processes.net.loop import Loop, clock_ns
 from jdag.schedules import Action
@@ -155,6 +156,36 @@ def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
         bench.forward(14, scaled, np.ones(3), tag=Tag(0, 0, listed=True))
         bench.jobs.skip(Skip(CONTEXT, Tag(0, 2), "FBIW"))
         bench.wait(7)
+
+
+def test_a_short_row_runs_at_once_unless_output_waits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)
+    segment: Any = SimpleNamespace(function=Doubling())
+    row, step = TableRow(4, segment, (0,)), cast(Any, "the step")
+    assert bench.jobs.run_row(step, row, [3]) is False  # It may take long.
+    for _ in range(2):
+        bench.jobs._times.note(segment.function, 1)
+    assert bench.jobs.run_row(step, row, [3]) == (6,)
+    failure = bench.jobs.run_row(step, row, ["x"])
+    assert isinstance(failure, Failure) and failure.path == (4,)
+    bench.loop.unflushed.append(None)
+    assert bench.jobs.run_row(step, row, [4]) is True
+    bench.loop.unflushed.clear()
+    assert bench.jobs.run_row(step, row, [5]) is True  # After the other row.
+    assert bench.ran == []
+    bench.jobs.run()
+    assert bench.ran == [(step, row, (8,)), (step, row, (10,))]
+
+
+class Doubling:
+    """The function of a segment."""
+
+    name = "doubling"
+
+    def run(self, inputs: list[int]) -> tuple[int]:
+        return (2 * (inputs[0] + 0),)
 
 
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:
