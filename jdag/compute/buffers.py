@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.config import trace_context
-from jax._src.interpreters.pxla import batched_device_put
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.dtypes import canonicalize_dtype
 from msgspec.structs import replace
 
@@ -161,7 +161,7 @@ def _copied(value: Any) -> Any:
     context = config.jax_default_device, trace_context()
     aval, sharding, devices, committed = _place(value.shape, value.dtype, context)
     values = [value] * len(devices)
-    return batched_device_put(aval, sharding, values, devices, committed)
+    return xla_client.batched_device_put(aval, sharding, values, devices, committed)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,8 @@ from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import StepFrame, Worker, landing
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
-from jdag.engine.steps import StepDriver, Steps
+from jdag.engine.steps import Steps
+from jdag.engine.tables import StepDriver
 
 # Events from drivers. Before any other event, staged steps of plans are committed.
 _DRIVER_EVENTS = frozenset(
@@ -160,7 +161,7 @@ class Engine:
             self._events[kind](event)
             if state.listing and kind in WAIT_EVENTS:
                 self._listings.program_waits(event)
-        return self._effects()
+        return self._effects() if state.out or state.callbacks else []
 
     def _effects(self) -> list[protocol.Effect]:
         state, callbacks = self._state, self._state.callbacks

@@ -21,7 +21,7 @@ effects, like those of calls.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heappop
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -60,36 +60,6 @@ from jdag.engine.tables import (
     table_of,
 )
 from jdag.errors import ProtocolError
-
-
-class StepDriver(Protocol):
-    """How steps use the values of a worker. Values are opaque to the engine."""
-
-    has_keys: bool  # Whether a trace knows the values of a step by keys.
-
-    def get(self, key: Key) -> Any: ...
-
-    def put(self, key: Key, value: Any) -> None: ...
-
-    def nbytes(self, value: Any) -> int: ...
-
-    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
-        """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
-
-    def account(self, nbytes: int, activation: int) -> None:
-        """Count values that a step stores or, if negative, frees."""
-
-    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
-        """Run a row. Return a tuple of its outputs, or a Failure.
-
-        False: the row must be a job. True: the driver reports `Engine.ran` later.
-        """
-
-    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
-        """Send a frame now. False: sending must be an effect."""
-
-    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
-        """Resume the program of a step. False: resuming must be an effect."""
 
 
 class Steps(Struct, eq=False):
@@ -264,12 +234,13 @@ class Steps(Struct, eq=False):
             if row.gain is None:
                 self._learn_sizes(table, row)
             step.store(row.outputs, outputs)
-            if row.hops:
-                self._send(step, row)
+            for hop in row.hops:
+                values = [step.values[place] for place in hop.places]
+                self.send(hop, step.number, 0, values)
             gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
             self.driver.account(*gain)
             if row.unused:
-                self._free(step, row.unused)
+                self._free(step, row.unused, row.loss)
         step.undone -= 1
         if table.is_owner:
             step.count_down()
@@ -286,10 +257,13 @@ class Steps(Struct, eq=False):
         for place, size in zip(row.outputs, sizes, strict=True):
             table.sizes[place] = size
         row.gain = table.size(row.outputs, row.frees)
+        row.loss = table.size((), row.unused)
 
-    def _free(self, step: StepState, places: Sequence[int]) -> None:
-        nbytes, activation = step.table.size(places)
-        self.driver.account(-nbytes, -activation)
+    def _free(
+        self, step: StepState, places: Sequence[int], loss: Sizes | None = None
+    ) -> None:
+        """Free values. `loss` is minus their sizes, if that is known."""
+        self.driver.account(*(loss or step.table.size((), places)))
         if self.driver.has_keys:
             self._state.drop(step.keys(places))
         for place in places:

@@ -12,7 +12,7 @@ order runs first; a value is freed when the last row that uses it starts.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import heappush
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
@@ -44,6 +44,7 @@ class TableRow(Struct, eq=False):
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
     unused: tuple[int, ...] = ()  # Outputs that no row here uses.
     gain: Any = None  # `Sizes` of its outputs less those of `frees`, once known.
+    loss: Any = None  # Minus the `Sizes` of `unused`.
 
 
 class StepState(Struct, eq=False):
@@ -242,3 +243,33 @@ def _uses(
         row.shared = tuple([place for place in owned if uses[place] > 1])
         row.unused = tuple([place for place in row.outputs if not uses[place]])
     return uses, [tuple(each) for each in readers]
+
+
+class StepDriver(Protocol):
+    """How steps use the values of a worker. Values are opaque to the engine."""
+
+    has_keys: bool  # Whether a trace knows the values of a step by keys.
+
+    def get(self, key: Key) -> Any: ...
+
+    def put(self, key: Key, value: Any) -> None: ...
+
+    def nbytes(self, value: Any) -> int: ...
+
+    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
+        """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
+
+    def account(self, nbytes: int, activation: int) -> None:
+        """Count values that a step stores or, if negative, frees."""
+
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
+        """Run a row. Return a tuple of its outputs, or a Failure.
+
+        False: the row must be a job. True: the driver reports `Engine.ran` later.
+        """
+
+    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+        """Send a frame now. False: sending must be an effect."""
+
+    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+        """Resume the program of a step. False: resuming must be an effect."""

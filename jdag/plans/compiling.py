@@ -17,10 +17,11 @@ import numpy as np
 from jdag.api.cluster import Cluster
 from jdag.api.value_and_grad import check_leaf, check_program, gradient_or_zeros
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
 from jdag.compute.cutting import CutPlan, cut_graph
 from jdag.compute.duals import JaxArray, is_array_type
 from jdag.compute.pairs import ANEW_MAX
-from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
+from jdag.compute.pytrees import Form, Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
 from jdag.context.cluster_state import user_value
 from jdag.context.context import Context
@@ -210,7 +211,7 @@ class CompiledStep:
         cluster._check(self._what)
         recoveries = state.recovery and state.recovery.count
         epoch = (*state.driver.incarnations.items(), recoveries)
-        flat, treedef = jax.tree.flatten(args)
+        flat, treedef = jax.tree_util.default_registry.flatten(args)
         types = [
             value.aval
             if value.__class__ is JaxArray and not value.is_deleted()
@@ -327,7 +328,8 @@ class Plan:
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id
         self._number = 0
-        self._treedef = recording.treedef
+        form = recording.treedef
+        self._rebuild = form.rebuild if isinstance(form, Form) else form.unflatten
         inputs = {value: index for index, value in enumerate(recorded.inputs)}
         # For each result: its index in the values or inputs of a step, or its data.
         slots: dict[int, int] = {}
@@ -377,7 +379,9 @@ class Plan:
             while done < total:
                 waiter = port.waiter()
                 port.tell(Compiled(waiter, self._id, done))
-                done = _checked(port.wait(waiter))
+                done = port.wait(waiter)
+                if isinstance(done, Failure):
+                    raise exception_of(done)
                 bar.show(done)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
@@ -389,7 +393,11 @@ class Plan:
             sent = list(map(state.value, sent))
         waiter = port.waiter()
         port.tell(Stepping(waiter, self._id, number, sent))
-        values = list(map(user_value, _checked(port.wait(waiter))))
+        result = port.wait(waiter)
+        if isinstance(result, Failure):
+            raise exception_of(result)
+        convert = user_value if state.abstract else delivered
+        values = list(map(convert, result))
         leaves: list[Any] = []
         for kind, item in self._results:
             source = values if kind == "value" else inputs
@@ -397,7 +405,7 @@ class Plan:
         gradients = {leaf: values[index] for leaf, index in self._gradients.items()}
         scale = [] if self._state.abstract else [values[index] for index in self._scale]
         self.skipped = any(map(np.isnan, scale))
-        return unflatten(self._treedef, leaves), gradients
+        return self._rebuild(leaves), gradients
 
     def __str__(self) -> str:
         return table_of_plan(self.name, self.cut, self._port.worker)
@@ -420,12 +428,6 @@ def _type_of(value: Any, state: Any) -> Any:
         kind = aval.shape, aval.dtype, aval.weak_type
         return None if value.is_deleted() else kind
     return float if type(value) is float else None
-
-
-def _checked(result: Any) -> Any:
-    if isinstance(result, Failure):
-        raise exception_of(result)
-    return result
 
 
 def _stepping(

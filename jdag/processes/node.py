@@ -12,7 +12,6 @@ programs are interrupted.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -195,7 +194,7 @@ class Node:
 
         Raises JdagError if the thread has no program, or in a forked process.
         """
-        if os.getpid() != self._loop.process:
+        if self._loop.is_forked:
             self._loop.check_process()
         port: ProgramPort | None = getattr(self._thread_local, "port", None)
         if port is None:

@@ -1,7 +1,6 @@
 """Steps of plans on a node: short rows and all frames at once, without effects."""
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from jdag.compute.duals import JaxArray
@@ -40,8 +39,10 @@ class StepRunner(StepValues):
         _, head, sizes, nbytes = hop.encoded
         numbers, data = STEP.pack(number, base), b""
         if nbytes <= JOINED_BYTES:
-            with suppress(TypeError, ValueError, BufferError):  # As in `parts`.
+            try:
                 data = b"".join((numbers, head, *values))
+            except (TypeError, ValueError, BufferError):  # As in `parts`.
+                data = b""
         if len(data) == STEP.size + len(head) + nbytes:
             peer.step(data, (), (), nbytes)
         else:

@@ -29,6 +29,7 @@ from heapq import heappop, heappush
 from itertools import count
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from msgspec import Struct
 
@@ -50,6 +51,17 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 clock_ns = time.monotonic_ns
 
 
+_loops: WeakSet[Any] = WeakSet()
+
+
+def _mark_forked() -> None:
+    for loop in _loops:
+        loop.is_forked = True
+
+
+os.register_at_fork(after_in_child=_mark_forked)  # `getpid` takes a microsecond.
+
+
 class Timer(Struct):
     call: _Call | None
 
@@ -62,6 +74,8 @@ class Loop:
 
     def __init__(self, flush: _Call) -> None:
         self.process = os.getpid()
+        self.is_forked = False  # In a forked process, which must not use the loop.
+        _loops.add(self)
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,7 +146,7 @@ class Loop:
                 return
 
     def check_process(self) -> None:
-        if os.getpid() != self.process:
+        if self.is_forked:
             raise JdagError(
                 f"process {os.getpid()} was forked from process {self.process} and "
                 "cannot use its cluster; start processes by "
@@ -141,7 +155,7 @@ class Loop:
 
     def acquire(self) -> None:
         """Take the lock. If its holder is blocked in a poll, wake the holder up."""
-        if os.getpid() != self.process:
+        if self.is_forked:
             self.check_process()
         me = threading.get_ident()
         if me == self._main:
