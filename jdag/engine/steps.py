@@ -53,7 +53,6 @@ from jdag.engine.state import State, first_failure
 from jdag.engine.tables import (
     UNSIZED,
     Hop,
-    Sizes,
     StepState,
     Table,
     TableRow,
@@ -240,7 +239,7 @@ class Steps(Struct, eq=False):
             gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
             self.driver.account(*gain)
             if row.unused:
-                self._free(step, row.unused, row.loss)
+                self._free(step, row.unused)
         step.undone -= 1
         if table.is_owner:
             step.count_down()
@@ -257,13 +256,9 @@ class Steps(Struct, eq=False):
         for place, size in zip(row.outputs, sizes, strict=True):
             table.sizes[place] = size
         row.gain = table.size(row.outputs, row.frees)
-        row.loss = table.size((), row.unused)
 
-    def _free(
-        self, step: StepState, places: Sequence[int], loss: Sizes | None = None
-    ) -> None:
-        """Free values. `loss` is minus their sizes, if that is known."""
-        self.driver.account(*(loss or step.table.size((), places)))
+    def _free(self, step: StepState, places: Sequence[int]) -> None:
+        self.driver.account(*step.table.size((), places))
         if self.driver.has_keys:
             self._state.drop(step.keys(places))
         for place in places:

@@ -44,7 +44,6 @@ class TableRow(Struct, eq=False):
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
     unused: tuple[int, ...] = ()  # Outputs that no row here uses.
     gain: Any = None  # `Sizes` of its outputs less those of `frees`, once known.
-    loss: Any = None  # Minus the `Sizes` of `unused`.
 
 
 class StepState(Struct, eq=False):
@@ -132,12 +131,10 @@ class Table(Struct, eq=False):
 
     def size(self, places: Sequence[int], freed: Sequence[int] = ()) -> Sizes:
         """Return the sizes of the values at `places`, less those at `freed`."""
-        sizes, kept = self.sizes, [self.sizes[place] for place in places]
-        less = [sizes[place] for place in freed]
-        return (
-            sum([size[0] for size in kept]) - sum([size[0] for size in less]),
-            sum([size[1] for size in kept]) - sum([size[1] for size in less]),
-        )
+        size = self.sizes
+        nbytes = sum([size[p][0] for p in places]) - sum([size[p][0] for p in freed])
+        kept = sum([size[p][1] for p in places]) - sum([size[p][1] for p in freed])
+        return nbytes, kept
 
 
 def begins_with_owner(prepare: Prepare) -> bool:

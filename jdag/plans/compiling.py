@@ -138,8 +138,7 @@ class CompiledStep:
         self._what = f"a step of {name_of(program)}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._by_types: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
-        self._last_key: Any = None  # The key of the last call in `_by_types`.
-        self._last_places: tuple[int, ...] = ()
+        self._recent: tuple[Any, Any, Any] = None, None, ()  # One item of `_by_types`.
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -220,14 +219,12 @@ class CompiledStep:
         ]
         # Fast path: for arrays, floats and leaves, the types select the plan.
         fast_key = (treedef, *types, epoch, differentiated, allow_int)
-        if fast_key == self._last_key and self._last is not None:
-            return self._last, list(map(flat.__getitem__, self._last_places))
-        has_types = all([kind is not None for kind in types])
-        cached = self._by_types.get(fast_key) if has_types else None
-        if cached is not None:
-            self._last_key = fast_key
-            self._last, self._last_places = cached
-            return self._last, list(map(flat.__getitem__, self._last_places))
+        if fast_key != self._recent[0]:
+            cached = None if None in types else self._by_types.get(fast_key)
+            self._recent = (fast_key, *cached) if cached else (None, None, ())
+        if self._recent[0] is not None:
+            _, self._last, places = self._recent
+            return self._last, [flat[place] for place in places]
         first = self._leaves(args, allow_int) if differentiated else ([], None)
         parts = split(args, {}, state.is_named)
         inputs, leaves = dict(parts.constants), []
@@ -249,11 +246,11 @@ class CompiledStep:
             plan.prepare()
             plan.leaves = first
             self._plans[key] = plan
-        self._last, self._last_key = plan, None
-        if has_types and parts.size == len(flat):
+        if None not in types and parts.size == len(flat):
             if len(self._by_types) >= _BY_TYPES_MAX:
                 self._by_types.clear()
             self._by_types[fast_key] = plan, tuple(inputs)
+        self._last = plan
         return plan, list(inputs.values())
 
     def _recorded(

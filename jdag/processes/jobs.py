@@ -238,7 +238,7 @@ class Jobs:
         """
         assert row.segment is not None
         function, loop = row.segment.function, self._loop
-        if self.rows_are_jobs or not self._times.is_short(function):
+        if not self._times.is_short(function):
             return False
         if not (self.due or loop.unflushed):
             return self._outputs(row, function, inputs)

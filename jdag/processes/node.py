@@ -50,7 +50,7 @@ from jdag.processes.jobs import Jobs
 from jdag.processes.net import receiving
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
-from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.loop import PROCESS, Loop, clock_ns
 from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
@@ -194,7 +194,7 @@ class Node:
 
         Raises JdagError if the thread has no program, or in a forked process.
         """
-        if self._loop.is_forked:
+        if PROCESS["id"] != self._loop.process:
             self._loop.check_process()
         port: ProgramPort | None = getattr(self._thread_local, "port", None)
         if port is None:

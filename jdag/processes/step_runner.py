@@ -20,13 +20,13 @@ class StepRunner(StepValues):
     def __init__(self, host: WorkerRuntime, jobs: Jobs, peers: PeerTable) -> None:
         super().__init__(host.machine)
         self._resume = host.resume
-        self.run, self.has_keys = jobs.run_row, jobs.rows_are_jobs
+        self.has_keys = jobs.rows_are_jobs
+        if not self.has_keys:
+            self.run, self.send, self.finish = jobs.run_row, self._send, self._finish
         self._peers = peers
         self._connections = peers.connections
 
-    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
-        if self.has_keys:
-            return False
+    def _send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         peer = self._connections.get(hop.to) or self._peers.peer(hop.to)
         # A head has the types of the values. Those of inputs may differ in width, since
         # a plan takes 64-bit values of numpy for the 32-bit ones of JAX.
@@ -50,7 +50,6 @@ class StepRunner(StepValues):
         self._peers.hurries = True
         return True
 
-    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
-        if not self.has_keys:
-            self._resume(waiter, results)
-        return not self.has_keys
+    def _finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+        self._resume(waiter, results)
+        return True

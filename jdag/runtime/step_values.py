@@ -1,11 +1,9 @@
 """How steps of plans use the values of a worker: what both drivers share."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdag.compute.machine import Machine, segment_sizes
 from jdag.compute.values import nbytes_of
-from jdag.engine.tables import Hop, StepState, TableRow
 
 
 class StepValues:
@@ -17,10 +15,7 @@ class StepValues:
         values = machine.values
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
-        self.run: Callable[[StepState, TableRow, list[Any]], Any] = lambda *_: False
+        self.run = self.send = self.finish = self._as_effect
 
-    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
-        return False
-
-    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+    def _as_effect(self, *_: Any) -> Any:
         return False

@@ -29,7 +29,6 @@ from heapq import heappop, heappush
 from itertools import count
 from types import FrameType
 from typing import Any
-from weakref import WeakSet
 
 from msgspec import Struct
 
@@ -50,16 +49,8 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 clock_ns = time.monotonic_ns
 
-
-_loops: WeakSet[Any] = WeakSet()
-
-
-def _mark_forked() -> None:
-    for loop in _loops:
-        loop.is_forked = True
-
-
-os.register_at_fork(after_in_child=_mark_forked)  # `getpid` takes a microsecond.
+PROCESS = {"id": os.getpid()}  # `getpid` is a system call, which may take 1 us.
+os.register_at_fork(after_in_child=lambda: PROCESS.update(id=os.getpid()))
 
 
 class Timer(Struct):
@@ -73,9 +64,7 @@ class Loop:
     """Sockets, timers and the loop lock. Calls `flush` after each `dirty` iteration."""
 
     def __init__(self, flush: _Call) -> None:
-        self.process = os.getpid()
-        self.is_forked = False  # In a forked process, which must not use the loop.
-        _loops.add(self)
+        self.process = PROCESS["id"]
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -146,7 +135,7 @@ class Loop:
                 return
 
     def check_process(self) -> None:
-        if self.is_forked:
+        if PROCESS["id"] != self.process:
             raise JdagError(
                 f"process {os.getpid()} was forked from process {self.process} and "
                 "cannot use its cluster; start processes by "
@@ -155,7 +144,7 @@ class Loop:
 
     def acquire(self) -> None:
         """Take the lock. If its holder is blocked in a poll, wake the holder up."""
-        if self.is_forked:
+        if PROCESS["id"] != self.process:
             self.check_process()
         me = threading.get_ident()
         if me == self._main:

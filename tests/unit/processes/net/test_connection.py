@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from jdag.compute.buffers import parts
 from jdag.compute.machine import Machine
@@ -378,6 +379,10 @@ def test_a_step_frame_has_the_types_of_its_own_values(sides: Sides) -> None:
     values = [np.arange(3.0), jnp.arange(3, dtype="f4"), np.arange(3), 2.5, 3, 2.5]
     values += [np.arange(6.0)[::2], jnp.ones(2, "bfloat16"), np.ones((0, 3))]
     values += [jnp.asarray(2.5), jnp.asarray(2.5) * 1, jax.lax.full((), 2.5) * 2.5]
+    columns = Format(
+        Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    values += [jax.device_put(jnp.arange(6.0).reshape(2, 3), columns)]
     values += [np.ones((2, 3)).T, np.ones(1 << 10), jnp.ones(1 << 10, "f4")]
     for number, value in enumerate(values, 1):
         assert runner.send(hop, number, number - 1, [value])
