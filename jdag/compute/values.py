@@ -105,9 +105,12 @@ class Values:
         They are computed from types. An array that a step holds twice counts twice.
         """
         self.bytes_held += nbytes
-        self.bytes_peak = max(self.bytes_peak, self.bytes_held)
-        self._activations_held += activation
-        self.activations_peak = max(self.activations_peak, self._activations_held)
+        if self.bytes_held > self.bytes_peak:
+            self.bytes_peak = self.bytes_held
+        if activation:
+            self._activations_held += activation
+            peak = max(self.activations_peak, self._activations_held)
+            self.activations_peak = peak
 
     def device(self, key: Hashable) -> str | None:
         return self.devices.get(key)
