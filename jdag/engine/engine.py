@@ -120,11 +120,6 @@ class Engine:
         released = state.is_released(context)
         return [(PartPhase.RELEASED if released else PartPhase.ABSENT, kind)]
 
-    def ran(self, *row: Any) -> list[protocol.Effect]:
-        """Process the outputs or the failure of a row that a `StepDriver` has run."""
-        self._steps.ran(*row)
-        return self._effects()
-
     def arrived(
         self, sender: Worker, frame: StepFrame, values: Sequence[Any]
     ) -> list[protocol.Effect]:

@@ -205,23 +205,18 @@ class Steps(Struct, eq=False):
                     self.finished(step, inputs)
                 elif isinstance(outputs, Failure):
                     self._failed(step, outputs)
-                elif outputs is not True:
+                else:
                     self._ran(step, row, ())
 
     def _computed(
         self, step: StepState, row: TableRow, failure: Failure | None, job: Any
     ) -> None:
-        self.ran(step, row, job.results if failure is None else failure)
-
-    def ran(
-        self, step: StepState, row: TableRow, outputs: Sequence[Any] | Failure
-    ) -> None:
         if step.table.steps.get(step.number) is not step:
             return
-        if isinstance(outputs, Failure):
-            self._failed(step, outputs)
+        if failure is not None:
+            self._failed(step, failure)
         else:
-            self._ran(step, row, outputs)
+            self._ran(step, row, job.results)
             self._advance(step)
 
     def _ran(

@@ -260,10 +260,7 @@ class StepDriver(Protocol):
         """Count values that a step stores or, if negative, frees."""
 
     def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
-        """Run a row. Return a tuple of its outputs, or a Failure.
-
-        False: the row must be a job. True: the driver reports `Engine.ran` later.
-        """
+        """Return a tuple of a row's outputs, or a Failure. False: it must be a job."""
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         """Send a frame now. False: sending must be an effect."""

@@ -144,7 +144,8 @@ class Jobs:
         self._worker = worker = host.worker
         self._machine = host.machine
         self._loop = loop
-        self._handle, self._ran = host.handle, host.ran
+        self._handle = host.handle
+        self._driver: Any = host.driver  # A `Node`.
         # A schedule orders rows, and a trace or a journal has their starts and ends.
         self.rows_are_jobs = bool(steps or recording or host.journal)
         self.recent = RecentDurations()
@@ -232,29 +233,17 @@ class Jobs:
         return outcome
 
     def run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
-        """Run a short row of a plan, as `StepDriver.run`.
-
-        If output waits, the row runs after the output has been sent.
-        """
+        """Run a short row of a plan, as `StepDriver.run`, after output that waits."""
         assert row.segment is not None
-        function, loop = row.segment.function, self._loop
+        function = row.segment.function
         if not self._times.is_short(function):
             return False
-        if not (self.due or loop.unflushed):
-            return self._outputs(row, function, inputs)
-        self.due.append(partial(self._run_later, step, row, inputs))
-        loop.dirty = True
-        return True
-
-    def _outputs(self, row: TableRow, function: Any, inputs: list[Any]) -> Any:
+        if self._loop.unflushed:
+            self._driver.send_out()
         result, error, _, _ = self._computed(function.run, (inputs,), function)
         if error is None:
             return result
         return failure_of(error, self._worker, (row.index,), function.name)
-
-    def _run_later(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
-        assert row.segment is not None
-        self._ran(step, row, self._outputs(row, row.segment.function, inputs))
 
     def close(self) -> None:
         """Start no more jobs, and drop the results of running jobs."""

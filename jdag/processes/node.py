@@ -344,22 +344,26 @@ class Node:
 
     def _flush(self) -> None:
         # Acknowledgements are sent in the same flush as the results of short jobs.
-        jobs, unflushed = self._jobs, self._loop.unflushed
+        jobs = self._jobs
         for jobs_were_run in range(ROUNDS_MAX):
             if self.peers.hurries or jobs_were_run or not jobs.due:
-                self.peers.hurries = False
-                if unflushed and self._journal is not None:
-                    self._journal.flush()  # Inputs must be saved before their outputs.
-                for _ in range(len(unflushed)):
-                    peer = unflushed.popleft()
-                    peer.flush()
-                    if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
-                        self._congested = self.peers.congested
-                self._flushed_ns = clock_ns()
+                self.send_out()
             if not jobs.due:
                 return
             jobs.run()
         self._loop.dirty = True  # Keep the loop from blocking.
+
+    def send_out(self) -> None:
+        """Send what waits. No event is handled meanwhile."""
+        unflushed, self.peers.hurries = self._loop.unflushed, False
+        if unflushed and self._journal is not None:
+            self._journal.flush()  # Inputs must be saved before their outputs.
+        for _ in range(len(unflushed)):
+            peer = unflushed.popleft()
+            peer.flush()
+            if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
+                self._congested = self.peers.congested
+        self._flushed_ns = clock_ns()
 
     def _sweep(self) -> None:
         self._buffers.sweep()

@@ -211,11 +211,6 @@ class WorkerRuntime:
             self._carry_out(effects, record)
         return record
 
-    def ran(self, *row: Any) -> None:
-        """Report to the engine the outputs or the failure of a plan's row."""
-        if self.alive and (effects := self.engine.ran(*row)):
-            self._carry_out(effects, NO_CAUSE)
-
     def _carry_out(self, effects: Sequence[Any], record: int) -> None:
         failed: Exception | None = None
         driver, recorder = self.driver, self.recorder

@@ -74,11 +74,7 @@ class DirectValues(PlaceValues):
     def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
         if row.index % 2 or len(inputs) > 2:
             return False  # Some rows are jobs.
-        later = DirectRow(step, row, inputs)
-        if step.number % 2:
-            return self.net.outputs(self.name, later)
-        self.place.jobs.append(later)  # type: ignore[arg-type]
-        return True
+        return self.net.outputs(self.name, DirectRow(step, row, inputs))
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         if UNSENDABLE in values:
@@ -111,12 +107,6 @@ class SegmentNet(Net):
 
     def _run(self, name: str, job: Job) -> None:
         values, failure = self.places[name].values, None
-        if isinstance(job, DirectRow):
-            place = self.places[name]
-            outputs = self.outputs(name, job)
-            for effect in place.engine.ran(job.step, job.row, outputs):
-                self._carry_out(name, place, effect)
-            return
         if isinstance(job, RunSegment | Forward):
             if isinstance(job, Forward):
                 made = job.function(*[values[key] for key in job.inputs])

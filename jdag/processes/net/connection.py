@@ -331,12 +331,9 @@ class Connection:
         if self._acknowledgements:
             self._send_acknowledgements()
         stream = self.stream
-        if stream is None or self._waits_to_write:
+        if stream is None or self._waits_to_write or self._send_error is not None:
             return
         out = self._out
-        if self._send_error is not None:
-            self._hear_out(stream, self._send_error)
-            return
         try:
             if self._pool.created:
                 self._offer_on(stream)
@@ -363,8 +360,8 @@ class Connection:
         except BlockingIOError:
             self._wait_to_write(True)
         except (ConnectionError, OSError) as error:
-            self._send_error = error
-            self._hear_out(stream, error)
+            self._send_error = error  # A flush handles no events itself.
+            self._loop.soon(partial(self._hear_out, stream, error))
 
     def _fill(self) -> None:
         bulk, queue, numbers = self.bulk, self._queue, self.numbers
@@ -390,7 +387,7 @@ class Connection:
             if self.lost or self.stream is not stream:
                 return
             if self.ready(READ):
-                self._has_more()  # The next flush reads more frames.
+                self._loop.soon(partial(self._hear_out, stream, error))  # Reads more.
                 return
         self._break(error)
 

@@ -51,18 +51,22 @@ class Bench:
         self.machine = Machine("real")
         self.loop = Loop(self.run)
         self.over: list[tuple[int, Failure | None]] = []
-        self.ran: list[Any] = []
+        self.sent: list[Any] = []
         host: Any = SimpleNamespace(
             worker="a",
             machine=self.machine,
             journal=None,
             handle=self.done,
-            ran=lambda *row: self.ran.append(row),
+            driver=SimpleNamespace(send_out=self.send_out),
         )
         self.jobs = Jobs(host, self.loop, steps)
 
     def run(self) -> None:
         self.jobs.run()
+
+    def send_out(self) -> None:
+        self.sent += self.loop.unflushed
+        self.loop.unflushed.clear()
 
     def done(self, event: Computed) -> None:
         self.over.append((event.job, event.failure))
@@ -158,7 +162,7 @@ def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
         bench.wait(7)
 
 
-def test_a_short_row_runs_at_once_unless_output_waits(
+def test_a_short_row_runs_at_once_after_output_that_waits(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)
@@ -168,15 +172,11 @@ def test_a_short_row_runs_at_once_unless_output_waits(
     for _ in range(2):
         bench.jobs._times.note(segment.function, 1)
     assert bench.jobs.run_row(step, row, [3]) == (6,)
-    failure = bench.jobs.run_row(step, row, ["x"])
+    failure = bench.jobs.run_row(step, row, [None])
     assert isinstance(failure, Failure) and failure.path == (4,)
-    bench.loop.unflushed.append(None)
-    assert bench.jobs.run_row(step, row, [4]) is True
-    bench.loop.unflushed.clear()
-    assert bench.jobs.run_row(step, row, [5]) is True  # After the other row.
-    assert bench.ran == []
-    bench.jobs.run()
-    assert bench.ran == [(step, row, (8,)), (step, row, (10,))]
+    bench.loop.unflushed.append(segment)
+    assert bench.jobs.run_row(step, row, [4]) == (8,)
+    assert bench.sent == [segment]
 
 
 class Doubling:
@@ -185,7 +185,7 @@ class Doubling:
     name = "doubling"
 
     def run(self, inputs: list[int]) -> tuple[int]:
-        return (2 * (inputs[0] + 0),)
+        return (2 * inputs[0],)
 
 
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:

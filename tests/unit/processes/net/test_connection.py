@@ -369,6 +369,21 @@ def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
     assert not sides.a.ends and not sides.b.ends
 
 
+def test_a_flush_handles_no_events_even_if_the_stream_is_broken(sides: Sides) -> None:
+    sides.turn()
+    sides.b.connection.send(primal(1), [1.5])
+    sides.b.connection.flush()
+    sides.b.connection.drop_stream()
+    for _ in range(3):
+        sides.a.connection.send(primal(2), [1.5])
+        sides.a.connection.flush()
+        assert sides.a.connection._send_error is not None
+        assert not sides.a.messages and not sides.a.breaks
+    sides.turn()
+    sides.turn()
+    assert len(sides.a.messages) == len(sides.a.breaks) == 1
+
+
 def test_a_step_frame_has_the_types_of_its_own_values(sides: Sides) -> None:
     host: Any = SimpleNamespace(machine=Machine("real"), resume=None)
     jobs: Any = SimpleNamespace(run_row=None, rows_are_jobs=False)
