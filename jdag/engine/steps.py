@@ -231,6 +231,8 @@ class Steps(Struct, eq=False):
             for hop in row.hops:
                 values = [step.values[place] for place in hop.places]
                 self.send(hop, step.number, 0, values)
+            if row.hops:
+                self.driver.flush()
             gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
             self.driver.account(*gain)
             if row.unused:

@@ -265,5 +265,8 @@ class StepDriver(Protocol):
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         """Send a frame now. False: sending must be an effect."""
 
+    def flush(self) -> object:
+        """Send the frames of a row, before all that follows."""
+
     def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
         """Resume the program of a step. False: resuming must be an effect."""

@@ -145,7 +145,8 @@ class Jobs:
         self._machine = host.machine
         self._loop = loop
         self._handle = host.handle
-        self._driver: Any = host.driver  # A `Node`.
+        driver: Any = host.driver  # A `Node`.
+        self.send_out: Callable[[], None] = driver.send_out
         # A schedule orders rows, and a trace or a journal has their starts and ends.
         self.rows_are_jobs = bool(steps or recording or host.journal)
         self.recent = RecentDurations()
@@ -239,7 +240,7 @@ class Jobs:
         if not self._times.is_short(function):
             return False
         if self._loop.unflushed:
-            self._driver.send_out()
+            self.send_out()
         result, error, _, _ = self._computed(function.run, (inputs,), function)
         if error is None:
             return result

@@ -23,6 +23,7 @@ class StepRunner(StepValues):
         self.has_keys = jobs.rows_are_jobs
         if not self.has_keys:
             self.run, self.send, self.finish = jobs.run_row, self._send, self._finish
+            self.flush = jobs.send_out
         self._peers = peers
         self._connections = peers.connections
 

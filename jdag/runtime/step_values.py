@@ -15,7 +15,7 @@ class StepValues:
         values = machine.values
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
-        self.run = self.send = self.finish = self._as_effect
+        self.run = self.send = self.finish = self.flush = self._as_effect
 
     def _as_effect(self, *_: Any) -> Any:
         return False

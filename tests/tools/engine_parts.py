@@ -36,7 +36,7 @@ class PlaceValues:
     def run(self, *_: Any) -> bool:
         return False
 
-    send = finish = run
+    send = finish = flush = run
 
 
 @dataclass

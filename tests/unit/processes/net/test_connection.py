@@ -386,7 +386,7 @@ def test_a_flush_handles_no_events_even_if_the_stream_is_broken(sides: Sides) ->
 
 def test_a_step_frame_has_the_types_of_its_own_values(sides: Sides) -> None:
     host: Any = SimpleNamespace(machine=Machine("real"), resume=None)
-    jobs: Any = SimpleNamespace(run_row=None, rows_are_jobs=False)
+    jobs: Any = SimpleNamespace(run_row=None, rows_are_jobs=False, send_out=None)
     link = sides.a.connection
     peers: Any = SimpleNamespace(codec=link._codec, connections={"b": link})
     runner = StepRunner(host, jobs, peers)
