@@ -70,8 +70,11 @@ class Cluster:
 
     def _check(self, what: str) -> None:
         """Raise unless this program may use the cluster. Drop unreferenced leaves."""
-        self.state.check_open(what)
-        self.state.check_current(what, self._port, self)
+        state = self.state
+        if state.is_unusable():
+            state.check_open(what)
+        if state.driver.current is not self._port:
+            state.check_current(what, self._port, self)
         self._assignments.forget()
 
     @property

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.config import trace_context
-from jax._src.interpreters.pxla import batched_device_put
+from jax._src.lib import xla_client  # type: ignore[attr-defined]
 from jax.dtypes import canonicalize_dtype
 from msgspec.structs import replace
 
@@ -130,7 +130,7 @@ def array_over(kind: ArrayType, view: memoryview) -> Any:
 
 
 def layout_of(kinds: Sequence[ArrayType]) -> ArrayLayout | None:
-    """Return where `arrays_at` finds values; None if some need `array_over`."""
+    """Return where a message has values; None if some need `array_over`."""
     layout, stop = [], 0
     for kind in kinds:
         dtype, start = _PLAIN.get(kind.dtype), stop
@@ -139,15 +139,6 @@ def layout_of(kinds: Sequence[ArrayType]) -> ArrayLayout | None:
             return None
         layout.append((kind.shape, dtype, start, stop))
     return layout
-
-
-def arrays_at(layout: ArrayLayout, data: bytes, offset: int) -> list[Any]:
-    """Return the values whose elements follow each other in `data` from `offset`."""
-    ndarray = np.ndarray
-    return [
-        ndarray(shape, dtype, data[offset + start : offset + stop])
-        for shape, dtype, start, stop in layout
-    ]
 
 
 def _array(shape: tuple[int, ...], dtype: Any, view: memoryview) -> Any:
@@ -206,7 +197,7 @@ def _copied(value: Any) -> Any:
     context = config.jax_default_device, trace_context()
     aval, sharding, devices, committed = _place(value.shape, value.dtype, context)
     values = [value] * len(devices)
-    return batched_device_put(aval, sharding, values, devices, committed)
+    return xla_client.batched_device_put(aval, sharding, values, devices, committed)
 
 
 @lru_cache(maxsize=1024)

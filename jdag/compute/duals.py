@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+from jax._src.array import ArrayImpl
 
 from jdag.engine.functions import remote, unjitted
 from jdag.errors import JdagError, text_of
@@ -53,6 +54,8 @@ jtu.register_pytree_node(
     Dual, lambda dual: (dual.keeps, None), lambda _, children: Dual(*children)
 )
 
+
+JaxArray: Any = ArrayImpl  # The class of arrays that are no keys, for fast checks.
 
 # The argument is the class of a value. Cached calls run no Python code.
 is_array_type: Callable[[Any], bool] = lru_cache(maxsize=1024)(

@@ -193,7 +193,7 @@ class Machine:
 
     def leave(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return values of a step as they leave the worker: on the default device."""
-        if self.abstract or self.values.all_default:
+        if self.abstract or not self.values.devices:
             return values
         return tuple([v if is_deleted(v) else put((v,), None)[0] for v in values])
 
@@ -205,7 +205,7 @@ class Machine:
         A failure replaces an array that was deleted or is too large to send. The
         failure has the path of the call that needs the array.
         """
-        get = self.values.get if self.values.all_default else self.leaving
+        get = self.values.get if not self.values.devices else self.leaving
         values = tuple(map(get, keys))
         most = self._leaving_bytes_max
         all_leave = self.abstract and (most is None or self.values.bytes_peak <= most)
@@ -240,7 +240,7 @@ class Machine:
         return Failure("JdagError", too_large(name, aval, most), worker)
 
     def fetched(self, items: Sequence[Any], worker: str) -> tuple[Any, ...]:
-        get = self.values.get if self.values.all_default else self.leaving
+        get = self.values.get if not self.values.devices else self.leaving
         values = [get(item) if isinstance(item, AnyKey) else item for item in items]
         return tuple(
             [

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import chain, compress
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -360,7 +359,17 @@ class SegmentFunction:
             arguments = tuple(inputs)
             if bundles:
                 arguments = (*arrays, *chain(*[bundle.keeps for bundle in bundles]))
-            ready, computed = self._run_fused(arguments, bundles)
+            fused, layouts = self._fused, tuple([bundle.layout for bundle in bundles])
+            ready = fused.ready.get(layouts)
+            if ready is None:
+                ready = fused.prepared(layouts, [bundle.keeps for bundle in bundles])
+            try:
+                computed = ready.call(*arguments)
+                if ready.may_raise:
+                    jax.block_until_ready(computed)
+            except (RuntimeError, ValueError, TypeError) as error:
+                self._refuse_deleted(arrays, bundles, error)
+                raise
         except Exception as error:
             self._blame(error)
             raise
@@ -378,28 +387,17 @@ class SegmentFunction:
             results.append(bundle)
         return tuple(results)
 
-    def _run_fused(
-        self, arguments: tuple[Any, ...], bundles: Sequence[Bundle]
-    ) -> tuple[_Ready, tuple[Any, ...]]:
-        layouts = tuple(map(attrgetter("layout"), bundles))
-        fused = self._fused
-        ready = fused.ready.get(layouts)
-        if ready is None:
-            ready = fused.prepared(layouts, [bundle.keeps for bundle in bundles])
-        try:
-            result = ready.call(*arguments)
-            return ready, jax.block_until_ready(result) if ready.may_raise else result
-        except (RuntimeError, ValueError, TypeError) as error:
-            # Leave out arrays that only a bundle holds: this call donated them.
-            arrays = [
-                array
-                for bundle in bundles
-                for place, array in enumerate(bundle.keeps)
-                if place not in bundle.layout.alone
-            ]
-            arrays = [*arguments[: len(self.avals)], *arrays]
-            refuse_deleted(self.name, "array {}".format, arrays, error)
-            raise
+    def _refuse_deleted(
+        self, arrays: Sequence[Any], bundles: Sequence[Bundle], error: Exception
+    ) -> None:
+        # Leave out arrays that only a bundle holds: the failed call donated them.
+        kept = [
+            array
+            for bundle in bundles
+            for place, array in enumerate(bundle.keeps)
+            if place not in bundle.layout.alone
+        ]
+        refuse_deleted(self.name, "array {}".format, [*arrays, *kept], error)
 
     def _run_nodes(
         self, arrays: Sequence[Any], bundles: Sequence[Bundle]

@@ -42,12 +42,12 @@ class Values:
         "_activations",
         "_activations_held",
         "_buffers",
-        "_devices",
         "_held",
         "_holds",
         "activations_peak",
         "bytes_held",
         "bytes_peak",
+        "devices",
         "get",
     )
 
@@ -55,7 +55,7 @@ class Values:
         self._held: dict[Hashable, Any] = {}
         # Returns the value of a key; raises KeyError if no value is held.
         self.get: Callable[[Hashable], Any] = self._held.__getitem__
-        self._devices: dict[Hashable, str] = {}  # No entry: default device.
+        self.devices: dict[Hashable, str] = {}  # No entry: default device.
         self._holds: dict[int, tuple[int, int]] = {}  # Count and bytes, by id.
         self._buffers: dict[Hashable, Buffer] = {}  # Buffers requested so far.
         self._activations: dict[Hashable, int] = {}
@@ -67,9 +67,9 @@ class Values:
     def put(self, key: Hashable, value: Any, device: str | None = None) -> None:
         """Hold a value; it replaces any previous value. None is the default device."""
         if device is not None:
-            self._devices[key] = device
-        elif self._devices:
-            self._devices.pop(key, None)
+            self.devices[key] = device
+        elif self.devices:
+            self.devices.pop(key, None)
         replaced = self._held.get(key)
         self._held[key] = value
         if value.__class__ is Aval:  # A new abstract value is not shared.
@@ -106,18 +106,16 @@ class Values:
         """
         self.bytes_held += nbytes
         self.bytes_peak = max(self.bytes_peak, self.bytes_held)
-        self._activations_held += activation
-        self.activations_peak = max(self.activations_peak, self._activations_held)
+        if activation:
+            self._activations_held += activation
+            peak = max(self.activations_peak, self._activations_held)
+            self.activations_peak = peak
 
     def device(self, key: Hashable) -> str | None:
-        return self._devices.get(key)
-
-    @property
-    def all_default(self) -> bool:
-        return not self._devices
+        return self.devices.get(key)
 
     def drop(self, keys: Iterable[Hashable]) -> None:
-        held, devices, activations = self._held, self._devices, self._activations
+        held, devices, activations = self._held, self.devices, self._activations
         buffers = self._buffers
         for key in keys:
             if key in held:

@@ -20,7 +20,8 @@ from jdag.engine.program_frames import ProgramFrames
 from jdag.engine.protocol import StepFrame, Worker, landing
 from jdag.engine.reads import Reads
 from jdag.engine.state import State
-from jdag.engine.steps import StepDriver, Steps
+from jdag.engine.steps import Steps
+from jdag.engine.tables import StepDriver
 
 # Events from drivers. Before any other event, staged steps of plans are committed.
 _DRIVER_EVENTS = frozenset(
@@ -131,18 +132,14 @@ class Engine:
         released = state.is_released(context)
         return [(PartPhase.RELEASED if released else PartPhase.ABSENT, kind)]
 
-    def ran(self, *row: Any) -> list[protocol.Effect]:
-        """Process the outputs or the failure of a row that a `StepDriver` has run."""
-        self._steps.ran(*row)
-        return self._effects()
-
     def arrived(
         self, sender: Worker, frame: StepFrame, values: Sequence[Any]
     ) -> list[protocol.Effect]:
         """Process a step frame, as `handle` does."""
-        if sender not in self._state.lost:
+        state = self._state
+        if sender not in state.lost:
             self._steps.arrived(sender, frame, values)
-        return self._effects()
+        return self._effects() if state.out or state.callbacks else []
 
     def handle(self, event: protocol.Event) -> list[protocol.Effect]:
         """Process one event; return the effects that it requests, in order.
@@ -171,7 +168,7 @@ class Engine:
             self._events[kind](event)
             if state.listing and kind in WAIT_EVENTS:
                 self._listings.program_waits(event)
-        return self._effects()
+        return self._effects() if state.out or state.callbacks else []
 
     def _effects(self) -> list[protocol.Effect]:
         state, callbacks = self._state, self._state.callbacks

@@ -136,7 +136,8 @@ class Plans(Struct, eq=False):
         if step.number != plan.number:  # Its frames could not all be sent.
             self._steps.drop(step)
             return
-        self._state.resume(plan.waiter, tuple(values))
+        if not self._steps.driver.finish(plan.waiter, tuple(values)):
+            self._state.resume(plan.waiter, tuple(values))
         plan.waiter = 0
         plan.staged = plan.stages
         self.staged += plan.staged

@@ -21,7 +21,7 @@ effects, like those of calls.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from heapq import heappop
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -51,40 +51,12 @@ from jdag.engine.state import State, first_failure
 from jdag.engine.tables import (
     UNSIZED,
     Hop,
-    Sizes,
     StepState,
     Table,
     TableRow,
     table_of,
 )
 from jdag.errors import ProtocolError
-
-
-class StepDriver(Protocol):
-    """How steps use the values of a worker. Values are opaque to the engine."""
-
-    has_keys: bool  # Whether a trace knows the values of a step by keys.
-
-    def get(self, key: Key) -> Any: ...
-
-    def put(self, key: Key, value: Any) -> None: ...
-
-    def nbytes(self, value: Any) -> int: ...
-
-    def refusal(self, step: StepState) -> Failure | None:
-        """Return why a leaf cannot be passed on, if so."""
-
-    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
-        """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
-
-    def account(self, nbytes: int, activation: int) -> None:
-        """Count values that a step stores or, if negative, frees."""
-
-    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
-        """Run a row and then report `Engine.ran`. False: the row must be a job."""
-
-    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
-        """Send a frame now. False: sending must be an effect."""
 
 
 class Steps(Struct, eq=False):
@@ -152,18 +124,19 @@ class Steps(Struct, eq=False):
             self._advance(step)
 
     def store(
-        self, step: StepState, slots: Sequence[int], values: Sequence[Any]
+        self, step: StepState, slots: tuple[int, ...], values: Sequence[Any]
     ) -> None:
         table = step.table
-        places = list(map(table.places.__getitem__, slots))
-        for place, value in zip(places, values, strict=True):
-            if step.values[place] is not None:
-                slot = table.slots[place]
-                raise ProtocolError(f"slot {slot} of step {step.number} came twice")
-            if table.sizes[place] is UNSIZED:
-                table.sizes[place] = self.driver.nbytes(value), 0
+        arrival = table.arrivals.get(slots)
+        if arrival is None:
+            places = tuple(map(table.places.__getitem__, slots))
+            for place, value in zip(places, values, strict=True):
+                if table.sizes[place] is UNSIZED:
+                    table.sizes[place] = self.driver.nbytes(value), 0
+            arrival = table.arrivals[slots] = places, table.size(places)
+        places, size = arrival
         step.store(places, values)
-        self.driver.account(*table.size(places))
+        self.driver.account(*size)
 
     def open(self, step: StepState, base: int) -> None:
         """Begin a step as its owner says: `base` is the last committed step."""
@@ -209,48 +182,59 @@ class Steps(Struct, eq=False):
     # -------------------------------------------------------------------------- rows
 
     def _advance(self, step: StepState) -> None:
-        ready, table, driver = step.ready, step.table, self.driver
+        ready, table, values = step.ready, step.table, step.values
         while ready:
             row = table.rows[heappop(ready)]
             if row.hops and not row.runs:
                 self._send(step, row)
-            inputs, freed = step.use(row)
-            if row.runs and not driver.run(step, row, inputs):
+            inputs = [values[place] for place in row.inputs]
+            freed = step.use(row) if row.shared else row.frees
+            for place in freed:
+                values[place] = None
+            outputs = self.driver.run(step, row, inputs) if row.runs else ()
+            if outputs is False:
                 job = self._job(step, row, inputs, freed)
                 done = partial(self._computed, step, row)
                 self._state.compute(job, done, None)
-                continue  # The driver frees the inputs when the job begins.
-            if freed:
-                self._free(step, freed)
-            if row.segment is None:
-                self.finished(step, inputs)
-            elif not row.runs:
-                self._ran(step, row, ())
+            elif row.outputs and outputs.__class__ is tuple:
+                self._ran(step, row, outputs, freed)
+            else:
+                if freed:
+                    self._free(step, freed)
+                if row.segment is None:
+                    self.finished(step, inputs)
+                elif isinstance(outputs, Failure):
+                    self._failed(step, outputs)
+                else:
+                    self._ran(step, row, ())
 
     def _computed(
         self, step: StepState, row: TableRow, failure: Failure | None, job: Any
     ) -> None:
-        self.ran(step, row, job.results if failure is None else failure)
-
-    def ran(
-        self, step: StepState, row: TableRow, outputs: Sequence[Any] | Failure
-    ) -> None:
         if step.table.steps.get(step.number) is not step:
             return
-        if isinstance(outputs, Failure):
-            self._failed(step, outputs)
+        if failure is not None:
+            self._failed(step, failure)
         else:
-            self._ran(step, row, outputs)
+            self._ran(step, row, job.results)
             self._advance(step)
 
-    def _ran(self, step: StepState, row: TableRow, outputs: Sequence[Any]) -> None:
+    def _ran(
+        self, step: StepState, row: TableRow, outputs: Any, freed: Sequence[int] = ()
+    ) -> None:
+        """Store and send outputs. Count `freed` inputs as freed now."""
         table = step.table
-        if row.outputs:
-            if not row.is_sized:
+        if outputs:
+            if row.gain is None:
                 self._learn_sizes(table, row)
             step.store(row.outputs, outputs)
-            self._send(step, row)
-            self.driver.account(*table.size(row.outputs))
+            for hop in row.hops:
+                values = [step.values[place] for place in hop.places]
+                self.send(hop, step.number, 0, values)
+            if row.hops:
+                self.driver.flush()
+            gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
+            self.driver.account(*gain)
             if row.unused:
                 self._free(step, row.unused)
         step.undone -= 1
@@ -268,11 +252,10 @@ class Steps(Struct, eq=False):
         sizes = self.driver.sizes(row.segment.function, is_leaf)
         for place, size in zip(row.outputs, sizes, strict=True):
             table.sizes[place] = size
-        row.is_sized = True
+        row.gain = table.size(row.outputs, row.frees)
 
     def _free(self, step: StepState, places: Sequence[int]) -> None:
-        nbytes, activation = step.table.size(places)
-        self.driver.account(-nbytes, -activation)
+        self.driver.account(*step.table.size((), places))
         if self.driver.has_keys:
             self._state.drop(step.keys(places))
         for place in places:

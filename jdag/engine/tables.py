@@ -12,12 +12,13 @@ order runs first; a value is freed when the last row that uses it starts.
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from heapq import heappush
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Struct
 
 from jdag.engine.messages import Prepare, Segment, StepFrame
-from jdag.engine.names import Key, LeafId, SlotKey, Worker
+from jdag.engine.names import Failure, Key, LeafId, SlotKey, Worker
+from jdag.errors import ProtocolError
 
 Sizes = tuple[int, int]  # Bytes of a value, and bytes that it keeps for a backward.
 UNSIZED: Sizes = (0, 0)  # As one object: the size of a value that is not known yet.
@@ -43,7 +44,7 @@ class TableRow(Struct, eq=False):
     frees: tuple[int, ...] = ()  # Inputs that no other row uses.
     shared: tuple[int, ...] = ()  # Other inputs, without constants and leaves.
     unused: tuple[int, ...] = ()  # Outputs that no row here uses.
-    is_sized: bool = False  # Whether the sizes of its outputs are known.
+    gain: Any = None  # `Sizes` of its outputs less those of `frees`, once known.
 
 
 class StepState(Struct, eq=False):
@@ -63,6 +64,9 @@ class StepState(Struct, eq=False):
     def store(self, places: Sequence[int], values: Sequence[Any]) -> None:
         stored, left, readers = self.values, self.left, self.table.readers
         for place, value in zip(places, values, strict=True):
+            if stored[place] is not None:
+                slot = self.table.slots[place]
+                raise ProtocolError(f"slot {slot} of step {self.number} came twice")
             stored[place] = value
             for row in readers[place]:
                 left[row] -= 1
@@ -76,18 +80,14 @@ class StepState(Struct, eq=False):
         if not left[-1]:
             heappush(self.ready, len(left) - 1)
 
-    def use(self, row: TableRow) -> tuple[list[Any], Sequence[int]]:
-        """Return the inputs of a row that starts, and the places that it frees."""
-        values, uses = self.values, self.uses
-        inputs = [values[place] for place in row.inputs]
-        freed: Sequence[int] = row.frees
+    def use(self, row: TableRow) -> tuple[int, ...]:
+        """Count the uses of a row that starts. Return the places that it frees."""
+        uses, freed = self.uses, row.frees
         for place in row.shared:
             uses[place] -= 1
             if not uses[place]:
                 freed = *freed, place
-        for place in freed:
-            values[place] = None
-        return inputs, freed
+        return freed
 
     def keys(self, places: Iterable[int]) -> tuple[Key, ...]:
         context, slots = self.table.prepare.context, self.table.slots
@@ -113,6 +113,8 @@ class Table(Struct, eq=False):
     waits: bool  # Whether a step begins only with the owner's frame.
     actions: tuple[Any, ...]  # The worker's actions in a schedule.
     report: Hop
+    # By the slots of a frame that has come, their places and total size.
+    arrivals: dict[tuple[int, ...], tuple[tuple[int, ...], Sizes]] = {}
     steps: dict[int, StepState] = {}  # Steps in progress, by number.
     last_over: int = 0  # The number of the last finished or dropped step.
 
@@ -129,13 +131,12 @@ class Table(Struct, eq=False):
         )
         return step
 
-    def size(self, places: Sequence[int]) -> Sizes:
-        nbytes = activation = 0
-        for place in places:
-            size = self.sizes[place]
-            nbytes += size[0]
-            activation += size[1]
-        return nbytes, activation
+    def size(self, places: Sequence[int], freed: Sequence[int] = ()) -> Sizes:
+        """Return the sizes of the values at `places`, less those at `freed`."""
+        size = self.sizes
+        nbytes = sum([size[p][0] for p in places]) - sum([size[p][0] for p in freed])
+        kept = sum([size[p][1] for p in places]) - sum([size[p][1] for p in freed])
+        return nbytes, kept
 
 
 def begins_with_owner(prepare: Prepare) -> bool:
@@ -243,3 +244,36 @@ def _uses(
         row.shared = tuple([place for place in owned if uses[place] > 1])
         row.unused = tuple([place for place in row.outputs if not uses[place]])
     return uses, [tuple(each) for each in readers]
+
+
+class StepDriver(Protocol):
+    """How steps use the values of a worker. Values are opaque to the engine."""
+
+    has_keys: bool  # Whether a trace knows the values of a step by keys.
+
+    def get(self, key: Key) -> Any: ...
+
+    def put(self, key: Key, value: Any) -> None: ...
+
+    def nbytes(self, value: Any) -> int: ...
+
+    def refusal(self, step: StepState) -> Failure | None:
+        """Return why a leaf cannot be passed on, if so."""
+
+    def sizes(self, function: Any, is_leaf: Sequence[bool]) -> Sequence[Sizes]:
+        """Return the sizes of a segment's outputs. `is_leaf` is a mask of inputs."""
+
+    def account(self, nbytes: int, activation: int) -> None:
+        """Count values that a step stores or, if negative, frees."""
+
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
+        """Return a tuple of a row's outputs, or a Failure. False: it must be a job."""
+
+    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+        """Send a frame now. False: sending must be an effect."""
+
+    def flush(self) -> object:
+        """Send the frames of a row, before all that follows."""
+
+    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+        """Resume the program of a step. False: resuming must be an effect."""

@@ -9,7 +9,6 @@ without references is dropped at the next use of the cluster.
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -18,10 +17,11 @@ import numpy as np
 from jdag.api.cluster import Cluster
 from jdag.api.value_and_grad import check_leaf, check_program, gradient_or_zeros
 from jdag.compute.avals import Aval, aval_of
+from jdag.compute.buffers import delivered
 from jdag.compute.cutting import CutPlan, cut_graph
-from jdag.compute.duals import is_array_type
+from jdag.compute.duals import JaxArray, is_array_type
 from jdag.compute.pairs import ANEW_MAX
-from jdag.compute.pytrees import Split, flatten_refs, split, unflatten
+from jdag.compute.pytrees import Form, Split, flatten_refs, split, unflatten
 from jdag.compute.refs import is_ref
 from jdag.context.cluster_state import user_value
 from jdag.context.context import Context
@@ -138,6 +138,7 @@ class CompiledStep:
         self._what = f"a step of {name_of(program)}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._by_types: dict[tuple[Any, ...], tuple[Plan, tuple[int, ...]]] = {}
+        self._recent: tuple[Any, Any, Any] = None, None, ()  # One item of `_by_types`.
         self._last: Plan | None = None
 
     def __repr__(self) -> str:
@@ -209,14 +210,21 @@ class CompiledStep:
         cluster._check(self._what)
         recoveries = state.recovery and state.recovery.count
         epoch = (*state.driver.incarnations.items(), recoveries)
-        flat, treedef = jax.tree.flatten(args)
-        types = list(map(_type_of, flat, repeat(state)))
+        flat, treedef = jax.tree_util.default_registry.flatten(args)
+        types = [
+            value.aval
+            if value.__class__ is JaxArray and not value.is_deleted()
+            else _type_of(value, state)
+            for value in flat
+        ]
         # Fast path: for arrays, floats and leaves, the types select the plan.
         fast_key = (treedef, *types, epoch, differentiated, allow_int)
-        cached = None if None in types else self._by_types.get(fast_key)
-        if cached is not None:
-            self._last, places = cached
-            return self._last, list(map(flat.__getitem__, places))
+        if fast_key != self._recent[0]:
+            cached = None if None in types else self._by_types.get(fast_key)
+            self._recent = (fast_key, *cached) if cached else (None, None, ())
+        if self._recent[0] is not None:
+            _, self._last, places = self._recent
+            return self._last, [flat[place] for place in places]
         first = self._leaves(args, allow_int) if differentiated else ([], None)
         parts = split(args, {}, state.is_named)
         inputs, leaves = dict(parts.constants), []
@@ -317,7 +325,8 @@ class Plan:
         self._state, self._port = cluster.state, cluster._port
         self._id = recording.frame.id
         self._number = 0
-        self._treedef = recording.treedef
+        form = recording.treedef
+        self._rebuild = form.rebuild if isinstance(form, Form) else form.unflatten
         inputs = {value: index for index, value in enumerate(recorded.inputs)}
         # For each result: its index in the values or inputs of a step, or its data.
         slots: dict[int, int] = {}
@@ -367,17 +376,25 @@ class Plan:
             while done < total:
                 waiter = port.waiter()
                 port.tell(Compiled(waiter, self._id, done))
-                done = _checked(port.wait(waiter))
+                done = port.wait(waiter)
+                if isinstance(done, Failure):
+                    raise exception_of(done)
                 bar.show(done)
 
     def run(self, inputs: Sequence[Any]) -> tuple[Any, Mapping[LeafId, Any]]:
-        port, id, value_of = self._port, self._id, self._state.value
+        port, state = self._port, self._state
         self._number = number = self._number + 1
-        sent = [value_of(inputs[index]) for _, index in self._sent]
+        sent = [inputs[index] for _, index in self._sent]
+        plain = [v.__class__ is JaxArray and not v.committed for v in sent]
+        if state.abstract or not all(plain):
+            sent = list(map(state.value, sent))
         waiter = port.waiter()
-        port.tell(Stepping(waiter, id, number, sent))
-        results = _checked(port.wait(waiter))
-        values = [v if is_array_type(v.__class__) else user_value(v) for v in results]
+        port.tell(Stepping(waiter, self._id, number, sent))
+        result = port.wait(waiter)
+        if isinstance(result, Failure):
+            raise exception_of(result)
+        convert = user_value if state.abstract else delivered
+        values = list(map(convert, result))
         leaves: list[Any] = []
         for kind, item in self._results:
             source = values if kind == "value" else inputs
@@ -385,7 +402,7 @@ class Plan:
         gradients = {leaf: values[index] for leaf, index in self._gradients.items()}
         scale = [] if self._state.abstract else [values[index] for index in self._scale]
         self.skipped = any(map(np.isnan, scale))
-        return unflatten(self._treedef, leaves), gradients
+        return self._rebuild(leaves), gradients
 
     def __str__(self) -> str:
         return table_of_plan(self.name, self.cut, self._port.worker)
@@ -408,12 +425,6 @@ def _type_of(value: Any, state: Any) -> Any:
         kind = aval.shape, aval.dtype, aval.weak_type
         return None if value.is_deleted() else kind
     return float if type(value) is float else None
-
-
-def _checked(result: Any) -> Any:
-    if isinstance(result, Failure):
-        raise exception_of(result)
-    return result
 
 
 def _stepping(

@@ -146,7 +146,9 @@ class Jobs:
         self._worker = worker = host.worker
         self._machine = host.machine
         self._loop = loop
-        self._handle, self._ran = host.handle, host.ran
+        self._handle = host.handle
+        driver: Any = host.driver  # A `Node`.
+        self.send_out: Callable[[], None] = driver.send_out
         # A schedule orders rows, and a trace or a journal has their starts and ends.
         self.rows_are_jobs = bool(steps or recording or host.journal)
         self.recent = RecentDurations()
@@ -230,28 +232,23 @@ class Jobs:
 
     def _outcome(self, item: _Item) -> _Outcome:
         sent = item.job.sent if item.job.__class__ is RunSegment else ()
-        outcome = self._computed(item.work.compute, item.kind, sent)
+        outcome = self._computed(item.work.compute, (), item.kind, sent)
         self.recent.note(item.job, outcome.ended_ns - outcome.began_ns)
         return outcome
 
-    def add_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
-        """Begin a short row of a plan. Return False if the row must be a job."""
+    def run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
+        """Run a short row of a plan, as `StepDriver.run`, after output that waits."""
         assert row.segment is not None
         function = row.segment.function
-        if self.rows_are_jobs or not self._times.is_short(function):
+        if not self._times.is_short(function):
             return False
-        self.due.append(partial(self._run_row, step, row, inputs))
-        self._loop.dirty = True
-        return True
-
-    def _run_row(self, step: StepState, row: TableRow, inputs: list[Any]) -> None:
-        assert row.segment is not None
-        function = row.segment.function
-        outcome = self._computed(partial(function.run, inputs), function, row.sent)
-        outputs = outcome.result
-        if outcome.error is not None:
-            outputs = failure_of(outcome.error, self._worker, (), function.name)
-        self._ran(step, row, outputs)
+        if self._loop.unflushed:
+            self.send_out()
+        run = function.run
+        result, error, _, _ = self._computed(run, (inputs,), function, row.sent)
+        if error is None:
+            return result
+        return failure_of(error, self._worker, (), function.name)
 
     def close(self) -> None:
         """Start no more jobs, and drop the results of running jobs."""
@@ -262,13 +259,17 @@ class Jobs:
             self._changed.notify()
 
     def _computed(
-        self, compute: _Call, kind: Any, sent: Sequence[int] = ()
+        self,
+        compute: Callable[..., Any],
+        args: Any,
+        kind: Any,
+        sent: Sequence[int] = (),
     ) -> _Outcome:
         began_ns = clock_ns()
         self.computing[threading.get_ident()] = None
         result = error = None
         try:
-            result = compute()
+            result = compute(*args)
             if sent and has_accelerator():
                 start_copies([result[index] for index in sent])
             _await(result)

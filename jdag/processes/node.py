@@ -12,7 +12,6 @@ programs are interrupted.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +50,7 @@ from jdag.processes.jobs import Jobs
 from jdag.processes.net import receiving
 from jdag.processes.net.connection import Connection
 from jdag.processes.net.large_values import Delivery
-from jdag.processes.net.loop import Loop, clock_ns
+from jdag.processes.net.loop import PROCESS, Loop, clock_ns
 from jdag.processes.node_queries import NodeQueries
 from jdag.processes.node_trace import TraceCollector, journal_of, recording_of
 from jdag.processes.peers import LEFT, PeerTable, broke
@@ -137,7 +136,7 @@ class Node:
         self.received, self.adopt = peers.received, peers.adopt
         self.incarnations = peers.incarnations
         self._jobs = Jobs(host, self._loop, session.steps, recording)
-        host.engine.drive(StepRunner(host.machine, self._jobs, peers))
+        host.engine.drive(StepRunner(host, self._jobs, peers))
         queries = NodeQueries(host, peers, self._jobs, self._check_open, recording)
         self._queries = queries
         self.graph, self.settle = queries.graph, queries.settle
@@ -201,7 +200,7 @@ class Node:
 
         Raises JdagError if the thread has no program, or in a forked process.
         """
-        if os.getpid() != self._loop.process:
+        if PROCESS["id"] != self._loop.process:
             self._loop.check_process()
         port: ProgramPort | None = getattr(self._thread_local, "port", None)
         if port is None:
@@ -353,22 +352,26 @@ class Node:
 
     def _flush(self) -> None:
         # Acknowledgements are sent in the same flush as the results of short jobs.
-        jobs, unflushed = self._jobs, self._loop.unflushed
+        jobs = self._jobs
         for jobs_were_run in range(ROUNDS_MAX):
             if self.peers.hurries or jobs_were_run or not jobs.due:
-                self.peers.hurries = False
-                if unflushed and self._journal is not None:
-                    self._journal.flush()  # Inputs must be saved before their outputs.
-                for _ in range(len(unflushed)):
-                    peer = unflushed.popleft()
-                    peer.flush()
-                    if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
-                        self._congested = self.peers.congested
-                self._flushed_ns = clock_ns()
+                self.send_out()
             if not jobs.due:
                 return
             jobs.run()
         self._loop.dirty = True  # Keep the loop from blocking.
+
+    def send_out(self) -> None:
+        """Send what waits. No event is handled meanwhile."""
+        unflushed, self.peers.hurries = self._loop.unflushed, False
+        if unflushed and self._journal is not None:
+            self._journal.flush()  # Inputs must be saved before their outputs.
+        for _ in range(len(unflushed)):
+            peer = unflushed.popleft()
+            peer.flush()
+            if self._congested or peer.waiting_bytes or peer.bulk.nbytes:
+                self._congested = self.peers.congested
+        self._flushed_ns = clock_ns()
 
     def _sweep(self) -> None:
         self._buffers.sweep()

@@ -1,13 +1,12 @@
 """How steps of plans use the values of a worker: what both drivers share."""
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdag.compute.avals import is_deleted
 from jdag.compute.machine import Machine, deleted_failure, segment_sizes
 from jdag.compute.values import nbytes_of
 from jdag.engine.protocol import Failure, LeafKey
-from jdag.engine.tables import Hop, StepState, TableRow
+from jdag.engine.tables import StepState
 
 
 class StepValues:
@@ -17,7 +16,7 @@ class StepValues:
         self.has_keys, values = has_keys, machine.values
         self.get, self.put, self.account = values.get, values.put, values.account
         self.nbytes, self.sizes = nbytes_of, segment_sizes
-        self.run: Callable[[StepState, TableRow, list[Any]], bool] = lambda *_: False
+        self.run = self.send = self.finish = self.flush = self._as_effect
 
     def refusal(self, step: StepState) -> Failure | None:
         for leaf in step.table.passed_on:
@@ -26,5 +25,5 @@ class StepValues:
                 return deleted_failure(value, LeafKey(None, leaf, 0), leaf.worker)
         return None
 
-    def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
+    def _as_effect(self, *_: Any) -> Any:
         return False

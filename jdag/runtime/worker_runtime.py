@@ -214,11 +214,6 @@ class WorkerRuntime:
             self._carry_out(effects, record)
         return record
 
-    def ran(self, *row: Any) -> None:
-        """Report to the engine the outputs or the failure of a plan's row."""
-        if self.alive and (effects := self.engine.ran(*row)):
-            self._carry_out(effects, NO_CAUSE)
-
     def _carry_out(self, effects: Sequence[Any], record: int) -> None:
         failed: Exception | None = None
         driver, recorder = self.driver, self.recorder
@@ -257,7 +252,7 @@ class WorkerRuntime:
         self, effect: Resume | Alarm | Skip | Listed | Spawn, cause: int
     ) -> None:
         if isinstance(effect, Resume):
-            self._resume(effect, cause)
+            self.resume(effect.waiter, effect.result, cause)
         elif isinstance(effect, Alarm):
             alarm = self.driver.alarm(self, effect, cause)
             self.waiters.alarms[effect.waiter] = alarm
@@ -267,8 +262,8 @@ class WorkerRuntime:
             assert isinstance(effect, Spawn), effect
             self.driver.spawn(self, effect, cause)
 
-    def _resume(self, resume: Resume, cause: int) -> None:
-        waiter, result, waiters = resume.waiter, resume.result, self.waiters
+    def resume(self, waiter: int, result: Any, cause: int = NO_CAUSE) -> None:
+        waiters = self.waiters
         if waiters.alarms:
             waiters.silence(waiter)
         origin = waiters.events.get(waiter)

@@ -49,7 +49,7 @@ class PlaceValues:
     def run(self, *_: Any) -> bool:
         return False
 
-    send = run
+    send = finish = flush = run
 
 
 @dataclass

@@ -30,6 +30,7 @@ from jdag.engine.protocol import (
     Outgoing,
     Planned,
     Prepare,
+    Resume,
     RunSegment,
     Segment,
     Send,
@@ -70,11 +71,10 @@ class DirectValues(PlaceValues):
         super().__init__(place.values)
         self.place, self.name, self.net = place, name, net
 
-    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> bool:
+    def run(self, step: StepState, row: TableRow, inputs: list[Any]) -> Any:
         if row.index % 2 or len(inputs) > 2:
             return False  # Some rows are jobs.
-        self.place.jobs.append(DirectRow(step, row, inputs))  # type: ignore[arg-type]
-        return True
+        return self.net.outputs(self.name, DirectRow(step, row, inputs))
 
     def send(self, hop: Hop, number: int, base: int, values: Sequence[Any]) -> bool:
         if UNSENDABLE in values:
@@ -82,6 +82,10 @@ class DirectValues(PlaceValues):
         frame = replace(hop.frame, number=number, base=base)
         effect = Send(hop.to, frame, given=tuple(values))
         self.net._carry_out(self.name, self.place, effect)
+        return True
+
+    def finish(self, waiter: int, results: tuple[Any, ...]) -> bool:
+        self.net._carry_out(self.name, self.place, Resume(waiter, results))
         return True
 
 
@@ -95,16 +99,14 @@ class SegmentNet(Net):
             place.steps = DirectValues(self, name)
             place.engine.drive(place.steps)
 
+    def outputs(self, name: str, job: DirectRow) -> Any:
+        segment = job.row.segment
+        if segment is None or self.fails(name, job):
+            return Failure("RemoteError", "it failed", name)
+        return segment.function(*job.inputs)
+
     def _run(self, name: str, job: Job) -> None:
         values, failure = self.places[name].values, None
-        if isinstance(job, DirectRow):
-            place, segment = self.places[name], job.row.segment
-            outputs: Any = Failure("RemoteError", "it failed", name)
-            if segment is not None and not self.fails(name, job):
-                outputs = segment.function(*job.inputs)
-            for effect in place.engine.ran(job.step, job.row, outputs):
-                self._carry_out(name, place, effect)
-            return
         if isinstance(job, RunSegment | Forward):
             if isinstance(job, Forward):
                 made = job.function(*[values[key] for key in job.inputs])

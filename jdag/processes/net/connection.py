@@ -232,22 +232,21 @@ class Connection:
             self._sends(self.worker, trace_fields(message), nbytes, causes)
 
     def step(
-        self, frame: StepFrame, number: int, base: int, values: Sequence[Any], head: Any
-    ) -> Any:
-        """Send a step frame. Return its encoded head, for the next step's frame.
+        self, data: bytes, sizes: Sequence[int], values: Sequence[Any], nbytes: int
+    ) -> None:
+        """Send a step frame: numbers and head, then values of these sizes.
 
-        The head has the types of the values. Those of inputs may differ in width, since
-        a plan takes 64-bit values of numpy for the 32-bit ones of JAX.
+        If there are no sizes, `data` has the values already; they have `nbytes` bytes.
         """
         if self.lost:
-            return head
-        kinds = list(map(type_of, values))
-        if head is None or head[0] != kinds:
-            data = self._codec.encode(frame, kinds)
-            head = kinds, data, [kind.nbytes for kind in kinds]
-        _, data, sizes = head
-        self._frame(FrameKind.STEP, STEP.pack(number, base) + data, sizes, values)
-        return head
+            return
+        if sizes:
+            self._frame(FrameKind.STEP, data, sizes, values)
+        else:
+            self.sent.payload_bytes += nbytes
+            self.sent.messages += 1
+            self.bundles.told = self.order.handled
+            self._add(FrameKind.STEP, (data,), len(data))
 
     def _frame(
         self, kind: FrameKind, head: bytes, sizes: Sequence[int], values: Sequence[Any]
@@ -329,12 +328,9 @@ class Connection:
         self.handled.clear()
         self._flushing = False
         stream = self.stream
-        if stream is None or self._waits_to_write:
+        if stream is None or self._waits_to_write or self._send_error is not None:
             return
         out = self._out
-        if self._send_error is not None:
-            self._hear_out(stream, self._send_error)
-            return
         try:
             if self._pool.created:
                 self._offer_on(stream)
@@ -361,8 +357,8 @@ class Connection:
         except BlockingIOError:
             self._wait_to_write(True)
         except (ConnectionError, OSError) as error:
-            self._send_error = error
-            self._hear_out(stream, error)
+            self._send_error = error  # A flush handles no events itself.
+            self._loop.soon(partial(self._hear_out, stream, error))
 
     def _fill(self) -> None:
         bulk, queue, numbers = self.bulk, self._queue, self.numbers
@@ -389,7 +385,7 @@ class Connection:
             if self.lost or self.stream is not stream:
                 return
             if self.ready(READ):
-                self._has_more()  # The next flush reads more frames.
+                self._loop.soon(partial(self._hear_out, stream, error))  # Reads more.
                 return
         self._break(error)
 

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from msgspec import Struct
 
 from jdag.compute.buffers import (
     ArrayLayout,
     Buffers,
     array_over,
-    arrays_at,
     layout_of,
     parts,
 )
@@ -254,7 +254,11 @@ class Assembler:
         if layout is None or self._incoming or len(payload) != end + nbytes:
             return self._deliver(message, kinds, end, payload)
         self.messages += 1
-        return (Delivery(message, arrays_at(layout, payload, end), self.messages),)
+        values = [
+            np.ndarray(shape, dtype, payload[end + start : end + stop])
+            for shape, dtype, start, stop in layout
+        ]
+        return (Delivery(message, values, self.messages),)
 
     def _deliver(
         self, message: Any, kinds: Sequence[Any], offset: int, payload: Payload

@@ -49,6 +49,9 @@ READ, WRITE = select.EPOLLIN, select.EPOLLOUT
 
 clock_ns = time.monotonic_ns
 
+PROCESS = {"id": os.getpid()}  # `getpid` is a system call, which may take 1 us.
+os.register_at_fork(after_in_child=lambda: PROCESS.update(id=os.getpid()))
+
 
 class Timer(Struct):
     call: _Call | None
@@ -61,7 +64,7 @@ class Loop:
     """Sockets, timers and the loop lock. Calls `flush` after each `dirty` iteration."""
 
     def __init__(self, flush: _Call) -> None:
-        self.process = os.getpid()
+        self.process = PROCESS["id"]
         self._flush = flush
         self._epoll = select.epoll()
         self._waker = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -132,7 +135,7 @@ class Loop:
                 return
 
     def check_process(self) -> None:
-        if os.getpid() != self.process:
+        if PROCESS["id"] != self.process:
             raise JdagError(
                 f"process {os.getpid()} was forked from process {self.process} and "
                 "cannot use its cluster; start processes by "
@@ -141,7 +144,7 @@ class Loop:
 
     def acquire(self) -> None:
         """Take the lock. If its holder is blocked in a poll, wake the holder up."""
-        if os.getpid() != self.process:
+        if PROCESS["id"] != self.process:
             self.check_process()
         me = threading.get_ident()
         if me == self._main:

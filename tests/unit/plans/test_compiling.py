@@ -232,6 +232,40 @@ def test_wrong_use_is_one_error_each(cluster):
         step(w)
 
 
+def test_each_call_looks_at_its_own_arguments(cluster):
+    step = compile(lambda ctx, x: ctx.call("b", jnp.add, x, x), cluster)
+    weak = jnp.asarray(2.5)
+    args: list[Any] = [
+        X,
+        X,
+        X + 1,
+        X[0],
+        weak,
+        weak * jnp.ones(()),
+        2.5,
+        3,
+        np.ones(3),
+        X,
+        X,
+    ]
+    for value in args:
+        for got in (step(value), step(value)):
+            assert_equal(got, jnp.add(value, value))
+            assert jax.typeof(got).dtype == jax.typeof(jnp.add(value, value)).dtype
+    w, v = cluster.put("b", X), cluster.put("b", X + 1)
+    for ref in (w, w, v, w):
+        assert_equal(step(ref), 2 * fetch(ref))
+    gone = X + 0
+    step(gone)
+    gone.delete()
+    with pytest.raises(JdagError, match="was deleted"):
+        step(gone)
+    step(v)
+    cluster.drop(v)
+    with fails_with(ContextError, "plans.was_dropped"):
+        step(v)
+
+
 def test_recording_in_a_loop_warns_once(cluster):
     def total(ctx, x):
         return ctx.call("b", jnp.sum, x)

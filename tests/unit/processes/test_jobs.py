@@ -52,18 +52,22 @@ class Bench:
         self.machine = Machine("real")
         self.loop = Loop(self.run)
         self.over: list[tuple[int, Failure | None]] = []
-        self.ran: list[Any] = []
+        self.sent: list[Any] = []
         host: Any = SimpleNamespace(
             worker="a",
             machine=self.machine,
             journal=None,
             handle=self.done,
-            ran=lambda *row: self.ran.append(row),
+            driver=SimpleNamespace(send_out=self.send_out),
         )
         self.jobs = Jobs(host, self.loop, steps)
 
     def run(self) -> None:
         self.jobs.run()
+
+    def send_out(self) -> None:
+        self.sent += self.loop.unflushed
+        self.loop.unflushed.clear()
 
     def done(self, event: Computed) -> None:
         self.over.append((event.job, event.failure))
@@ -157,6 +161,32 @@ def test_what_a_list_has_runs_in_its_order_and_the_rest_at_once(
         bench.forward(14, scaled, np.ones(3), tag=Tag(0, 0, listed=True))
         bench.jobs.skip(Skip(CONTEXT, Tag(0, 2), "FBIW"))
         bench.wait(7)
+
+
+def test_a_short_row_runs_at_once_after_output_that_waits(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jdag.processes.jobs.SHORT_NS", 1 << 60)
+    segment: Any = SimpleNamespace(function=Doubling())
+    row, step = TableRow(4, segment, (0,)), cast(Any, "the step")
+    assert bench.jobs.run_row(step, row, [3]) is False  # It may take long.
+    for _ in range(2):
+        bench.jobs._times.note(segment.function, 1)
+    assert bench.jobs.run_row(step, row, [3]) == (6,)
+    failure = bench.jobs.run_row(step, row, [None])
+    assert isinstance(failure, Failure) and failure.error == "RemoteError"
+    bench.loop.unflushed.append(segment)
+    assert bench.jobs.run_row(step, row, [4]) == (8,)
+    assert bench.sent == [segment]
+
+
+class Doubling:
+    """The function of a segment."""
+
+    name = "doubling"
+
+    def run(self, inputs: list[int]) -> tuple[int]:
+        return (2 * inputs[0],)
 
 
 def test_a_job_reads_what_was_there_when_it_was_added(bench: Bench) -> None:
@@ -257,7 +287,8 @@ def test_copies_of_what_a_row_sends_start_before_its_results_are_awaited(
             bench.wait(1)
             bench.over.clear()
         else:
-            bench.jobs._run_row(cast(Any, None), row, [])
+            monkeypatch.setattr(AverageDurations, "is_short", lambda *_: True)
+            assert bench.jobs.run_row(cast(Any, None), row, []) is outputs
     assert log == [[outputs[2], outputs[1]], "wait", "wait"]
 
 

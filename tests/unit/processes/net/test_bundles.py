@@ -100,7 +100,7 @@ def test_what_goes_in_order_stays_between_the_messages_of_a_turn(sides: Sides) -
     connection.define(bytes(32), b"x")
     connection.send(primal(2, slots=0), [])
     step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
-    connection.step(step, 1, 0, [], None)
+    connection.send(step, [])
     connection.send(primal(3, slots=0), [])
     sides.run(lambda: len(seen) == 4)
     found = [primal(1, slots=0), primal(2, slots=0), step, primal(3, slots=0)]
@@ -109,7 +109,7 @@ def test_what_goes_in_order_stays_between_the_messages_of_a_turn(sides: Sides) -
 
 def test_a_frame_of_a_step_tells_what_was_handled_before_it(sides: Sides) -> None:
     step = StepFrame(ContextId(0, 1, 0), 1, (), 0, True)
-    sides.b.react = lambda message: sides.b.connection.step(step, 1, 0, [], None)
+    sides.b.react = lambda message: sides.b.connection.send(step, [])
     sides.a.connection.send(ship(1), [])
     sides.run(lambda: bool(sides.a.messages))
     assert sides.a.log == [1, step]

@@ -4,13 +4,17 @@ import random
 import re
 import socket
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.layout import Format, Layout
 
 from jdag.compute.buffers import parts
+from jdag.compute.machine import Machine
 from jdag.engine.protocol import (
     ContextId,
     Message,
@@ -21,12 +25,14 @@ from jdag.engine.protocol import (
     StepFrame,
     landing,
 )
+from jdag.engine.tables import Hop
 from jdag.processes.net import connection
 from jdag.processes.net import large_values as bulk
 from jdag.processes.net.connection import OUT_BYTES
 from jdag.processes.net.loop import clock_ns
 from jdag.processes.net.receiving import PING
 from jdag.processes.net.streams import SocketStream
+from jdag.processes.step_runner import StepRunner
 from jdag.wire.arrays import type_of
 from jdag.wire.frames import CHUNK_MAX_BYTES, FrameKind
 from tests.tools.connection_cases import (
@@ -343,12 +349,38 @@ def test_who_was_away_itself_hears_first_what_has_come_meanwhile(
     assert not sides.a.ends and not sides.b.ends
 
 
+def test_a_flush_handles_no_events_even_if_the_stream_is_broken(sides: Sides) -> None:
+    sides.turn()
+    sides.b.connection.send(primal(1), [1.5])
+    sides.b.connection.flush()
+    sides.b.connection.drop_stream()
+    for _ in range(3):
+        sides.a.connection.send(primal(2), [1.5])
+        sides.a.connection.flush()
+        assert sides.a.connection._send_error is not None
+        assert not sides.a.messages and not sides.a.breaks
+    sides.turn()
+    sides.turn()
+    assert len(sides.a.messages) == len(sides.a.breaks) == 1
+
+
 def test_a_step_frame_has_the_types_of_its_own_values(sides: Sides) -> None:
-    frame = StepFrame(ContextId(0, 1, 0), 0, (0,), 0, True)
+    host: Any = SimpleNamespace(machine=Machine("real"), resume=None)
+    jobs: Any = SimpleNamespace(run_row=None, rows_are_jobs=False, send_out=None)
+    link = sides.a.connection
+    peers: Any = SimpleNamespace(codec=link._codec, connections={"b": link})
+    runner = StepRunner(host, jobs, peers)
+    hop = Hop("b", (0,), StepFrame(ContextId(0, 1, 0), 0, (0,), 0, True))
     values = [np.arange(3.0), jnp.arange(3, dtype="f4"), np.arange(3), 2.5, 3, 2.5]
-    head = None
+    values += [np.arange(6.0)[::2], jnp.ones(2, "bfloat16"), np.ones((0, 3))]
+    values += [jnp.asarray(2.5), jnp.asarray(2.5) * 1, jax.lax.full((), 2.5) * 2.5]
+    columns = Format(
+        Layout((1, 0)), jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    values += [jax.device_put(jnp.arange(6.0).reshape(2, 3), columns)]
+    values += [np.ones((2, 3)).T, np.ones(1 << 10), jnp.ones(1 << 10, "f4")]
     for number, value in enumerate(values, 1):
-        head = sides.a.connection.step(frame, number, number - 1, [value], head)
+        assert runner.send(hop, number, number - 1, [value])
     sides.run(lambda: len(sides.b.messages) == len(values))
     for value, (message, received) in zip(values, sides.b.messages, strict=True):
         assert isinstance(message, StepFrame) and message.base == message.number - 1
