@@ -216,7 +216,7 @@ class Connection:
         if message.__class__ is StepFrame:
             head = STEP.pack(message.number, message.base)
             head += self._codec.encode(blank(message), kinds)
-            self._frame(FrameKind.STEP, head, sizes, values)
+            self.step(head, sizes, values, sum(sizes))
             header_bytes = FRAME_BYTES
         else:
             head = self._codec.encode(message, kinds)
@@ -236,27 +236,19 @@ class Connection:
     ) -> None:
         """Send a step frame: numbers and head, then values of these sizes.
 
-        If there are no sizes, `data` has the values already; they have `nbytes` bytes.
+        If there are no sizes, `data` has the values already. They have `nbytes` bytes.
         """
         if self.lost:
             return
+        views: Sequence[Any] = (data,)
+        length = len(data)
         if sizes:
-            self._frame(FrameKind.STEP, data, sizes, values)
-        else:
-            self.sent.payload_bytes += nbytes
-            self.sent.messages += 1
-            self.bundles.told = self.order.handled
-            self._add(FrameKind.STEP, (data,), len(data))
-
-    def _frame(
-        self, kind: FrameKind, head: bytes, sizes: Sequence[int], values: Sequence[Any]
-    ) -> None:
-        sent = self.sent
-        views, inline_bytes = self.bulk.split(sizes, values)
-        sent.payload_bytes += sum(sizes)
-        sent.messages += 1
+            inline, inline_bytes = self.bulk.split(sizes, values)
+            views, length = (data, *inline), length + inline_bytes
+        self.sent.payload_bytes += nbytes
+        self.sent.messages += 1
         self.bundles.told = self.order.handled
-        self._add(kind, (head, *views), len(head) + inline_bytes)
+        self._add(FrameKind.STEP, views, length)
 
     def define(self, digest: bytes, data: bytes) -> None:
         """Send a function once. Call this before messages that refer to its digest."""
