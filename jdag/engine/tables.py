@@ -186,9 +186,8 @@ def table_of(
     ]
     left = [len(row.inputs) for row in rows]
     if results is not None:
-        row = TableRow(len(rows), None, at(results))
-        left.append(len(row.inputs) + len(rows) + len(reporters))
-        rows.append(row)
+        rows.append(TableRow(len(rows), None, at(results)))
+        left.append(len(results) + len(segments) + len(reporters))
     kept = frozenset(at([*constants, *read]))
     uses, readers = _uses(rows, prepare.updates, len(places), at(staged), kept)
     passed = {place for row in rows if not row.runs for place in row.inputs}
