@@ -205,6 +205,8 @@ class Steps(Struct, eq=False):
                     self.finished(step, inputs)
                 elif isinstance(outputs, Failure):
                     self._failed(step, outputs)
+                    if table.steps.get(step.number) is not step:
+                        return  # The step was dropped.
                 else:
                     self._ran(step, row, ())
 

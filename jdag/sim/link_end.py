@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from jdag.engine.protocol import Acknowledged, Message, Worker
+from jdag.engine.protocol import Message, Worker
 from jdag.runtime.recorder import NO_CAUSE
 from jdag.runtime.worker_runtime import WorkerRuntime
 from jdag.sim.network import Lane, LinkModel
@@ -18,14 +18,14 @@ RESEND_MAX = 10
 
 
 class SimItem(Struct, frozen=True):
-    """One message of a frame, with its values; or what the frame acknowledges.
+    """One message of a frame, with its values.
 
     `fields` describe the message in a trace, and are () without a trace. `record` is
     the trace record of its send. With a control lane, `value_bytes` is the size of its
     values on the data lane, which have all arrived at `whole_ns`.
     """
 
-    message: Message | Acknowledged
+    message: Message
     fields: tuple[Any, ...]
     values: tuple[Any, ...]
     record: int

@@ -38,6 +38,7 @@ from jdag.engine.protocol import (
 )
 from jdag.errors import JdagError
 from jdag.runtime.stats import info
+from jdag.runtime.trace import Trace
 from jdag.runtime.waiters import Cancel, stuck_wait_text
 from jdag.runtime.worker_runtime import (
     ProgramPort,
@@ -100,7 +101,6 @@ class Simulation:
         self._env = env = Environment(settings, self)
         self.workers = env.workers
         self.seed = settings.seed
-        self.trace = env.recorder.trace
         self.incarnations = env.incarnations
         self.port = ProgramPort(env.hosts[settings.main])
         self._run_program = run_program
@@ -129,11 +129,18 @@ class Simulation:
         return self._timeline.now_ns
 
     @property
+    def trace(self) -> Trace | None:
+        """The trace so far, with what the main program has sent."""
+        self._timeline.end_action()
+        return self._env.recorder.trace
+
+    @property
     def crashed(self) -> bool:
         return bool(self._outages.crashed)
 
     def info(self) -> dict[str, dict[str, Any]]:
         """Return each worker's counters. A crashed worker's messages still count."""
+        self._timeline.end_action()
         return self._counted or {
             name: info(
                 (host := self._env.newest(name)),
@@ -164,6 +171,7 @@ class Simulation:
             return
         if self._programs.hub is not None:
             raise JdagError("only the main program may close the cluster")
+        self._timeline.end_action()
         hosts = self._env.hosts.values()
         for host in hosts:
             host.alive = False

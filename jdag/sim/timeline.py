@@ -80,9 +80,7 @@ class SimTimeline:
     def run(self, chooser: Chooser, results: Container[int], waiter: int) -> None:
         heap, soon, picks = self._heap, self._soon, chooser.picks_events
         after = self.after
-        while after:
-            action = after.popleft()
-            action[0](*action[1:])
+        self.end_action()
         while (soon or heap) and waiter not in results:  # Bounded by events_max.
             if picks:
                 entry = self._picked(chooser)
@@ -95,9 +93,13 @@ class SimTimeline:
                 entry[ACTION] = None  # A later `cancel` then has no effect.
                 self.now_ns = entry[TIME]
                 action[0](*action[1:])
-                while after:
-                    action = after.popleft()
-                    action[0](*action[1:])
+                if after:
+                    self.end_action()
+
+    def end_action(self) -> None:
+        while self.after:
+            action = self.after.popleft()
+            action[0](*action[1:])
 
     def _picked(self, chooser: Chooser) -> Entry:
         heap = self._heap

@@ -143,14 +143,13 @@ class SimTransport:
         if end.unsent and end.opened != handled:
             self._close_bundle(end)
         end.opened = handled
-        end.messages += 1
         end.unsent.append((message, arrays, causes))
         if not end.leaves:
             self._leave(end)
 
     def _leave(self, end: LinkEnd) -> None:
-        end.leaves = True
         self._timeline.after.append((self.flush, end))
+        end.leaves = True
 
     def flush(self, end: LinkEnd) -> None:
         """Send what the end has for its peer after an action of the timeline."""
@@ -158,7 +157,7 @@ class SimTransport:
         if end.host.alive:
             if end.unsent:
                 self._close_bundle(end)
-            if end.told != end.order.handled:
+            if end.told != end.order.handled and end.host.alive:
                 self._send(end, (), end.order.handled)
         if end.handled:
             end.handled.clear()
@@ -187,6 +186,7 @@ class SimTransport:
             for _, _, causes in unsent:
                 self._recorder.note("drop", end.worker, (end.peer, "lost"), causes)
             return
+        end.messages += len(unsent)
         link, lane, now_ns = end.link, end.out, self._timeline.now_ns
         if end.data is not None:
             wire_bytes -= value_bytes
@@ -242,6 +242,8 @@ class SimTransport:
                 SimItem(message, fields, arrays, record, value_bytes, whole_ns)
             )
             overhead_bytes = MESSAGE_BYTES
+            if not end.host.alive:
+                break  # It crashed at this record.
         end.record = lane.record = record
         if lane.ports:
             lane.passed(record)
@@ -265,15 +267,15 @@ class SimTransport:
             self._arm(end)
 
     def _receive(self, end: LinkEnd, bundle: SimBundle, sent: int) -> None:
-        items = bundle.items
         count, end.acknowledged = bundle.handled - end.acknowledged, bundle.handled
-        if count:
-            event = Acknowledged(end.peer, count)
-            items = (SimItem(event, (), (), bundle.record, 0, 0), *items)
+        if count and end.host.alive:
+            record = bundle.record
+            causes = (record,) if record == sent else (record, sent)
+            end.host.handle(Acknowledged(end.peer, count), causes)
         if end.data is None:
-            self._hand_on(end, items, sent)
+            self._hand_on(end, bundle.items, sent)
         else:
-            self._split(end, items, sent)
+            self._split(end, bundle.items, sent)
 
     def _hand_on(self, end: LinkEnd, items: Sequence[SimItem], sent: int) -> None:
         host = end.host
@@ -282,9 +284,6 @@ class SimTransport:
                 return  # The message before caused a crash.
             record, message = item.record, item.message
             causes = (record,) if record == sent else (record, sent)
-            if isinstance(message, Acknowledged):
-                host.handle(message, causes)
-                continue
             if message.__class__ not in ACKNOWLEDGED:
                 host.arrived(end.peer, message, item.values, causes, item.fields)
                 continue

@@ -209,11 +209,9 @@ class UntimedTimeline(SimTimeline):
 
         That step is possible once `waiter` is in `results`.
         """
-        heap, after = self._heap, self.after
+        heap = self._heap
         while True:  # Bounded by events_max.
-            while after:
-                action = after.popleft()
-                action[0](*action[1:])
+            self.end_action()
             if heap and heap[0][TIME] == self.now_ns and heap[0][PRIORITY] == CRASH:
                 self._carry_out(heappop(heap))
                 continue

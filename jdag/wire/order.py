@@ -20,7 +20,6 @@ from typing import Any, get_args
 
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
-    Acknowledged,
     Assign,
     ContextId,
     Forget,
@@ -39,7 +38,6 @@ HELD_MAX = 1 << 20
 # Messages that share a lane are ordered. ALL is ordered with the messages of all lanes.
 Lanes = tuple[ContextId | str, ...]
 ALL: Lanes = ("all",)
-BEHIND: Lanes = ("behind",)  # After all earlier messages; no later message waits.
 
 
 def _all(_: Any) -> Lanes:
@@ -69,9 +67,6 @@ RULES: Mapping[type, Callable[[Any], Lanes]] = {
     StepFrame: lambda frame: ALL if frame.begins else (),
     Settle: _all,
     Stepped: lambda _: (),
-    # Not a message: the number of handled messages in a frame's header. If it overtook
-    # messages, engines would see orders that exploration does not try.
-    Acknowledged: lambda _: BEHIND,
 }
 
 
@@ -115,20 +110,20 @@ class Order:
         if whole and not self._count:
             return (item,)
         message, last = item.message, self._last
+        if max(self._count, len(self._uncounted)) >= self._held_max:
+            raise ProtocolError(
+                f"{self._count} messages of one peer wait for each other: expected "
+                f"at most {self._held_max}"
+            )
         if message.__class__ in ACKNOWLEDGED:
             self._unhandled[id(item)] = is_handled = [False]
             self._uncounted.append(is_handled)
         lanes = RULES[message.__class__](message)
         in_lanes = [last.get(lane) or last.get("all") for lane in lanes]
-        before = last.values() if lanes in (ALL, BEHIND) else in_lanes
+        before = last.values() if lanes is ALL else in_lanes
         predecessors = {id(each): each for each in before if each is not None}
         if whole and not predecessors:
             return (item,)
-        if self._count >= self._held_max:
-            raise ProtocolError(
-                f"{self._count} messages of one peer wait for each other: expected "
-                f"at most {self._held_max}"
-            )
         self._count += 1
         pending = _Pending(item, lanes, whole)
         pending.predecessors = len(predecessors)

@@ -109,6 +109,8 @@ class Links:
 
     def take(self, pair: Pair) -> list[Parcel]:
         parcel = Parcel(*self.queues[pair].popleft())
+        if isinstance(parcel.message, Acknowledged):
+            return [parcel]  # It waits for no values.
         large = bool(parcel.carried) and self._rng.random() < self.large
         if large:
             self.partial.setdefault(pair, []).append(parcel)

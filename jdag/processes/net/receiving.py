@@ -206,7 +206,7 @@ class FrameReader:
                 numbers.received = sequence
                 self.nbytes += length
                 if handled != self.handled:
-                    events += self._acknowledge(handled, length)
+                    events.append(self._acknowledge(handled, length))
                 events += decode(bytes(buffer[body:start]))
                 continue
             header = unpack_header(buffer, start)
@@ -255,7 +255,7 @@ class FrameReader:
             numbers.received = sequence
             self.nbytes += length
         if handled != self.handled:
-            events += self._acknowledge(handled, length)
+            events.append(self._acknowledge(handled, length))
         if kind in self._decoders:
             events += self._decoders[kind](bytes(payload))
         elif kind is FrameKind.CHUNK:
@@ -273,7 +273,7 @@ class FrameReader:
         elif bytes(payload) == PING:
             self.pinged = True
 
-    def _acknowledge(self, handled: int, length: int) -> Sequence[Any]:
+    def _acknowledge(self, handled: int, length: int) -> ReceivedAcknowledgement:
         count, self.handled = handled - self.handled, handled
         if count < 0:
             raise ProtocolError(
@@ -283,9 +283,7 @@ class FrameReader:
         if not length:
             self._empty += 1
             number = -self._empty
-        message = Acknowledged(self._worker, count)
-        event = ReceivedAcknowledgement(message, number)
-        return self.assembler.order.arrived(event, True)
+        return ReceivedAcknowledgement(Acknowledged(self._worker, count), number)
 
     def _segment(self, payload: bytes, events: list[PeerEvent]) -> None:
         kind, numbers = payload[:1], payload[1:]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from jdag.engine.protocol import (
     ACKNOWLEDGED,
-    Acknowledged,
     Assign,
     Call,
     ContextId,
@@ -67,7 +66,6 @@ KINDS: tuple[tuple[str, Any, bool], ...] = (
     ("forget", Forget(()), False),
     ("call x", call(X), True),
     ("call y", call(Y), True),
-    ("acknowledged", Acknowledged("b", 1), False),
 )
 OF = {
     "x": "x",
@@ -84,8 +82,6 @@ OF = {
 
 def in_order(earlier: Item, later: Item) -> bool:
     """Whether the later one has to wait for the earlier one."""
-    if later.name == "acknowledged":
-        return earlier.name in OF
     if earlier.name not in OF or later.name not in OF:
         return False
     one, other = OF[earlier.name], OF[later.name]
@@ -199,7 +195,7 @@ def test_all_ways_in_which_four_of_two_contexts_and_a_leaf_can_come_are_as_well(
 
 
 def test_every_message_has_a_rule():
-    assert set(RULES) == {*get_args(Message), Acknowledged}
+    assert set(RULES) == set(get_args(Message))
 
 
 @pytest.mark.parametrize("kind", messages, ids=lambda kind: kind.__name__)
