@@ -230,10 +230,8 @@ class Steps(Struct, eq=False):
             if row.gain is None:
                 self._learn_sizes(table, row)
             step.store(row.outputs, outputs)
-            for hop in row.hops:
-                values = [step.values[place] for place in hop.places]
-                self.send(hop, step.number, 0, values)
             if row.hops:
+                self._send(step, row)
                 self.driver.flush()
             gain = row.gain if freed is row.frees else table.size(row.outputs, freed)
             self.driver.account(*gain)

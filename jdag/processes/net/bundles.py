@@ -41,8 +41,7 @@ class Bundles:
         nbytes = MESSAGE_BYTES + length
         fits = bundle is not None and bundle.nbytes + nbytes <= BUNDLE_BYTES
         if bundle is None or not fits or bundle.handled != handled:
-            if bundle is not None:
-                self._put(bundle)
+            self.close()
             self._views = []
             self.open = bundle = Parcel(FrameKind.MESSAGE, self._views, 0, handled)
             self.told = handled
@@ -52,15 +51,13 @@ class Bundles:
         return header_bytes
 
     def close(self) -> None:
-        if self.open is not None:
-            self._put(self.open)
-            self.open = None
+        bundle, self.open = self.open, None
+        if bundle is not None:
+            self._put(bundle)
 
     def flush(self) -> int:
         """Close the bundle. Return the number of messages that an empty one tells."""
-        if (bundle := self.open) is not None:
-            self.open = None
-            self._put(bundle)
+        self.close()
         handled = self._order.handled
         count, self.told = handled - self.told, handled
         if count:

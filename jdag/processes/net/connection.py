@@ -213,21 +213,20 @@ class Connection:
             return
         kinds = list(map(type_of, values)) if values else []
         sizes = [kind.nbytes for kind in kinds]
+        value_bytes = sum(sizes)
         if message.__class__ is StepFrame:
             head = STEP.pack(message.number, message.base)
             head += self._codec.encode(blank(message), kinds)
-            self.step(head, sizes, values, sum(sizes))
+            self.step(head, sizes, values, value_bytes)
             header_bytes = FRAME_BYTES
         else:
             head = self._codec.encode(message, kinds)
             header_bytes = self.bundles.add(head, sizes, values)
             self.sent.messages += 1
-            self.sent.payload_bytes += sum(sizes)
+            self.sent.payload_bytes += value_bytes
             if not self._flushing:
-                self._flushing = True
-                self._loop.unflushed.append(self)
+                self._has_more()
         if self._sends is not None:
-            value_bytes = sum(sizes)
             nbytes = value_bytes, header_bytes + len(head) + value_bytes
             self._sends(self.worker, trace_fields(message), nbytes, causes)
 
@@ -280,8 +279,7 @@ class Connection:
             self.bundles.close()
         self._put(Parcel(kind, views, nbytes, self.bundles.told))
         if not self._flushing:
-            self._flushing = True
-            self._loop.unflushed.append(self)
+            self._has_more()
 
     def _put(self, parcel: Parcel, sequence: int = -1) -> int:
         """Number a frame, or let it wait in the queue. `sequence` is a given number."""
